@@ -119,6 +119,7 @@ def run_workload(llm: LLM, name: str, options: OfflineBenchOptions) -> WorkloadR
     # Warm-up: compiles and allocates outside the measurement.
     _generate(llm, [prompts[0][:64]], [2])
     runs = []
+    # Without the reset every repeat after the first would hit the prefix cache.
     for _ in range(options.repeats):
         llm.reset_prefix_cache()
         began = time.perf_counter()
@@ -134,6 +135,7 @@ def run_workload(llm: LLM, name: str, options: OfflineBenchOptions) -> WorkloadR
 
 def _generate(llm: LLM, prompts: list[list[int]], output_lens: list[int]) -> list[GenerationOutput]:
     params = [
+        # full length and no detokenization: every run does the same work, and only the engine is measured
         SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in output_lens
     ]
     return llm.generate(prompt_token_ids=prompts, sampling_params=params)

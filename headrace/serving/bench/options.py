@@ -134,6 +134,7 @@ def serve_bench_options(**flat: Any) -> ServeBenchOptions:
 
 def parse_range(name: str, text: str) -> tuple[int, int]:
     """``"512"`` to (512, 512), ``"100-1024"`` to (100, 1024), both inclusive; raises `ConfigError`."""
+    # at most 8 digits: far above any context, and safe to convert
     match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:

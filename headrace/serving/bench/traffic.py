@@ -47,6 +47,7 @@ def make_traffic(
     random = Random(seed)
     source = _RandomText(random, None if as_text or options.random_words else options.max_token_id)
     lengths, output_lens = parse_range("input_len", options.input_len), parse_range("output_len", options.output_len)
+    # All prefixes are sampled before the prompts, so the same seed gives the same prefixes for any number of requests.
     prefixes = (
         [source.sample(options.prefix_len) for _ in range(options.num_prefixes)] if options.workload == "shared-prefix"
         else [source.sample(0)]

@@ -42,6 +42,7 @@ def find_libraries() -> Iterator[Finding]:
     for library in LIBRARIES:
         install = f"pip install 'headrace[{library.extra}]'"
         try:
+            # From the package's metadata: an import may take seconds.
             found = version(library.package)
         except PackageNotFoundError:
             yield Finding(KIND, library.package, UNAVAILABLE, (), f"not installed: {install} for {library.gives}")

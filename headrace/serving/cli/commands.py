@@ -12,6 +12,7 @@ from headrace.base.registry import load_target
 
 ENGINE = ("model", "cache", "scheduler", "device")
 SERVING = ("server", "operations")
+# Sections that `base.config` does not have, as "module:class": imported only for the command that needs them.
 _HOMES = {
     "general": "headrace.serving.cli.options:GeneralOptions",
     "sampling": "headrace.serving.cli.options:SamplingOptions",

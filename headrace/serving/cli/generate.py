@@ -98,12 +98,14 @@ def _open(path: str, mode: Literal["r", "w"]) -> TextIO:
 
 
 def _read_lines(lines: Iterable[str], options: GenerateOptions, name: str) -> Iterator[Item]:
+    # Line numbers of errors count empty lines, too.
     numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(lines, 1))
     filled = ((number, line) for number, line in numbered if line.strip())
     first = next(filled, None)
     if first is None:
         return
     is_json = (
+        # The first line decides for all: a text file may have a later line that starts with a brace.
         options.input_format == "jsonl"
         or (options.input_format == "auto" and (name.endswith(".jsonl") or first[1].lstrip().startswith("{")))
     )
@@ -156,6 +158,7 @@ def _prepare(item: Item, llm: LLM, options: GenerateOptions, sampling: SamplingO
         # Only validates: `LLM.generate` would stop at the first invalid prompt.
         build_requests("check", item.token_ids, item.params, facts=llm.facts, tokenizer=llm.tokenizer)
     except msgspec.ValidationError as error:
+        # msgspec: "Expected `int`, got `str` - at `$.max_tokens`"
         what, _, where = str(error).partition(" - at `$.")
         param = where.rstrip("`") or None
         item.error = RequestError(f"{param or 'sampling parameters'}: {what}", param=param)

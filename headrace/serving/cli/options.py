@@ -57,6 +57,7 @@ class SamplingOptions(Section):
 
     def to_params(self, defaults: Mapping[str, Any], **changed: Any) -> SamplingParams:
         """Sampling parameters: the options given here or in ``changed``, else the model's ``defaults``."""
+        # Every field of this section has the name of a sampling parameter.
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return SamplingParams(
             **{**defaults, **{name: value for name, value in given.items() if value is not None}, **changed}

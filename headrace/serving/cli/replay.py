@@ -45,6 +45,7 @@ def _send(records: Sequence[Record], options: ReplayOptions, console: Console) -
 
     from headrace.serving.replay import replay
 
+    # On a terminal only: otherwise progress lines would mix with the report.
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("requests", total=len(records))
@@ -93,6 +94,7 @@ def report(
     table = Table(box=None, pad_edge=False)
     for column in ("", "recorded", "now"):
         table.add_column(column, justify="left" if not column else "right")
+    # successful ones only: a refusal is fast and would improve the latencies
     runs = [[r for r in run if r.status == 200] for run in (records, answers)]
     for title, name in (("seconds to the end", "seconds"), ("seconds to the first byte", "first_byte_s")):
         for share in (0.5, 0.99):

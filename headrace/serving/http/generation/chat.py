@@ -214,6 +214,8 @@ async def prepare_chat(
     plan = _plan_output(context, body, prompt)
     has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves
     fitted, is_capped = await _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
+    # Tool schemas compile to a grammar, too: errors name the field ``tools`` unless the request has a grammar of its
+    # own.
     generation = GenerationRequest(
         request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[fitted],
         params=[plan.extend(params)], namespace=body.cache_salt or "", priority=body.priority or 0,

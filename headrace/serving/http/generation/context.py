@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
 
 RETRY_AFTER_S = 5.0
+"""Seconds that clients are told to wait for an engine that starts or restarts (``Retry-After``)."""
 UNAVAILABLE = {
     "starting": "the model is still loading", "restarting": "the engine is restarting",
     "draining": "the server is shutting down",
@@ -58,6 +59,7 @@ class AppContext:
         self.tracing = open_tracing(self.operations)
         limit = self.operations.dump_limit_mib * 2**20
         self.dump = DumpFolder(self.operations.dump_requests, limit) if self.operations.dump_requests else None
+        # the option is in MiB
         self.responses = ResponseStore(self.server.responses_store * 2**20, self.server.responses_ttl_s)
 
     @property

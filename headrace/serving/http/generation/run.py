@@ -249,6 +249,7 @@ class Generation:
 async def open_generation(http_request: Request, request: GenerationRequest) -> Generation:
     """Validate and submit all prompts; when one is refused, none runs. Raises typed errors."""
     context = context_of(http_request)
+    # before any work; `submit` would refuse, too, but only after `_encode_prompts`
     context.check_available()
     state = http_request.scope.setdefault("state", {})
     # for the response header that `RequestLedger` adds

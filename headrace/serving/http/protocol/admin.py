@@ -14,7 +14,7 @@ class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     rid: Annotated[str, Meta(max_length=128)] | None = None
     abort_all: bool | None = None
-    abort_message: Annotated[str, Meta(max_length=1024)] | None = None
+    abort_message: Annotated[str, Meta(max_length=1024)] | None = None  # SGLang's field; no effect
 
 
 class AbortResponse(Struct):
@@ -139,6 +139,7 @@ class AdminResponse(Struct):
 class Load(Struct):
     """The load of one engine. ``token_usage`` is the share of KV memory held by running requests."""
 
+    # SGLang's names; there is one engine, so the rank is 0.
     dp_rank: int
     num_running_reqs: int
     num_waiting_reqs: int

@@ -34,6 +34,7 @@ def describe_error(error: HeadraceError) -> ErrorResponse:
     """The error in OpenAI's form."""
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = TYPE_OF_STATUS.get(error.status, default)
+    # no code if it would only repeat the type
     code = CODE_OF_STATUS.get(error.status, None if error.kind in (kind, "internal_error") else error.kind)
     return ErrorResponse(ErrorDetail(error.message, kind, error.param, code))
 
@@ -94,6 +95,7 @@ class ErrorForm:
 
 OPENAI = ErrorForm(ErrorResponse, describe_error)
 BY_PREFIX = {
+    # Prefixes of paths, so that unmatched paths below them have the form that their clients can read, too.
     "/v1/messages": ErrorForm(MessagesError, describe_messages_error),
     "/api/": ErrorForm(OllamaError, describe_ollama_error),
 }

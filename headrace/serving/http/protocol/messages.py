@@ -15,6 +15,7 @@ CacheControl = dict[str, Any]
 """``cache_control`` is accepted without effect: every prefix is cached."""
 
 
+# Requests are strict (`forbid_unknown_fields`): a field that has no effect here must be declared to be accepted.
 class TextOnlyBlock(Struct, kw_only=True, forbid_unknown_fields=True):
     """Text in a place that takes no other block."""
 
@@ -83,6 +84,7 @@ class ClientTool(Struct, kw_only=True, forbid_unknown_fields=True):
     input_examples: list[dict[str, Any]] | None = None
 
 
+# msgspec tells the classes of a union apart by ``tag_field``, so each ``type`` has its own class.
 class AutoChoice(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):
     """The model decides."""
 
@@ -164,6 +166,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Positive
     stream: bool | None = None
     stop_sequences: Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    # Anthropic allows 0 to 1; the models served here take more.
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -207,7 +210,7 @@ class MessagesUsage(Struct):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0  # always 0: writing to the prefix cache is not counted
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

@@ -23,7 +23,7 @@ from headrace.serving.http.protocol.fields import (
 from headrace.serving.http.protocol.openai import ChatMessage
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
-DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
 
 
 class NativeSampling(OutputFields, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +73,7 @@ class FinishReason(Struct):
 
 
 LogprobTriple = tuple[float | None, int, str | None]
+"""``[logprob, token id, text]``; the logprob of the prompt's first token is null."""
 
 
 class MetaInfo(Struct):
@@ -100,6 +101,8 @@ class Generated(Struct):
     index: int | UnsetType = UNSET
 
 
+# `Raw` fields are copied as JSON text: a million ids as Python objects would block the event loop and fill memory. The
+# schemas tell the OpenAPI document what the text contains.
 TokenIdsJson = Annotated[
     Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
 ]

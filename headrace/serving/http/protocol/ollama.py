@@ -25,6 +25,7 @@ from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, T
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Format = Literal["json", ""] | dict[str, Any]
+"""A JSON object, no constraint (an empty string), or a JSON schema."""
 
 
 class OllamaFunction(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +73,7 @@ class PlacementOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 class OllamaOptions(PlacementOptions, kw_only=True, forbid_unknown_fields=True):
     """Sampling. ``num_predict`` of 0 or less means no limit; ``num_ctx`` must fit the server's context."""
 
+    # Ollama's special values: -1 for no limit, -2 to fill the context.
     num_predict: Annotated[int, Meta(ge=-2, le=INT32)] | None = None
     num_ctx: Annotated[int, Meta(ge=1, le=INT32)] | None = None
     stop: Stop | None = None

@@ -10,6 +10,8 @@ from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAI
 from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
 
+# In responses UNSET leaves a field out of the JSON, None sends null. Times named ``created`` are seconds since the
+# epoch.
 class PromptTokensDetails(Struct):
     """Prompt tokens that came from the prefix cache."""
 
@@ -209,11 +211,12 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    # with ``include_usage`` null in all chunks but the last, as OpenAI does it; otherwise left out
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; chats have no limit but the context
 PromptItem = str | TokenId | list[TokenId]
 Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
 
@@ -226,6 +229,7 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: Choices | None = None
+    # empty only: clients send the default of their library
     suffix: Annotated[str, Meta(max_length=0)] | None = None
 
 

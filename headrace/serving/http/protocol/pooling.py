@@ -8,9 +8,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import ModelName, Positive, Priority, RequestId, Salt, TokenId, Truncation
 
-MAX_LABELS = 128
+MAX_LABELS = 128  # label tokens per request
 Texts = Annotated[list[str], Meta(min_length=1)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
+# Wider than allowed, as msgspec cannot express a union of list types; `split_inputs` refuses mixtures.
 Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 

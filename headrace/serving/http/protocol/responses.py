@@ -79,7 +79,7 @@ class TextOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of the output text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["medium"] | None = None  # OpenAI's default; other values could not be honoured
 
 
 class ReasoningOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +107,7 @@ class IgnoredFields(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled"] | None = None  # "auto" would drop items of long conversations
 
 
 class ResponsesRequest(IgnoredFields, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +136,7 @@ class InputCount(Struct):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
+# Empty list defaults are safe: msgspec makes a new list for each instance.
 class OutputText(Struct, tag_field="type", tag="output_text"):
     """Output text."""
 
@@ -218,6 +219,7 @@ class ResponseError(Struct):
     message: str
 
 
+# None is sent as null and not left out, as OpenAI does it.
 class EchoedFields(Struct, kw_only=True):
     """Request fields that the response repeats."""
 
@@ -242,7 +244,7 @@ class Response(EchoedFields, kw_only=True):
     """The response."""
 
     id: str
-    created_at: int
+    created_at: int  # seconds since the epoch
     status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
     output: list[OutputItem]
     top_logprobs: int = 0

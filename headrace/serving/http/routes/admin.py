@@ -183,6 +183,7 @@ async def update_weights(request: Request) -> JsonResponse:
         raise RequestError(
             f"the weights were not replaced: {_without_paths(context, error.message, model)}", param="model_path"
         ) from error
+    # SGLang's name: requests that wait during the update and then continue.
     num_paused = 0 if body.abort_all_requests else num_kept
     return JsonResponse(wire.UpdateWeightsResponse(True, "the weights were replaced", num_paused))
 
@@ -223,6 +224,7 @@ async def start_profile(request: Request) -> JsonResponse:
     await context.admin.start_profile(StartProfile(
         os.path.abspath(folder), num_steps=body.num_steps, has_stacks=bool(body.with_stack),
         has_shapes=bool(body.record_shapes),
+        # SGLang says GPU, torch says CUDA.
         has_device=body.activities is None or bool({"GPU", "CUDA"} & set(body.activities)),
     ))
     return _done("a profile is being recorded")

@@ -71,6 +71,7 @@ def _chat_message(message: wire.OllamaMessage, where: str) -> ChatMessage:
         for c in message.tool_calls or ()
     ]
     return ChatMessage(
+        # Ollama's clients may leave out the content; `ChatRequest` requires it of all roles but the assistant.
         role=message.role, content=message.content if message.content is not None or calls else "",
         reasoning_content=message.thinking or None, tool_calls=calls or None, tool_call_id=message.tool_call_id,
         name=message.tool_name,
@@ -258,6 +259,7 @@ def _details(facts: ModelFacts) -> wire.OllamaDetails:
 
 def _card(context: AppContext, facts: ModelFacts) -> wire.OllamaCard:
     name, size = context.model_name, sum(line.num_bytes for line in context.client.memory if line.name == "weights")
+    # Clients compare digests to find out whether a model has changed; the weights are not hashed.
     digest = hashlib.sha256(name.encode()).hexdigest()
     return wire.OllamaCard(name, name, format_time(context.created), size, digest, _details(facts))
 
