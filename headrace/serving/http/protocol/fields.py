@@ -47,8 +47,8 @@ Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(max_length=512)]
 
 
-# Requests forbid unknown fields: a misspelled field must not be ignored silently. Optional fields default to None, which
-# means "not set"; real defaults come from the model (`sampling_params`).
+# Requests forbid unknown fields: a misspelled field must not be ignored silently. Optional fields default to None,
+# which means "not set"; real defaults come from the model (`sampling_params`).
 class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     """A named JSON schema. It is enforced with and without ``strict``."""
 
