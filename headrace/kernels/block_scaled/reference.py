@@ -8,15 +8,17 @@ from headrace.kernels.block_scaled import FP8_BLOCK, FP8_GROUP, MXFP4_BLOCK
 from headrace.kernels.once import cache_once
 
 LARGEST = 448.0
-"""Of e4m3."""
+"""The largest e4m3 value."""
 LEAST_AMAX = 1e-4
+"""Lower bound of a block's largest magnitude, so that the scale of a block of zeros is not 0."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between two magnitudes each."""
+"""The midpoints of neighbouring `MAGNITUDES`."""
 
 
 def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `DEQUANTISE_MXFP4`."""
+    # a lookup per byte gives both of its values, [.., I / 2] wide integers viewed as [.., I / 32, 32] of ``dtype``
     values = pairs_of_bytes(dtype, codes.device)[codes.int()].view(dtype).view(*scales.shape, MXFP4_BLOCK)
     return values.mul_(powers_of_two(dtype, codes.device)[scales.int()].unsqueeze(-1)).flatten(-2)
 
@@ -26,7 +28,9 @@ def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = x.float().unflatten(-1, (-1, MXFP4_BLOCK))
     scales = ceil_power_of_two(blocks.abs().amax(-1).clamp_(min=LEAST_AMAX) / MAGNITUDES[-1])
     scaled = blocks / power_of_two(scales).unsqueeze(-1)
+    # right=False: a value on a midpoint takes the lower code, nearer to 0
     codes = torch.bucketize(scaled.abs(), torch.tensor(HALFWAY, device=x.device))
+    # bit 3 is the sign; code 0 never gets it, since there is no minus zero
     codes = (codes | ((scaled < 0) & (codes > 0)).to(codes.dtype) << 3).flatten(-2).to(torch.uint8)
     return codes[..., ::2] | codes[..., 1::2] << 4, scales
 
@@ -42,7 +46,7 @@ def pairs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @cache_once
 def powers_of_two(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[256]: the value of each e8m0 byte."""
+    """[256]: the value of each e8m0 byte, 2 ** (byte - 127); NaN for 255."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).to(dtype).to(device)
 
 
@@ -62,10 +66,12 @@ def quantise_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tens
 
 def ceil_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """The exponent byte (e8m0) of the least power of two that is not below positive float32 ``x``."""
+    # float32's exponent field has e8m0's bias; any mantissa bit means the next power
     bits = x.contiguous().view(torch.int32)
     return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).to(torch.uint8)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """e8m0 bytes to float32; byte 0 is the least, 2 ** -127."""
+    """e8m0 bytes to float32, exactly. Byte 0, 2 ** -127, is subnormal in float32, where an exponent field of 0 means
+    another thing."""
     return torch.where(exponents == 0, 2.0**-127, (exponents.int() << 23).view(torch.float32))

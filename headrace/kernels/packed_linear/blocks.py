@@ -1,8 +1,8 @@
-"""GGUF's quantised blocks to packed layout, without expanding them to floats.
+"""Convert GGUF's quantised blocks to packed layout, without a float copy of the weight.
 
 A block is a run of inputs of one output with its own scales; ggml's ``ggml-quants`` defines the types. Types with a
 scale for fewer than 32 inputs, or with irregular values, are rounded to 8 bits with a scale per 32 inputs, which is
-finer than they are. n blocks, O outputs.
+finer than they are. n blocks, O outputs. Bytes are little-endian; offsets below are byte offsets in a block.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from headrace.kernels.packed_linear.quantise import round_groups
 SUPER = 256
 """Inputs of a K-quant super-block."""
 CHUNK_WEIGHTS = 1 << 20
-"""Weights that a thread unpacks at a time."""
+"""Weights that a thread reads at a time, which bounds its temporaries."""
 
 NATIVE_KINDS = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
     "MXFP4_PAIRS"
 )
-"""Types that C++ unpacks; the index is its number for them."""
+"""Types that C++ converts. The order is that of the enumeration in ``csrc/cpu/blocks.h``."""
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes [n, inputs], uint8 below 16 (raw nibbles) or int8; scales and mins (or None) float32 [n, groups]."""
+"""Codes [n, inputs], uint8 below 16 (raw nibbles) or int8; scales and mins float32 [n, groups of 32 inputs], mins None
+for zeros. A weight is code * scale + min."""
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block of ``num_bytes`` holds ``inputs`` weights; ``read`` takes uint8 [n, num_bytes]. ``has_mins``: it returns
-    mins. ``fits`` (uint8 [n, num_bytes]): whether their scales fit float16, where a type may exceed it."""
+    """A type: a block of ``num_bytes`` holds ``inputs`` weights. ``read`` decodes blocks uint8 [n, num_bytes];
+    ``has_mins``: it returns mins. ``fits``: whether the scales of such blocks fit float16, for types whose may not."""
 
     inputs: int
     num_bytes: int
@@ -57,7 +58,7 @@ class BlockType:
 
 @dataclass(frozen=True)
 class WeightBlocks:
-    """A weight [O, I]: ``raw`` is uint8 [O, bytes of a row]."""
+    """A weight [O, I] as in the file: ``kind`` is a name in `BLOCK_TYPES`, ``raw`` uint8 [O, bytes of a row]."""
 
     kind: str
     raw: torch.Tensor
@@ -73,7 +74,7 @@ class WeightBlocks:
 
     @property
     def can_be_packed(self) -> bool:
-        """Whether packed layout holds these numbers."""
+        """Whether the packed layout can hold these numbers: its scales are float16."""
         kind = BLOCK_TYPES[self.kind]
         return kind.fits is None or kind.fits(self.raw.view(-1, kind.num_bytes))
 
@@ -95,7 +96,7 @@ def pack_blocks(parts: list[WeightBlocks]) -> PackedMatrix:
 
 
 def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatrix) -> None:
-    at = 0
+    at = 0  # first row of the part in the stacked weight; the native library takes any
     for part in parts:
         ops.pack_blocks(part.raw, NATIVE_KINDS.index(part.kind), at, packed.words, packed.scales, packed.mins)
         at += part.out_features
@@ -104,6 +105,8 @@ def _pack_natively(ops: NativeOps, parts: list[WeightBlocks], packed: PackedMatr
 def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
     step = pad_up(max(1, CHUNK_WEIGHTS // packed.in_features), PANEL)
     pieces = [(BLOCK_TYPES[part.kind], rows) for part in parts for rows in part.raw.split(step)]
+    # Threads read pieces, `map` returns them in order, and this thread alone writes. A part's rows need not be a
+    # multiple of 16, so pieces wait until together they fill whole panels: ``at`` is always a multiple of 16.
     waiting: list[Parts] = []
     at = num_waiting = 0
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="blocks") as pool:
@@ -116,9 +119,10 @@ def _pack_by_torch(parts: list[WeightBlocks], packed: PackedMatrix) -> None:
 
 
 def _read_rows(kind: BlockType, rows: torch.Tensor, form: Format) -> Parts:
-    """``rows`` uint8 [n, bytes of a row] as codes of that format [n, I], scales and mins [n, groups]."""
+    """Decode ``rows`` uint8 [n, bytes of a row] to codes [n, I] for format ``form``, scales and mins [n, groups]."""
     codes, scales, mins = kind.read(rows.reshape(-1, kind.num_bytes))
     mins = torch.zeros_like(scales) if mins is None else mins
+    # nibbles of a part whose neighbours need 8 bits become int8 codes, through the type's table if it has one
     if not form.has_nibbles:
         codes = TABLES[kind.format][codes.int()] if kind.format in TABLES else codes.to(torch.int8)
     return codes.view(len(rows), -1), scales.view(len(rows), -1), mins.view(len(rows), -1)
@@ -141,7 +145,7 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """32 bits from that byte on, uint8 [n, 32] of 0 or 16."""
+    """The 32 bits from byte ``at`` on, as the fifth bit of codes: uint8 [n, 32] of 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((blocks[:, at : at + 4].unsqueeze(2) >> shifts & 1) << 4).flatten(1)
 
@@ -168,7 +172,10 @@ def _read_q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a K-type with two float16 and twelve bytes of 6-bit numbers in front: float32 [n, 8] each."""
+    """Scales and mins of Q4_K and Q5_K, float32 [n, 8] each. A block begins with two float16, the factors of scales and
+    mins, and twelve bytes that hold eight 6-bit scales and eight 6-bit mins: numbers 0 to 3 in the low six bits of the
+    first eight bytes; of numbers 4 to 7 the low four bits in the last four bytes, the high two in the top bits of the
+    first eight."""
     low, middle, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1)
     mins = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1)
@@ -188,6 +195,8 @@ def _read_q5_k(blocks: torch.Tensor) -> Parts:
 
 
 def _read_q6_k(blocks: torch.Tensor) -> Parts:
+    # Two halves of 128 inputs: 64 bytes of low nibbles each, then 32 bytes with the two high bits of four inputs each;
+    # at 192 sixteen int8 scales, for 16 inputs each, at 208 their common float16 factor.
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
     high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
@@ -197,7 +206,7 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
 
 
 def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
-    """A type that the gguf package dequantises."""
+    """Dequantise by the gguf package, then round to 8 bits: for types that are rare."""
     from gguf.constants import GGMLQuantizationType  # the import takes 0.1 s, and few files need it
     from gguf.quants import dequantize
 
@@ -208,7 +217,7 @@ ROUNDED_SIZES = {
     "Q2_K": 84, "Q3_K": 110, "IQ1_S": 50, "IQ1_M": 56, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98,
     "IQ3_S": 110, "TQ1_0": 54, "TQ2_0": 66,
 }
-"""Bytes of 256 weights."""
+"""Bytes of a super-block of 256 weights, for types that are read by `_read_by_gguf`."""
 
 
 def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
@@ -216,8 +225,8 @@ def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
 
 
 def _read_iq4_xs(blocks: torch.Tensor) -> Parts:
-    """A float16, eight scales' two high bits each, then their low nibbles, then the codes of 32 inputs after those of
-    32."""
+    """A float16 factor; 16 bits with the two high bits of eight scales; 4 bytes with their low nibbles; then the codes
+    of eight groups of 32 inputs, one after the other. Scales are stored plus 32."""
     shifts = torch.arange(0, 16, 2, dtype=torch.int32)
     high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> shifts & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
@@ -228,12 +237,12 @@ def _read_iq4_xs(blocks: torch.Tensor) -> Parts:
 
 
 MOST_SCALE = 128 + 15
-"""The byte of the greatest power of two that float16 holds."""
+"""The largest scale byte whose halved scale, 2 ** (byte - 128), float16 can hold."""
 
 
 def _read_mxfp4(blocks: torch.Tensor) -> Parts:
-    """E2M1 numbers, twice as large, times half of an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4.
-    Scales below 2^-24 become 0."""
+    """E2M1 numbers times an E8M0 scale: OCP Microscaling Formats 1.0, sections 5.3 and 5.4. `TABLES` holds twice the
+    numbers, as integers, so scales are halved; those below 2^-24 become 0 in float16."""
     return _nibbles(blocks[:, 1:]), torch.exp2(blocks[:, :1].float() - 128), None
 
 
@@ -264,5 +273,5 @@ BLOCK_TYPES = {
         size in ROUNDED_SIZES.items()
     },
 }
-"""By ggml's names. In MXFP4_PAIRS, which is none of them, two neighbours share a byte, as in checkpoints of
+"""By ggml's names, except MXFP4_PAIRS: there two neighbouring inputs share a byte, as in checkpoints of
 transformers."""

@@ -1,6 +1,6 @@
-"""The fastest storage form for a weight: measured once per shape on this machine, then cached in a file.
+"""Choose the fastest storage form for a weight: measured once per shape on this machine, then cached in a file.
 
-Measures only while a model loads; once the time budget is spent, shapes get the form of highest priority.
+Measures only while a model loads; once the time budget is spent, further shapes get the form of highest priority.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 8, 64)
 """Rows measured, with equal weight: decoding one request, several, and a prompt."""
 MOST_WEIGHTS = 1 << 20
-"""Larger weights are measured with fewer outputs."""
+"""Weights of a measured matrix: a larger one is measured with fewer outputs, to save time."""
 REPEATS = 3
 BUDGET_S = 0.5
 NATIVE_FORM = "panels"
@@ -49,13 +49,14 @@ class FormChoice:
     def choose(self, query: KernelQuery) -> str:
         """The name of the best form for ``in_features`` and ``out_features``."""
         names = [name for name in WEIGHT_FORMS.names() if WEIGHT_FORMS.reason_against(name, query) is None]
+        # while the native library compiles, the form for it would be measured on the slow reference
         if native.NATIVE.find() is None:
             names = [name for name in names if name != NATIVE_FORM]
         key = f"{self._machine}: {query.dtype} {sorted(query.shape.items())}"
         name = self._known.get(key)
         if name in names:
             return name
-        if time.monotonic() > self._end:
+        if time.monotonic() > self._end:  # not cached: the next start may measure it
             return names[0]
         costs = measure(names, query)
         name = min(costs, key=costs.__getitem__)
@@ -70,6 +71,7 @@ class FormChoice:
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            # read again: another process may have added its measurements since
             partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
             # atomic: other processes may write the same file
             partial.replace(self._path)
@@ -92,6 +94,7 @@ def measure(names: list[str], query: KernelQuery) -> dict[str, float]:
     """The cost of each form: its time over the best time, summed over `ROWS`."""
     in_features, dtype = query.shape["in_features"], getattr(torch, query.dtype)
     out_features = max(16, min(query.shape["out_features"], MOST_WEIGHTS // in_features))
+    # values that bfloat16 holds exactly, as those of most checkpoints: "panels" then stores float32 as bfloat16
     weight = torch.randn(out_features, in_features).bfloat16().to(dtype)
     times: dict[str, list[float]] = {}
     for name in names:
@@ -106,6 +109,7 @@ def measure(names: list[str], query: KernelQuery) -> dict[str, float]:
 
 
 def _time(stored: StoredWeight, x: torch.Tensor) -> float:
+    """Seconds of a product, the best of `REPEATS` after a warm-up: the others were disturbed."""
     stored.multiply(x, None)
     times = []
     for _ in range(REPEATS):
@@ -116,6 +120,7 @@ def _time(stored: StoredWeight, x: torch.Tensor) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The cached choices; none if the file is missing or damaged."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -21,6 +21,7 @@ def packed_linear(
         x, weight.words, weight.scales, weight.mins, weight.number, weight.out_features, bias,
         out_dtype is torch.float32
     )
+    # the kernel stores x's dtype or float32
     return out if out_dtype is None or out.dtype == out_dtype else out.to(out_dtype)
 
 

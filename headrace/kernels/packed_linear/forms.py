@@ -1,6 +1,7 @@
-"""The forms in which a layer may store its weight instead of a plain parameter, behind one interface.
+"""The forms in which a layer on a CPU may store its weight instead of a plain parameter, behind one interface.
 
-`WEIGHT_FORMS` (in the package) registers the lossless ones; quantised weights are a `PanelWeight` of another format.
+`WEIGHT_FORMS` (in the package) registers the lossless ones; a quantised weight is a `PanelWeight` whose matrix has
+another format.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_R
 from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, pack_floats, unpack
 
 MOST_TURNED_ROWS = 16
-"""The most rows for which torch's GEMM is faster with swapped operands."""
+"""Rows up to which torch's GEMM is faster with swapped operands, see `TurnedWeight`."""
 
 LEAST_GATED_ROWS = 256
-"""Above so many rows the product is fused with the activation; threads then work on blocks of rows."""
+"""Above this many rows `PanelWeight` fuses the product with the activation; threads then work on blocks of rows."""
 
 
 class StoredWeight(Protocol):
@@ -43,7 +44,7 @@ class StoredWeight(Protocol):
 
 
 class PanelWeight:
-    """In packed layout; see `StoredWeight`. Fused kernels read ``matrix``."""
+    """A weight in packed layout; see `StoredWeight`. Fused kernels, such as `decoder_layers`, read ``matrix``."""
 
     def __init__(self, matrix: PackedMatrix):
         self.matrix, self.shape, self.num_bytes = matrix, matrix.shape, matrix.num_bytes
@@ -68,7 +69,8 @@ class PanelWeight:
 
 
 class TurnedWeight:
-    """Unchanged, with swapped operands (``W @ x.T``) for at most ``most_turned`` rows; see `StoredWeight`."""
+    """A plain weight, multiplied by torch; with swapped operands (``W @ x.T``) for at most ``most_turned`` rows. See
+    `StoredWeight`."""
 
     def __init__(self, weight: torch.Tensor, most_turned: int = MOST_TURNED_ROWS):
         self._weight, self.shape, self.num_bytes, self._most_turned = (
@@ -96,9 +98,11 @@ class TurnedWeight:
 
 
 class OnednnWeight:
-    """In oneDNN's blocked layout; see `StoredWeight`. Rows cannot be looked up in it."""
+    """A weight in oneDNN's blocked layout; see `StoredWeight`. Its rows cannot be looked up, so it cannot serve as an
+    embedding."""
 
     def __init__(self, weight: torch.Tensor):
+        # 16 rows: the batch size that oneDNN lays the weight out for; others work as well
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         self.shape, self.num_bytes = tuple(weight.shape), weight.nbytes
 
@@ -118,7 +122,7 @@ class OnednnWeight:
 
 
 def keep_plain(weight: torch.Tensor) -> TurnedWeight:
-    """A weight unchanged, multiplied by torch."""
+    """A plain weight, multiplied by torch's GEMM for any number of rows."""
     return TurnedWeight(weight, most_turned=0)
 
 

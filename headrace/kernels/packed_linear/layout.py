@@ -17,15 +17,19 @@ import torch.nn.functional as F
 from headrace.kernels.native.loading import NATIVE
 
 NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of plain weights that the native library packs."""
 PANEL = 16
+"""Outputs of a panel: one 32-bit word of each fills a 512-bit vector."""
 GROUP = 32
+"""Inputs that share a scale."""
 PAD = 64
+"""Inputs are padded with zeros to a multiple of it."""
 CHUNK_WEIGHTS = 1 << 17
 """Weights processed at a time, so that intermediates stay in the cache."""
 
 
 class Format(Enum):
-    """The value is the native kernels' number; ``per_word`` inputs share a word.
+    """How numbers are stored. The value is the native kernels' number; a word holds ``per_word`` inputs.
 
     ``INT8`` has a scale per output; group formats a float16 scale and min per output and group: code * scale + min.
     Byte j of a word of nibbles holds input j in its low half and input j + 4 in its high half. Nibbles are the codes,
@@ -66,7 +70,8 @@ IQ4_NL."""
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight [O, I]: ``words`` [P, W, 16] int32; ``scales`` [P * 16] float32 for int8, [P, G, 16] float16 for the
-    group formats; ``mins`` like these, or None for zeros. ``number`` is the format's."""
+    group formats; ``mins`` [P, G, 16] float16, or None for zeros. ``number`` is the format's, as the native kernels
+    take it."""
 
     format: Format
     out_features: int
@@ -103,7 +108,7 @@ def pad_up(count: int, step: int) -> int:
 def allocate(
     form: Format, out_features: int, in_features: int, *, has_mins: bool = True, is_blank: bool = True
 ) -> PackedMatrix:
-    """A matrix of zeros; uninitialised if ``is_blank`` is False."""
+    """A new matrix, zeros if ``is_blank``, else uninitialised. ``has_mins`` matters for group formats alone."""
     make = torch.zeros if is_blank else torch.empty
     panels, padded = pad_up(out_features, PANEL) // PANEL, pad_up(in_features, PAD)
     words = make(panels, padded // form.per_word, PANEL, dtype=torch.int32)
@@ -128,18 +133,20 @@ def pack_floats(weight: torch.Tensor) -> PackedMatrix:
 
 
 def pack_natively(form: Format, weight: torch.Tensor) -> PackedMatrix | None:
-    """Pack a plain weight in a format (no mins for INT8_GROUP). None while the native library is not loaded, or for a
-    weight that it does not take."""
+    """Pack a plain weight [O, I] in C++ (no mins for INT8_GROUP). None while the native library is not loaded, or for a
+    weight that it does not take: the caller then packs by torch, with the same result."""
     ops = NATIVE.find()
     if ops is None or weight.dtype not in NATIVE_TYPES or weight.stride(-1) != 1 or weight.device.type != "cpu":
         return None
+    # not zeroed: the native library writes all of it, padding included
     packed = allocate(form, *weight.shape, has_mins=form is Format.INT4_GROUP, is_blank=False)
     ops.pack_weight(weight, form.value, packed.words, packed.scales, packed.mins)
     return packed
 
 
 def chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """``(first row, rows)``, a few at a time; first rows are multiples of 16."""
+    """Yield ``(first row, rows [n, I])`` of the weight in order; first rows are multiples of 16, as `put_words`
+    needs."""
     step = chunk_rows(weight.shape[1])
     for at in range(0, weight.shape[0], step):
         yield at, weight[at : at + step]
@@ -157,17 +164,18 @@ def put_words(packed: PackedMatrix, at: int, words: torch.Tensor) -> None:
 
 
 def put_codes(packed: PackedMatrix, at: int, codes: torch.Tensor) -> None:
-    """Store integer ``codes`` [n, I] as rows from ``at`` on: int8, or uint8 below 16, not looked up, where a word holds
-    nibbles."""
+    """Store integer ``codes`` [n, I] as rows from ``at`` on, a multiple of 16: int8, or where a word holds nibbles
+    uint8 below 16 (indices into `TABLES`, not their entries)."""
     codes = F.pad(codes, (0, -codes.shape[1] % PAD))
     if packed.format.has_nibbles:
+        # eight inputs to four bytes: j in the low nibble of byte j, j + 4 in its high nibble
         halves = codes.view(codes.shape[0], -1, 2, 4)
         codes = halves[:, :, 0] | halves[:, :, 1] << 4
     put_words(packed, at, codes.contiguous().view(codes.shape[0], -1).view(torch.int32))
 
 
 def put_groups(packed: PackedMatrix, at: int, scales: torch.Tensor, mins: torch.Tensor | None) -> None:
-    """Store ``scales`` and ``mins`` [n, ceil(I / 32)] as those of the rows from ``at`` on."""
+    """Store ``scales`` and ``mins`` [n, ceil(I / 32)] of the rows from ``at`` on, a multiple of 16, as float16."""
     assert packed.scales is not None
     for kept, values in ((packed.scales, scales), (packed.mins, mins)):
         if kept is not None and values is not None:
@@ -175,6 +183,7 @@ def put_groups(packed: PackedMatrix, at: int, scales: torch.Tensor, mins: torch.
 
 
 def _by_panel(kept: torch.Tensor, at: int, rows: torch.Tensor) -> None:
+    """Store ``rows`` [n, W] in panels ``kept`` [P, W, 16] from row ``at`` on, a multiple of 16."""
     rows = F.pad(rows, (0, 0, 0, -rows.shape[0] % PANEL))
     # [panels, 16, W] to [panels, W, 16]: word w of 16 outputs side by side
     panels = rows.view(-1, PANEL, rows.shape[1])
@@ -182,7 +191,8 @@ def _by_panel(kept: torch.Tensor, at: int, rows: torch.Tensor) -> None:
 
 
 def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [T] of the weight as plain numbers [T, I]: what an embedding looks up."""
+    """The weight's ``rows`` [T] int64 as plain numbers [T, I] of ``dtype``, as an embedding looks them up."""
+    # the panel of each row, and its column there
     panels, places = rows // PANEL, rows % PANEL
     values = _decode(packed.format, packed.words[panels, :, places])
     if packed.scales is not None and packed.format is Format.INT8:
@@ -196,7 +206,7 @@ def gather_rows(packed: PackedMatrix, rows: torch.Tensor, dtype: torch.dtype) ->
 
 
 def unpack(packed: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [O, I] as plain numbers; exact for formats that are."""
+    """The weight [O, I] as a new plain tensor, in chunks that fit the cache."""
     dense = torch.empty(packed.shape, dtype=dtype)
     step = chunk_rows(packed.in_features)
     for at in range(0, packed.out_features, step):
@@ -206,7 +216,7 @@ def unpack(packed: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _decode(form: Format, words: torch.Tensor) -> torch.Tensor:
-    """Words [T, W] to numbers [T, padded I] without their scales."""
+    """Words [T, W] to numbers [T, padded I], before scales and mins are applied."""
     if form is Format.FLOAT32:
         return words.view(torch.float32)
     if form is Format.BFLOAT16:

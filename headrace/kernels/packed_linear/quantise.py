@@ -1,5 +1,5 @@
-"""Plain weights to packed 8 bits (symmetric, a scale per output or per 32 inputs) or 4 bits (scale and min per 32
-inputs). The native library gives the same result bit for bit."""
+"""Quantise plain weights to packed 8 bits (symmetric, a scale per output or per 32 inputs) or 4 bits (scale and min per
+32 inputs). The native library gives the same result bit for bit, so change both or none."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantise_int8(weight: torch.Tensor) -> PackedMatrix:
 
 
 def quantise_int8_groups(weight: torch.Tensor) -> PackedMatrix:
-    """The same with a scale, rounded to float16, for every 32 inputs."""
+    """As `quantise_int8`, but with one scale, rounded to float16, per 32 inputs of an output."""
     packed = pack_natively(Format.INT8_GROUP, weight)
     if packed is not None:
         return packed
@@ -75,12 +75,13 @@ def quantise_int4(weight: torch.Tensor) -> PackedMatrix:
 
 
 def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``values`` [n, I] to codes uint8 [n, I], scales and mins [n, ceil(I / 32)] rounded to float16."""
+    """``values`` [n, I] to codes uint8 0 to 15 [n, I], scales and mins [n, ceil(I / 32)] float32 rounded to float16;
+    value is about code * scale + min."""
     groups = F.pad(values, (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     low, high = groups.aminmax(dim=2, keepdim=True)
     best: tuple[torch.Tensor, ...] = ()
     for shrink in SHRINKS:
-        cut = (high - low) * ((1.0 - shrink) / 2)
+        cut = (high - low) * ((1.0 - shrink) / 2)  # taken off each end of the range
         # rounded to float16 before the codes are chosen, as the kernels will read them
         scale, least = ((high - low) * (shrink / MOST_INT4)).half().float(), (low + cut).half().float()
         codes = ((groups - least) * _inverse(scale)).round_().clamp_(0, MOST_INT4)
@@ -97,11 +98,13 @@ def choose_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _add_halves(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension (a power of two) in a fixed order, halving it until one value is left."""
+    """The sum over the last dimension (a power of two), by adding its halves until one value is left. The order is
+    fixed, which ``torch.sum`` does not promise, so that the native library can repeat it exactly."""
     while values.shape[-1] > 1:
         values = torch.add(*values.chunk(2, dim=-1))
     return values
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    """1 / scale; 0 where the scale is 0, so that such a group gets codes 0."""
     return torch.where(scales > 0, 1.0 / scales, 0.0)

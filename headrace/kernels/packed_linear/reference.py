@@ -13,6 +13,7 @@ def packed_linear(
     x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """See `PACKED_LINEAR`."""
+    # inputs are rounded as the integer kernels do: per row, or per row and group of 32
     values = x.float()
     if weight.format is Format.INT8:
         values = round_to_int8(values)
@@ -29,6 +30,6 @@ def packed_gated(x: torch.Tensor, weight: PackedMatrix, bias: torch.Tensor | Non
 
 
 def round_to_int8(values: torch.Tensor) -> torch.Tensor:
-    """Round along the last dimension to multiples of max(abs) / 127."""
+    """Round to multiples of max(abs) / 127 of the last dimension; returns floats."""
     scales = values.abs().amax(dim=-1, keepdim=True) / 127
     return (values / torch.where(scales > 0, scales, 1.0)).round() * scales
