@@ -25,7 +25,7 @@ SPLIT_NAMES = {
     "model.layers.{i}.input_layernorm": "layers.{i}.attention_norm",
     "model.layers.{i}.post_attention_layernorm": "layers.{i}.mlp_norm",
 }
-"""Most decoders: q, k, v and gate, up are separate tensors; norms stand before the branches."""
+"""Most decoders: q, k, v and gate, up are separate tensors; norms are applied before the branches."""
 
 UNGATED_NAMES = {**SPLIT_NAMES, "model.layers.{i}.mlp.up_proj": "layers.{i}.mlp.up"}
 """The same where the MLP has no gate."""
@@ -38,10 +38,11 @@ EXPERT_NAMES = {
     "model.layers.{i}.mlp.experts.{x}.up_proj": "layers.{i}.mlp.experts.gate_up#{x}/up",
     "model.layers.{i}.mlp.experts.{x}.down_proj": "layers.{i}.mlp.experts.down#{x}/down",
 }
-"""To be added to a table: a tensor per expert and matrix. Stacked experts are taken apart before the table is used."""
+"""To be added to a table: one tensor per expert and matrix. Checkpoints with stacked experts are split into these names
+before the table is used (`headrace.layers.moe.checkpoint`)."""
 
 ROUTER = "layers.{i}.mlp.router.logits"
-"""Our name of the router; checkpoints have several."""
+"""The router's module; checkpoints name it differently."""
 
 ENCODER_NAMES = {
     "embeddings.word_embeddings.weight": "embedding.words",
@@ -63,7 +64,7 @@ ENCODER_NAMES = {
 
 BARE_PREFIXES = ("model.", "lm_head.")
 TRAINING_HEADS = ("cls.", "lm_head.", "pooler.")
-"""Prefixes of an encoder checkpoint's heads for training."""
+"""Prefixes of the pretraining heads (masked language model, next sentence) in encoder checkpoints."""
 
 OLD_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -86,14 +87,14 @@ class CheckpointNames:
     has_draft_layers: bool = False
 
     def leave_out(self, tensors: Iterable[tuple[str, T]], num_layers: int) -> Iterator[tuple[str, T]]:
-        """The tensors that the model has a use for, under their own names."""
+        """The tensors that the model needs, under their checkpoint names."""
         for name, tensor in tensors:
             layer = _LAYER.match(name) if self.has_draft_layers else None
             if not name.startswith(self.ignored or ("\0",)) and (layer is None or int(layer[1]) < num_layers):
                 yield name, tensor
 
     def rename(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """The tensors under the names that ``modules`` has."""
+        """The tensors with ``renames`` applied, under the names that are keys of ``modules``."""
         for name, tensor in tensors:
             for theirs, ours in self.renames.items():
                 name = name.replace(theirs, ours)
@@ -102,7 +103,7 @@ class CheckpointNames:
 
 @dataclass(frozen=True)
 class GgufNaming:
-    """What is special to a family's GGUF files.
+    """How a family's GGUF files differ from the common naming and from its checkpoints.
 
     ``parts`` replaces entries of the table that decoders share (`headrace.models.weights.gguf_naming`).
     ``is_rotary_interleaved``: the converter reordered the rows of each q and k head from halves to pairs (``permute``
@@ -115,13 +116,14 @@ class GgufNaming:
 
 
 def add_prefix(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """The tensors of a checkpoint that holds the bare decoder, under the names they have beside a head."""
+    """The tensors of a checkpoint of the bare decoder, with the ``model.`` prefix that they have in one with a head."""
     for name, tensor in tensors:
         yield name if name.startswith(BARE_PREFIXES) else f"model.{name}", tensor
 
 
 def drop_training_heads(tensors: Iterable[tuple[str, T]], *, wanted: Container[str]) -> Iterator[tuple[str, T]]:
-    """An encoder's tensors without heads that are not ``wanted``; names of norms in old files are made new."""
+    """An encoder's tensors without training heads, unless named in ``wanted``; old names of norm parameters (gamma,
+    beta) are replaced by the current ones."""
     for name, tensor in tensors:
         for old, new in OLD_ENDINGS.items():
             if name.endswith(old):

@@ -1,8 +1,9 @@
-"""`DecoderSpec` and `EncoderSpec`: all that tells one transformer from another, as plain numbers. Torch-free.
+"""`DecoderSpec` and `EncoderSpec`: everything by which one transformer differs from another, as plain numbers.
+Torch-free.
 
 A spec type of attention or MLP names the class that computes it (``branch``), imported when a model is built. A family
 or an out-of-tree package adds a type by declaring such a dataclass; no table here has to list it.
-Refuses: names of families and of checkpoint tensors (``models/``), and tensors.
+Not here: names of families and of checkpoint tensors (``models/``), and tensors.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ class RopeSpec:
 
 
 class AttentionKind(Protocol):
-    """A spec type for attention, or for what stands in its place. ``branch`` is ``"module:Class"`` of a
+    """A spec type for attention, or for a layer used instead of it. ``branch`` is ``"module:Class"`` of a
     `headrace.layers.self_attention.AttentionLayer`."""
 
     @property
     def branch(self) -> str: ...
 
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec | None:
-        """What a layer keeps between steps; None: nothing."""
+        """What a layer caches between steps; None if it has no cache."""
 
 
 class MlpKind(Protocol):
@@ -148,10 +149,11 @@ class MlpSpec:
 class RoutingSpec:
     """How each token is routed to ``top_k`` of ``num_experts``.
 
-    ``score`` is the function from logits to scores. The top k are chosen after adding ``choice_bias`` (learned, for the
-    choice alone), among the best ``top_groups`` of ``num_groups`` groups; a group's score is the sum of its best
-    ``group_best``. The scores of the chosen are their weights: ``renormalise`` divides them by their sum, ``scale``
-    multiplies them. ``bias``: the logits have one. ``in_float32``: the logits are computed in it.
+    ``score`` is the function from logits to scores. The top k experts are those with the highest scores plus a learned
+    bias if ``choice_bias`` is set (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), among the best ``top_groups`` of
+    ``num_groups`` groups; a group's score is the sum of its best ``group_best``. The weights of the chosen experts are
+    their scores without that bias: ``renormalise`` divides them by their sum, ``scale`` multiplies them. ``bias``: the
+    logits have one. ``in_float32``: logits are computed in float32.
     """
 
     num_experts: int
@@ -267,7 +269,7 @@ class EncoderTables:
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """A transformer whose tokens see each other both ways, with a norm after each branch. ``mlp`` has no gate.
+    """A transformer with bidirectional attention and a norm after each branch. ``mlp`` has no gate.
     ``num_classes`` is 0 without a classifier. ``norm_eps`` is that of the layer norms."""
 
     hidden_size: int
@@ -284,10 +286,10 @@ class EncoderSpec:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that have a position."""
+        """Tokens for which there is a position embedding."""
         return self.tables.num_positions - self.tables.first_position
 
 
 def encoder_cache_specs(spec: EncoderSpec, kv_dtype: str) -> list[CacheSpec | None]:
-    """No layer keeps anything: a text is computed whole, in one step."""
+    """No layer has a cache: a text is computed in one step."""
     return [None] * spec.num_layers

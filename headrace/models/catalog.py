@@ -1,4 +1,4 @@
-"""The catalog: which family serves an architecture. Holds names only, so that serving a family imports that one alone.
+"""The catalog: which family serves an architecture. It holds names only, so that just the family served is imported.
 
 Out-of-tree families are entry points of group ``headrace.families``; they are imported only when no built-in family
 serves the architecture. Torch-free.
@@ -60,7 +60,7 @@ GGUF_ARCHITECTURES = {
     "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
 }
-"""``general.architecture``: family."""
+"""``general.architecture`` of GGUF files: family."""
 
 FAMILIES: Registry[Family] = Registry("model family")
 for _name in sorted({*ARCHITECTURES.values(), *GGUF_ARCHITECTURES.values()}):

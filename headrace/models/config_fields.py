@@ -15,12 +15,13 @@ LARGEST, MOST_LAYERS = 2**31 - 1, 4096
 """Bounds on what a file may say, checked before anything is allocated."""
 
 CLASSIFIERS, BARE = ("ForSequenceClassification",), "Model"
-"""Endings of architectures with a classifier instead of the vocabulary's head, and of those with neither."""
+"""Suffixes of architectures with a classifier instead of the LM head, and of those without any head."""
 
 
 @contextlib.contextmanager
 def explain_errors(place: str) -> Iterator[None]:
-    """Turn what a value of a wrong type raises inside into a `ConfigError` that names the ``place`` of the value."""
+    """Turn errors that a value of a wrong type raises in the body into a `ConfigError` that names ``place``, the file
+    or section of the value."""
     try:
         yield
     except HeadraceError:
@@ -64,7 +65,7 @@ class Fields:
         return self._read(name, default, (bool,), "true or false", lambda value: True)
 
     def choice(self, name: str, choices: Mapping[str, T], default: str) -> T:
-        """What ``choices`` has for the value."""
+        """``choices[value]``; raises `ConfigError` for a value that is no key."""
         value = self.config.get(name) or default
         if value not in choices:
             raise ConfigError(
@@ -80,6 +81,7 @@ class Fields:
             if default is None:
                 raise ConfigError(f"config.json has no {name}; it must be {wanted}", param=name)
             return default
+        # bool is a subclass of int: `true` is no number
         if not isinstance(value, types) or (bool not in types and isinstance(value, bool)) or not is_right(value):
             raise ConfigError(f"config.json: {name} must be {wanted}, got {value!r}", param=name)
         return value

@@ -1,6 +1,5 @@
-"""A `DecoderSpec` or `EncoderSpec` from the usual fields of config.json, in pieces that families combine. Torch-free.
-
-Refuses: what is special to one family.
+"""Builds a `DecoderSpec` or `EncoderSpec` from the common fields of config.json, in functions that families combine.
+Torch-free. Not here: what only one family needs.
 """
 
 from __future__ import annotations
@@ -48,6 +47,10 @@ ROPE_KINDS: dict[str, RopeKind] = {
 }
 
 
+# In the functions below, ``special`` are fields of the resulting spec, given by a family instead of read from the
+# config.
+
+
 def read_head_dim(fields: Fields) -> int:
     """``head_dim``, or ``hidden_size`` divided by the number of heads."""
     return fields.integer("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
@@ -81,6 +84,7 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...] = (), **special: 
         "mlp": lambda: read_mlp(fields, bias=fields.flag("mlp_bias", False)),
         "norm": lambda: NormSpec(fields.number("rms_norm_eps", 1e-6)),
     }
+    # Read lazily: a family that gives a section itself may have a config without the usual fields of that section.
     sections = {name: read() for name, read in usual.items() if name not in special}
     return DecoderSpec(
         hidden_size=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
@@ -130,8 +134,8 @@ def read_moe(
 
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
-    """``max_position_embeddings``; with YaRN, often added to a config whose ``max_position_embeddings`` is the trained
-    length, at least the length that it extends to."""
+    """The longest context, in tokens: ``max_position_embeddings``. With YaRN at least ``original_max_position *
+    factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length."""
     scalings = {layer.rope.scaling for layer in layers if layer.rope and layer.rope.scaling}
     stretched = [int(s.original_max_position * s.factor) for s in scalings if s.kind == "yarn"]
     return max([fields.integer("max_position_embeddings", 2048), *stretched])
@@ -143,8 +147,8 @@ def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tu
 
 
 def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
-    """Only with ``use_sliding_window`` have layers a window: before ``layer_types`` existed, those from
-    ``max_window_layers`` on."""
+    """Layers have a window only if ``use_sliding_window`` is set: those that ``layer_types`` names or, in configs older
+    than that field, those from ``max_window_layers`` on."""
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
     first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)
@@ -170,8 +174,8 @@ def read_sliding(fields: Fields, default: Callable[[int], bool]) -> list[bool]:
 
 
 def read_window(fields: Fields, default: int = 0) -> int:
-    """``sliding_window`` in tokens (null: none; left out: ``default``); 0 when it is as long as the longest context
-    too."""
+    """``sliding_window`` in tokens (null: none; absent: ``default``). 0, no window, also if it covers the longest
+    context: full attention gives the same results and shares one cache group with the other layers."""
     window = fields.count("sliding_window", 0 if "sliding_window" in fields.config else default)
     return 0 if window >= fields.integer("max_position_embeddings", 2048) else window
 
@@ -185,8 +189,8 @@ def read_rope(fields: Fields, *, theta: float = 10000.0, partial: float = 1.0, i
 
 
 def read_rope_parameters(fields: Fields, section: str | None = None) -> dict[str, Any]:
-    """``rope_parameters``, or a section of it, with ``rope_scaling`` over it: where a file has both, the latter was
-    added to extend the context."""
+    """``rope_parameters``, or a section of it, overridden by ``rope_scaling``: if a config has both, the latter was
+    added later to extend the context."""
     parameters = fields.section("rope_parameters")
     parts = (Fields(parameters).section(section) if section else parameters, fields.section("rope_scaling"))
     return {
@@ -212,6 +216,7 @@ def make_rope(
 
 
 def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling | None:
+    # Older configs say `type`. The original length may stand beside the scaling (Phi-3) or inside it.
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", ROPE_KINDS, "default")
     if kind == "default":
         return None
@@ -233,7 +238,8 @@ def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling 
 
 
 def _read_attention_factor(rope: Fields, factor: float) -> float | None:
-    """``attention_factor``, or YaRN's quotient of two scales where both are given."""
+    """``attention_factor`` if given; else, if the config has both ``mscale`` and ``mscale_all_dim`` (DeepSeek), the
+    quotient of their YaRN scales; else None."""
     if "attention_factor" in rope:
         return rope.number("attention_factor")
     if not rope.config.get("mscale") or not rope.config.get("mscale_all_dim"):
@@ -243,7 +249,8 @@ def _read_attention_factor(rope: Fields, factor: float) -> float | None:
 
 
 def yarn_sharpening(factor: float, weight: float = 1.0) -> float:
-    """``0.1 * weight * ln(factor) + 1`` beyond the trained length. Peng et al., arXiv:2309.00071, equation 22."""
+    """YaRN's attention scale ``0.1 * weight * ln(factor) + 1``, 1 without extension. Peng et al., arXiv:2309.00071,
+    equation 22."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

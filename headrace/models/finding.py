@@ -1,4 +1,5 @@
-"""Finds a model's files from what the user typed: locally or on the hub. Torch-free. Refuses: reading them."""
+"""Finds a model's files by the path or name that the user typed: locally or on the hub. Does not read them. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def find_model(typed: str, load_format: str, revision: str | None = None) -> Fou
 
 
 def _find(typed: str, load_format: str, revision: str | None) -> Found:
-    path = Path(os.path.expanduser(typed))  # where there is no such home, pathlib raises
+    path = Path(os.path.expanduser(typed))  # pathlib's own expanduser raises if there is no such home
     if path.exists():
         return _open_path(path, load_format)
     if path.is_symlink():
@@ -73,6 +74,8 @@ def _find_in_hub(typed: str, revision: str | None, load_format: str) -> Path:
 
 
 def _looks_like_path(typed: str) -> bool:
+    """Whether a missing ``typed`` was meant as a path, and so is not looked up as a package or on the hub."""
+    # two slashes may be owner/name/FILE.gguf on the hub
     is_file = typed.endswith((".gguf", ".json", ".safetensors")) and typed.count("/") != 2
     return is_file or typed.startswith((".", "/", "~")) or typed.count("/") > 2
 
@@ -104,6 +107,7 @@ def _open_path(path: Path, load_format: str) -> Found:
 
 
 def _open_folder(folder: Path, load_format: str) -> Found:
+    # safetensors come before a GGUF file in the same folder, unless the user asks for one
     has_config = (folder / "config.json").is_file()
     tensors = find_safetensors(folder) if has_config else ()
     starts = [file for file in sorted(folder.glob("*.gguf")) if _is_first_part(file) and not file.is_dir()]
@@ -148,7 +152,7 @@ def find_safetensors(folder: Path) -> tuple[Path, ...]:
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
         return _read_index(index)
-    # A second copy of the same weights in the original authors' layout.
+    # consolidated*.safetensors is a second copy of the same weights, in the original authors' layout (Mistral)
     own = [file for file in files if not file.name.startswith("consolidated")]
     return tuple(own or files)
 
@@ -159,6 +163,7 @@ def _read_index(index: Path) -> tuple[Path, ...]:
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
+    # the index is untrusted: a name with a path could point anywhere
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelError(f"{index} names files outside its folder")
     missing = [name for name in names if not (index.parent / name).is_file()]

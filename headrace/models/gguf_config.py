@@ -59,7 +59,8 @@ def read_gguf_config(
 
 
 def _single(key: str, value: Any) -> Any:
-    """GGUF may give one value per layer; families here need the same for all."""
+    """A value as a scalar: GGUF may state one per layer, and families here need the same for all. Raises `ConfigError`
+    if they differ."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         return value
     if len(set(value)) != 1:
@@ -71,7 +72,7 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
     rotary_dim, head_dim = metadata.get(f"{prefix}.rope.dimension_count"), config.get("head_dim")
     if rotary_dim and head_dim and rotary_dim < head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    # old files have scale_linear
+    # old files state the factor of linear scaling as scale_linear, without a type
     factor = metadata.get(f"{prefix}.rope.scaling.factor", metadata.get(f"{prefix}.rope.scale_linear"))
     scaling = {
         "rope_type": metadata.get(f"{prefix}.rope.scaling.type", None if factor is None else "linear"),
@@ -87,8 +88,9 @@ def _read_rope(metadata: dict[str, Any], prefix: str, config: dict[str, Any]) ->
 
 
 def divided_frequencies(factors: Sequence[float]) -> dict[str, Any]:
-    """Scaling that divides frequency i by ``factors[i]`` in every context: instead of the parameters of some formulas
-    the file holds their result, as a tensor, which is put into the metadata under its name."""
+    """Scaling that divides rotary frequency i by ``factors[i]`` at any context length, expressed as ``longrope`` with
+    equal short and long factors. GGUF files store the result of llama3's formula as the tensor ``rope_freqs.weight``,
+    which the caller has put into the metadata."""
     divisors = [float(factor) for factor in factors]
     return {
         "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": divisors,

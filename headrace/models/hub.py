@@ -16,17 +16,17 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(/[\w.-]+\.gguf)?")
 
 T = TypeVar("T")
 
-ANSWER_S = 10.0
+ANSWER_S = 10.0  # timeout of a query for a repository's files
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 def find_in_hub(
     name: str, revision: str | None, *, wants_weights: bool, can_open: Callable[[Path], bool], near: Callable[[], str]
 ) -> Path:
-    """Folder (or GGUF file) of a repository in the cache, downloaded first if it is incomplete there.
+    """Folder (or GGUF file) of a repository in the local cache, downloaded first if it is missing or incomplete.
 
-    ``can_open`` tells whether a folder or GGUF file is complete. Raises `ModelError` with the reason and a remedy;
-    ``near()`` is appended where nothing of that name is found.
+    ``can_open`` decides whether a folder or GGUF file is complete. Raises `ModelError` with the reason and a remedy;
+    ``near()``, a list of similar names, is appended if nothing of that name is found.
     """
     root = _cache_root()
     repository, file = _split(name)
@@ -63,7 +63,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _cache_root() -> Path:
-    env.home()  # set before the library reads it
+    env.home()  # sets HOME where there is none: the library reads it when it is imported
     from huggingface_hub import constants  # costs 0.1 s
 
     return Path(constants.HF_HUB_CACHE)

@@ -1,6 +1,7 @@
 """Model files installed by pip: found in the package's file list, never by importing the package.
 
-Parts of one file in several packages are concatenated once, in the cache folder.
+Package indexes limit file sizes, so a large GGUF file may come in parts, in packages NAME-part1, NAME-part2...; the
+parts are concatenated once, in the cache folder.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def find_package(name: str) -> Path | None:
             file for file in files
             if file.name == "config.json" and any(f.suffix == ".safetensors" and f.parent == file.parent for f in files)
         ]
-        # a model may hold parts of itself
+        # subfolders of a model may have a config of their own (sentence-transformers): keep the outermost
         configs = [c for c in configs if not any(other.parent in c.parent.parents for other in configs)]
         if len(configs) == 1:
             return configs[0].parent
@@ -124,7 +125,9 @@ def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
 
 
 def join_parts(parts: list[Path], file_name: str) -> Path:
-    """Concatenate ``parts`` into one file in the cache folder; later calls find it. Safe between processes."""
+    """Concatenate ``parts`` into one file in the cache folder and return its path; later calls reuse it. Several
+    processes may call it at once. The folder's name depends on paths, sizes and times of the parts, so that a
+    reinstalled package gets a new file."""
     stats = [part.stat() for part in parts]
     identity = repr([(str(part), stat.st_size, stat.st_mtime_ns) for part, stat in zip(parts, stats, strict=True)])
     folder = env.cache_dir() / "joined" / hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -136,6 +139,7 @@ def join_parts(parts: list[Path], file_name: str) -> Path:
     with _locked(folder / "lock"):
         if not _has_size(target, size):
             _log.info("joining %d parts into %s (%d MB, once)", len(parts), target, size >> 20)
+            # written aside, synced and renamed: a crash leaves no file that looks complete
             partial = target.with_suffix(f".{os.getpid()}.partial")
             try:
                 with partial.open("wb") as out:

@@ -1,7 +1,7 @@
-"""What a checkpoint is made for (generate, embed, classify), and how a pooling model pools. Torch-free.
+"""Finds the task of a checkpoint (generate, embed, classify), and how a pooling model pools. Torch-free.
 
-Reads the conventions of sentence-transformers folders (``modules.json``, ``1_Pooling``, ``2_Dense``) and the fields of
-classifiers in config.json. Refuses: tensors (``layers/pooling``).
+Reads sentence-transformers folders (``modules.json``, ``1_Pooling``, ``2_Dense``) and the classifier fields of
+config.json. Tensors belong to ``layers/pooling``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "first": "first", "last": "last",
 }
 GGUF_REDUCTIONS: dict[object, Reduction] = {1: "mean", 2: "first", 3: "last"}
-"""``ARCHITECTURE.pooling_type`` of a GGUF file that embeds."""
+"""Values of ``<architecture>.pooling_type`` in GGUF files of embedding models."""
 
 DENSE_ACTIVATIONS = {
     "identity": "identity", "tanh": "tanh", "gelu": "gelu", "relu": "relu", "sigmoid": "sigmoid", "silu": "silu"
@@ -75,8 +75,8 @@ class PoolingPlan:
 
 
 def read_task(source: ModelSource, family: Family, task: str) -> str:
-    """``generate``, ``embed`` or ``classify``: the configured task, or what the checkpoint is made for under ``auto``.
-    Raises `ConfigError` for a task that the checkpoint cannot do."""
+    """``generate``, ``embed`` or ``classify``: the configured task; under ``auto``, the one the checkpoint was made
+    for. Raises `ConfigError` for a task that the checkpoint cannot do."""
     architecture = source.architecture
     is_classifier = architecture.endswith(CLASSIFIERS)
     is_bare = not family.generates or architecture.endswith(BARE)
@@ -92,11 +92,12 @@ def read_task(source: ModelSource, family: Family, task: str) -> str:
 
 
 def plan_pooling(source: ModelSource, family: Family, task: str) -> PoolingPlan | None:
-    """How the model pools; None for a generating model. Raises `ConfigError` for what is not served."""
+    """How the model pools; None for a generating model. Raises `ConfigError` for pooling that is not supported."""
     if task == "generate":
         return None
     if task == "classify":
         return _plan_classifier(source, family)
+    # decoders are pooled at the last token, the only one that has seen the whole text; encoders by the mean
     plan = PoolingPlan("embed", _gguf_reduction(source) or ("last" if family.generates else "mean"), normalise=True)
     if source.kind == "folder" and (source.folder / "modules.json").is_file():
         plan = _read_modules(source.folder, replace(plan, normalise=False))
@@ -130,7 +131,7 @@ def _plan_classifier(source: ModelSource, family: Family) -> PoolingPlan:
 
 
 def _score_activation(config: dict[str, Any], num_classes: int) -> Activation:
-    """That of transformers' pipelines, unless a cross-encoder states another."""
+    """The activation a cross-encoder states, else the one transformers' pipelines apply."""
     stated = (
         (config.get("sentence_transformers") or {}).get("activation_fn")
         or config.get("sbert_ce_default_activation_function")
@@ -183,6 +184,7 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
+    """A module's folder; ``name`` comes from a downloaded file and may not lead outside ``folder``."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelError(f"{folder / 'modules.json'} names a folder outside its own: {name}")
     return folder / name

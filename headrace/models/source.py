@@ -1,6 +1,7 @@
-"""`ModelSource`: a model's configuration and files, found from what the user typed. Torch-free: HTTP processes use it.
+"""`ModelSource`: a model's configuration and the paths of its files, resolved from the user's path or name. Torch-free:
+HTTP processes use it.
 
-Tried in order: a path, an installed model package, a Hugging Face name. Refuses: opening weights.
+Tried in order: a path, an installed model package, a Hugging Face name. Weights are not opened here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ModelSource:
 
     @property
     def folder(self) -> Path:
-        """Where files beside the weights lie."""
+        """The folder of tokenizer, template and other files beside the weights."""
         return self.path if self.kind == "folder" else self.path.parent
 
 

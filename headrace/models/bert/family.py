@@ -1,4 +1,4 @@
-"""BERT and what was made of it without changing it: MiniLM, BGE, GTE, E5; embeddings and cross-encoders."""
+"""BERT and models of the same architecture (MiniLM, BGE, GTE, E5): embedding models and cross-encoders."""
 
 from __future__ import annotations
 

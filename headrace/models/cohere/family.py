@@ -1,4 +1,4 @@
-"""Cohere's Command R (both generations) and Aya: attention and MLP side by side behind one layer norm."""
+"""Cohere's Command R (both generations) and Aya: attention and MLP in parallel after one layer norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _read_layers(fields: Fields, *, is_second: bool) -> tuple[LayerSpec, ...]:
-    """The second generation rotates in layers with a sliding window alone; one layer in four sees all, unrotated."""
+    """Cohere2: layers with a sliding window have rotary embeddings; one layer in four has full attention and none."""
     if not is_second:
         return read_layers(fields, read_rope(fields, theta=500000.0, interleaved=True))
     rope, window = read_rope(fields, interleaved=True), read_window(fields, 4096)

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3: latent attention, and a mixture of experts chosen within groups beside an MLP that all tokens
-share."""
+"""DeepSeek-V2 and V3: latent attention (MLA), and a mixture of experts with grouped routing and a shared MLP.
+arXiv:2405.04434, arXiv:2412.19437."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = {
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """The newer generation scores by sigmoid and keeps its experts busy by a choice bias."""
+    """V3 routes by sigmoid scores, with a learned bias on the choice that balances the experts' load; V2 by softmax."""
     is_v3 = config["architectures"][0].startswith("DeepseekV3")
     named = {
         "n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS,
@@ -105,7 +105,7 @@ def _read_attention(fields: Fields) -> LatentAttentionSpec:
 
 
 def _sharpening(fields: Fields) -> float:
-    """YaRN's correction for long contexts, which these models apply to queries and keys alike: squared."""
+    """YaRN's attention scale for long contexts. These models apply it to queries and keys, so logits get its square."""
     rope = Fields(read_rope_parameters(fields))
     if rope.config.get("rope_type", "default") == "default" or not rope.config.get("mscale_all_dim"):
         return 1.0

@@ -1,7 +1,7 @@
-"""DeepSeek-V4's chat format, which its makers publish as code instead of a template: messages to the text of a prompt.
+"""DeepSeek-V4's chat format, which is published as code instead of a template: renders messages to prompt text.
 
-Three long texts that the model was trained on are no part of this package. They are taken from the ``encoding`` folder
-beside the model's weights and known by their SHA-256; what needs one that is not there is refused. Torch-free.
+Three long texts that the model was trained on are not part of this package. They are read from the ``encoding`` folder
+beside the model's weights and identified by their SHA-256; requests that need a missing one are refused. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 THINK, THOUGHT, REMINDER, DSML = "<think>", "</think>", "<｜latest_reminder｜>", "｜DSML｜"
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
-"""Written ``<｜action｜>`` and so on."""
+"""Values of a message's ``task``; rendered as ``<｜action｜>`` and so on."""
 
 TEXT_DIGESTS = {
     "tools": "09b7269daaddbeaf11a3ed55c07b1846c35162b841d8b4301bbe0449879d1fd8",
     "response_format": "012f31fcc1338bdfe25b132eaf56ab020ee75ab8e649f37b30b8e5f544fb17a5",
     "max_effort": "f7a24f3b3050d4a83781e9b755b316aae2ec1d9dc87562541d90bcb04d7350f7",
 }
-"""SHA-256 of the model's own texts in UTF-8."""
+"""SHA-256 of the published texts in UTF-8."""
 
-MAX_CODE_BYTES = 1 << 20
+MAX_CODE_BYTES = 1 << 20  # larger Python files are skipped, not parsed
 CHAT_EFFORT, MAX_EFFORT = "none", "max"
 TURNS = ("user", "developer")
 
 
 def find_texts(folder: Path) -> dict[str, str]:
-    """The model's own texts: string constants in the Python files of ``folder``/encoding, which are read but not
-    run."""
+    """The published texts found among the string constants of the Python files in ``folder``/encoding, by the names in
+    `TEXT_DIGESTS`. The files come with a download: they are parsed, never imported or executed."""
     names = {digest: name for name, digest in TEXT_DIGESTS.items()}
     found: dict[str, str] = {}
     for path in sorted((folder / "encoding").glob("*.py")):
@@ -55,8 +55,9 @@ def find_texts(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Mode:
-    """How a conversation is written. Reasoning before ``last_turn``, the last message of a user, is left out if
-    ``drops_reasoning``."""
+    """Rendering options. ``last_turn``: index of the last user or developer message; with ``drops_reasoning``, the
+    reasoning of turns before it is left out. ``is_last_open``: the final assistant message is to be continued, so it
+    gets no end token."""
 
     is_thinking: bool
     drops_reasoning: bool
@@ -65,24 +66,24 @@ class _Mode:
     is_last_open: bool
 
     def thinks_at(self, index: int) -> bool:
-        """Whether what follows message ``index`` begins with reasoning."""
+        """Whether the assistant's turn after message ``index`` begins with reasoning."""
         return self.is_thinking and (not self.drops_reasoning or index >= self.last_turn)
 
 
 class ChatEncoder:
-    """Renders as `headrace.service.tokenization` asks of a chat template. ``folder`` is the model's."""
+    """Renders with the interface of a chat template (`headrace.service.tokenization`). ``folder`` is the model's."""
 
     def __init__(self, folder: Path):
         self._texts = find_texts(folder)
 
     @property
     def texts(self) -> list[str]:
-        """What tells the formats of calls and reasoning, as a template's text would."""
+        """Text in which the tool and reasoning parsers look for their markers, as in a template's text."""
         return [f"{ASSISTANT}{THINK}{THOUGHT}<{DSML}tool_calls>"]
 
     @property
     def takes_tools(self) -> bool:
-        """Whether tools can be shown in the model's own words."""
+        """Whether the published text that introduces tools was found."""
         return "tools" in self._texts
 
     def render(
@@ -111,6 +112,7 @@ class ChatEncoder:
         )
         last_turn = max((i for i, turn in enumerate(turns) if turn["role"] in TURNS), default=-1)
         if drops:
+            # developer messages before the last turn go too, which moves the index
             turns = [turn for i, turn in enumerate(turns) if turn["role"] != "developer" or i >= last_turn]
             last_turn = max((i for i, turn in enumerate(turns) if turn["role"] in TURNS), default=-1)
         mode = _Mode(is_thinking, drops, last_turn, add_generation_prompt, continue_final_message)
@@ -137,7 +139,7 @@ class ChatEncoder:
         return text + opening if opens else text
 
     def _sections(self, turn: dict[str, Any]) -> str:
-        """What follows a turn's content: the tools it brings, the form of answers it asks for."""
+        """Text after a turn's content: the tools it declares and the response format it asks for."""
         text = ""
         if turn.get("tools"):
             schemas = "\n".join(_to_json(tool.get("function", tool)) for tool in turn["tools"])
@@ -162,11 +164,11 @@ class ChatEncoder:
 
 
 def fold_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of tools to turns of a user, those of one assistant's turn in the order of its calls, and with them what
-    the user says next."""
+    """Turn tool results into user turns, as the format has no tool role. Results of one assistant turn are ordered as
+    its calls; a user message right after them is appended to the same turn."""
     turns: list[dict[str, Any]] = []
     pending: list[dict[str, Any]] = []
-    for message in [*messages, None]:
+    for message in [*messages, None]:  # None flushes results at the end
         if message is not None and message["role"] == "tool":
             pending.append(message)
             continue
@@ -183,6 +185,7 @@ def fold_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _in_call_order(results: list[dict[str, Any]], turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results sorted by the position of their call in the last turn; unknown call ids last, in the order given."""
     calls = (turns[-1].get("tool_calls") or ()) if turns else ()
     order = {call.get("id"): at for at, call in enumerate(calls)}
     return sorted(results, key=lambda result: order.get(result.get("tool_call_id"), len(order)))
@@ -216,7 +219,7 @@ def _write_call(function: dict[str, Any]) -> str:
 
 
 def _with_system_sections(turns: list[dict[str, Any]], tools: Any, response_format: Any) -> list[dict[str, Any]]:
-    """The first turn, a system's, with tools and form of answers; put there if there is none."""
+    """The turns with tools and response format attached to the first system turn, which is inserted if missing."""
     if turns[0]["role"] != "system":
         turns = [{"role": "system", "content": ""}, *turns]
     first = {
@@ -227,7 +230,7 @@ def _with_system_sections(turns: list[dict[str, Any]], tools: Any, response_form
 
 
 def _check(message: Any) -> dict[str, Any]:
-    """A message whose content is a string; raises `RequestError` for what the format has no words for."""
+    """The message with its content as one string; raises `RequestError` for what the format cannot express."""
     roles = ("system", "user", "assistant", "tool", "developer", "latest_reminder")
     if not isinstance(message, dict) or message.get("role") not in roles:
         raise RequestError(f"each message must be an object with a role out of {', '.join(roles)}", param="messages")

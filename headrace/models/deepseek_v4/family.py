@@ -1,7 +1,7 @@
-"""DeepSeek-V4: attention over a window and over compressed entries, hyper-connections, experts routed by token id or by
-score.
+"""DeepSeek-V4: attention over a sliding window and over compressed entries, hyper-connections, experts routed by score
+or by token id.
 
-Registers its kinds of cache when it is imported.
+Importing the module registers its cache kinds: a policy for the scheduler, a pool for memory, a backend for layers.
 """
 
 from __future__ import annotations

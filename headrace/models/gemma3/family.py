@@ -1,5 +1,5 @@
-"""Gemma 3, the text part: windowed layers with one full layer in six, each kind with its own rotary base, norms on both
-sides of every branch that multiply by ``1 + weight``, scaled embeddings."""
+"""Gemma 3, the text part: five sliding-window layers to one with full attention, a rotary base for each kind, norms
+before and after every branch that multiply by ``1 + weight``, scaled embeddings."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072, "sliding_window": 4096,
 }
-"""Published configs leave out what equals these."""
+"""transformers' defaults; published configs omit fields that equal these."""
 
 MULTIMODAL = "Gemma3ForConditionalGeneration"
-"""Text and images; the text part is served."""
+"""The architecture for text and images; only its text part is served."""
 
 GGUF_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping",
@@ -59,7 +59,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A file that describes images too has all that concerns text in a part of its own."""
+    """The fields of the text model: a multimodal config has them in ``text_config``."""
     if config["architectures"][0] != MULTIMODAL:
         return config
     text = config.get("text_config")
@@ -70,7 +70,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     pattern = fields.integer("sliding_window_pattern", 6)
-    # ``rope_scaling`` is for the full layers alone.
+    # ``rope_scaling`` extends the full layers only: a window never reaches beyond the trained length.
     full = {"rope_theta": fields.config.get("rope_theta"), **read_rope_parameters(fields, "full_attention")}
     local = {
         "rope_theta": fields.config.get("rope_local_base_freq"),
@@ -83,8 +83,8 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The head is always tied. The scalar whose root divides the logits is ``head_dim``, but in the 27B model
-    ``hidden_size`` divided by the number of heads."""
+    """The head is always tied. ``query_pre_attn_scalar``, whose square root divides q.k, is not in the file: it is
+    ``head_dim``, but in the 27B model (known by its 62 layers) ``hidden_size`` divided by the number of heads."""
     config = read_gguf_config(metadata, "Gemma3ForCausalLM", keys=GGUF_KEYS)
     config["tie_word_embeddings"] = True
     is_27b = config["num_hidden_layers"] == 62

@@ -36,7 +36,8 @@ FAMILY = Family(
     }),
     gguf_architectures=("glm4",),
     gguf_config=partial(read_gguf_config, architecture="Glm4ForCausalLM"),
-    # the norm before the MLP is called after attention, and the two post-norms by what they follow
+    # checkpoints call the norm before the MLP post_attention_layernorm, as Llama does, and the norms after the
+    # branches post_self_attn_layernorm and post_mlp_layernorm
     gguf_naming=GgufNaming({
         "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",

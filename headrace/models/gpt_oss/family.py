@@ -1,4 +1,5 @@
-"""gpt-oss: windowed and full layers by turns, attention sinks, biases everywhere, experts with a clamped SwiGLU."""
+"""gpt-oss: sliding-window and full layers alternate, attention sinks, biases everywhere, experts with a clamped SwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have the window, and the clamp, are not in the file: they are as in the published models."""
+    """The file states neither which layers have the window nor the clamp: the defaults of the published models apply.
+    """
     config = read_gguf_config(
         metadata, "GptOssForCausalLM", keys={**EXPERT_KEYS, "expert_feed_forward_length": "intermediate_size"}
     )

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and what was made in its image: Mistral (with or without sliding window), SmolLM2."""
+"""Llama 1 to 3.x and models of the same architecture: Mistral (with or without sliding window), SmolLM2."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Mistral has a window, 4096 tokens unless its config says otherwise."""
+    """Mistral has a sliding window, of 4096 tokens if its config does not state one; null means none."""
     fields = Fields(config)
     window = read_window(fields, 4096) if config["architectures"][0].startswith("Mistral") else 0
     return read_decoder(fields, read_layers(fields, read_rope(fields), window=window))
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Mistral files call themselves llama too, and have no window by then; so do Mixtral's, which have experts."""
+    """Mistral and Mixtral files state ``llama`` as their architecture too. Mixtral's are recognised by their experts;
+    Mistral's are served as Llama, without a window."""
     if metadata.get("llama.expert_count"):
         return read_gguf_config(metadata, "MixtralForCausalLM", keys=EXPERT_KEYS)
     return read_gguf_config(metadata, "LlamaForCausalLM")

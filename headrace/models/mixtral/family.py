@@ -14,7 +14,7 @@ DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embe
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """A window only where the config has one."""
+    """As Mistral, but with a sliding window only if the config states one."""
     fields = Fields({**DEFAULTS, **config})
     layers = read_layers(fields, read_rope(fields, theta=1e6), window=read_window(fields))
     return read_decoder(
@@ -29,7 +29,7 @@ FAMILY = Family(
     read_config=read_config,
     names=CheckpointNames(
         {**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER},
-        # the first files have other words for the experts
+        # names in the originally published checkpoints
         renames={".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
     ),
     tool_parser="mistral",

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: stacked projections in the checkpoint, LongRoPE, rotation of a part of each head."""
+"""Phi-3, Phi-3.5 and Phi-4: stacked projections in the checkpoint, LongRoPE, partial rotation of each head."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """With LongRoPE, serving at most ``original_max_position_embeddings`` tokens (``max_model_len``) uses the short
-    factors and anything longer the long ones, for every request alike."""
+    """With LongRoPE the short factors are used if ``max_model_len`` is at most ``original_max_position_embeddings``,
+    else the long ones, for all requests alike: cached keys must stay valid."""
     fields = Fields(_name_longrope({**DEFAULTS, **config}))
     layers = read_layers(fields, read_rope(fields), window=read_window(fields))
     return read_decoder(fields, layers, attention=read_attention(fields, qkv_bias=False, output_bias=False))
 
 
 def _name_longrope(config: dict[str, Any]) -> dict[str, Any]:
-    """Early files call it su, or yarn."""
+    """Normalise the scaling type: early configs call LongRoPE ``su`` or ``yarn``."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
         return {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}

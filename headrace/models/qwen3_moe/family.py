@@ -34,7 +34,8 @@ def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """All layers have experts and weights are renormalised: the files do not say so, every such model is."""
+    """The files do not state that all layers have experts and that weights are renormalised; published models do both.
+    """
     config = read_gguf_config(metadata, "Qwen3MoeForCausalLM", keys={**EXPERT_KEYS, "expert_count": "num_experts"})
     return {"norm_topk_prob": True, "intermediate_size": config.get("moe_intermediate_size"), **config}
 

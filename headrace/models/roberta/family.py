@@ -1,5 +1,5 @@
-"""RoBERTa and XLM-RoBERTa: BERT with positions that count behind the padding token's id, and a classifier of its
-own."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions that start after the padding token's id, and a different classifier
+head."""
 
 from __future__ import annotations
 
