@@ -34,7 +34,8 @@ class BatchLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Item:
-    """A line, or its error. ``number`` is the line number, from 1."""
+    """One line of the input: ``line`` if it is a valid request, else ``error``. ``number`` counts from 1.
+    ``custom_id`` is None if it could not be read."""
 
     number: int
     line: BatchLine | None = None
@@ -92,7 +93,8 @@ def read_items(file: BinaryIO, completed: Completed) -> Iterator[Item]:
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes]:
-    """All lines; a line that is too long is truncated."""
+    """All lines of the file. Of a line longer than `MAX_LINE_BYTES` only the beginning is returned, still longer
+    than the limit, so that `read_line` refuses it."""
     while text := file.readline(MAX_LINE_BYTES + 2):
         rest = text
         # 2 bytes of room for CRLF: a longer piece without a line end shows that the line is too long. The rest of the
@@ -112,8 +114,8 @@ def count_lines(path: Path) -> int:
 
 
 def open_output(path: Path) -> tuple[BinaryIO, Completed]:
-    """The output, opened for appending, and what it has. An incomplete last line is cut off. Raises `ConfigError` for a
-    file that is not the output of a batch, and leaves it unchanged."""
+    """Open the output for appending and read what it already has. An incomplete last line is cut off. Raises
+    `ConfigError` for a file that is not the output of a batch, which is left unchanged."""
     completed = Completed(set(), set())
     try:
         # Append mode: all writes go to the end, wherever the last read was.
@@ -147,13 +149,14 @@ def _note(text: bytes, completed: Completed, where: str) -> None:
 
 
 def write_response(item: Item, status: int, request_id: str, body: bytes) -> bytes:
-    """The output line of a request with a response, which may be an error."""
+    """The output line of a request that got a response, successful or not. ``body`` is encoded JSON and is copied as
+    it is."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _write(item, response, None)
 
 
 def write_error(item: Item) -> bytes:
-    """The output line of a line that is no request."""
+    """The output line of an input line that is not a valid request."""
     assert item.error is not None
     return _write(
         item, None,

@@ -334,7 +334,8 @@ def _plain_prompt(prompt: Prompt) -> str | list[int]:
 
 
 def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[int]] | None) -> list[str | list[int]]:
-    """The prompts as a list."""
+    """The prompts as a list of texts and lists of token ids, from whichever argument was given. Raises
+    `RequestError` if both or none were given, or for another type."""
     if (prompts is None) == (token_ids is None):
         raise RequestError("give either prompts or prompt_token_ids", param="prompts")
     given: Any = prompts if token_ids is None else token_ids  # checked below: callers may pass anything
@@ -357,7 +358,7 @@ def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """The conversations as a list."""
+    """A list of conversations, from one conversation or several. Raises `RequestError` for another type."""
     if not isinstance(messages, (list, tuple)):
         raise RequestError(
             f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages"

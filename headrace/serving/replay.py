@@ -122,7 +122,7 @@ def count_tokens(answer: str) -> int:
 
 
 def _documents(answer: str) -> Iterator[Any]:
-    """The JSON of a response: the whole, or each event or line of a stream."""
+    """The JSON documents in a response: one for a whole response, one per event or line of a stream."""
     whole = _parse(answer)
     if whole is not None:
         yield whole

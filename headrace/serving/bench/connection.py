@@ -157,7 +157,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def read_stream(timing: Timing) -> Timing:
-    """Parse the stream and record arrival times. An invalid stream becomes an error."""
+    """Parse ``timing.pieces`` into arrival times and token counts, and free them. An invalid stream is recorded as
+    an error."""
     pieces, timing.pieces = timing.pieces, []
     if timing.error is None:
         try:
@@ -189,7 +190,8 @@ def _read_events(pieces: list[tuple[float, bytes]], timing: Timing) -> None:
 
 
 def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
-    """The server's usage if present, else the prompt sent and the number of output pieces."""
+    """Set the token counts: the server's usage if it sent one, else the length of the prompt and the number of
+    output pieces."""
     usage = usage or {}
     timing.prompt_tokens = usage.get("prompt_tokens") or timing.prompt_tokens
     timing.output_tokens = usage.get("completion_tokens") or len(timing.arrivals)

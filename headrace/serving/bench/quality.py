@@ -33,7 +33,8 @@ COLUMNS = ("weights", "MB", "perplexity", "KL (nats)", "same first token", "toke
 
 @dataclass(frozen=True)
 class ModelScores:
-    """One model's logprobs per token of the text, and its greedy continuations of some excerpts."""
+    """Scores of one model: ``tokens`` are the logprobs at each position of the text (except the first of each
+    window), ``outputs`` greedy continuations of excerpts (token ids), ``num_bytes`` the size of the weights."""
 
     num_bytes: int
     tokens: list[TokenLogprobs]
@@ -123,7 +124,7 @@ def _score(llm: LLM, window: list[int]) -> list[TokenLogprobs]:
 
 
 def compare(weights: str, own: ModelScores, plain: ModelScores) -> QualityRow:
-    """The row of one weight format."""
+    """The row of a weight format: ``own`` compared with ``plain``, position by position."""
     # mean negative log-likelihood in nats per token; perplexity is its exp
     loss = -sum(token.logprob for token in own.tokens) / len(own.tokens)
     pairs = list(zip(plain.tokens, own.tokens, strict=True))
@@ -151,7 +152,7 @@ def count_same(a: list[int], b: list[int]) -> int:
 
 
 def print_rows(rows: list[QualityRow], title: str, console: Console) -> None:
-    """A table."""
+    """Print one row per format to ``console``."""
     table = Table(*COLUMNS, title=title)
     for row in rows:
         table.add_row(

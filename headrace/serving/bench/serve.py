@@ -96,8 +96,9 @@ async def send_all(
     send: Callable[[TrafficRequest], Any], requests: list[TrafficRequest], load: LoadOptions,
     advance: Callable[[], None], read: Callable[[Any], Any] = lambda sent: sent,
 ) -> list[Any]:
-    """Send every request at its time, within the concurrency limit; returns the results of ``read``, in order of the
-    requests."""
+    """Send every request when it is due and a slot of the concurrency limit is free. ``read`` runs on each result of
+    ``send`` after the next request had time to start. Returns the results of ``read`` in the order in which requests
+    were started."""
     # A rate overrides the trace's times; a concurrency limit without a rate ignores them.
     is_timed = load.rate is not None or (load.concurrency is None and requests[0].at_s is not None)
     room = asyncio.Semaphore(load.concurrency or (len(requests) if is_timed else DEFAULT_CONCURRENCY))
@@ -126,7 +127,8 @@ async def _at_once(requests: list[TrafficRequest]) -> AsyncIterator[TrafficReque
 
 
 async def pace(requests: list[TrafficRequest], rate: float | None, seed: int) -> AsyncIterator[TrafficRequest]:
-    """Each request at its time: by a Poisson process with ``rate`` arrivals per second, else by ``at_s``."""
+    """Yield each request when it is due: by a Poisson process with ``rate`` arrivals per second, or at ``at_s`` if
+    ``rate`` is None."""
     began = time.perf_counter()
     times = arrival_times(requests, rate, seed)
     for request, due in sorted(zip(requests, times, strict=True), key=lambda pair: pair[1]):

@@ -63,7 +63,7 @@ def make_traffic(
 
 @dataclass(frozen=True)
 class _RandomText:
-    """Random token ids, or words if there is no largest id."""
+    """Source of random prompts: lists of token ids, or texts of random words if ``max_token_id`` is None."""
 
     random: Random
     max_token_id: int | None

@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Standard output cannot be written to: buffered output must not fail again at exit."""
+    """Redirect standard output to the null device after a failed write, so that flushing the rest at exit does not
+    fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -78,7 +78,7 @@ def run_show_config(invocation: Invocation) -> int:
 
 
 def show_value(value: Any) -> str:
-    """As a user would write it."""
+    """An option's value as text for the table."""
     if value is None:
         return "(decided at start)"
     if isinstance(value, bool):

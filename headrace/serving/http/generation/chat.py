@@ -86,7 +86,8 @@ class OutputPlan:
         )
 
     def extend(self, params: SamplingParams) -> SamplingParams:
-        """The sampling parameters with what parsing needs: markers that stay visible, and the grammar of calls."""
+        """``params`` for an output that is parsed: special tokens that mark calls and reasoning stay visible, and a
+        grammar constrains calls. Raises typed errors for combinations that cannot be enforced."""
         if not self.parses:
             return params if self.max_thinking is None else _refuse_budget(UNKNOWN_REASONING)
         grammar = confine_output(
@@ -206,8 +207,8 @@ async def _fit(
 async def prepare_chat(
     request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False
 ) -> Chat:
-    """Render and plan ``body``. ``fits``: ``max_tokens`` beyond the room in the context is lowered, not refused. Raises
-    typed errors for what cannot be served, before anything is submitted."""
+    """Render the conversation of ``body``, check it, and plan its output. ``fits``: ``max_tokens`` beyond the room
+    in the context is lowered instead of refused. Submits nothing. Raises typed errors for what cannot be served."""
     context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
     prompt = await render_conversation(context, body)

@@ -59,14 +59,15 @@ def offered_tools(tools: list[Tool] | None, choice: AnyToolChoice = None) -> lis
 
 
 def chosen_names(choice: AnyToolChoice) -> set[str]:
-    """The tools that a ``tool_choice`` names; none if it names none."""
+    """The names of the tools in a ``tool_choice``; empty for choices without names, such as "auto"."""
     if isinstance(choice, AllowedTools):
         return {tool.function.name for tool in choice.allowed_tools.tools}
     return {choice.function.name} if isinstance(choice, NamedTool) else set()
 
 
 def _tool_dict(tool: Tool) -> dict[str, Any]:
-    """The tool for templates: fields in the order that models were trained on."""
+    """The tool as templates expect it: OpenAI's form with fields in the order of training data. An absent
+    description is empty, absent parameters are those of a function without arguments."""
     given = tool.function
     function = {
         "name": given.name, "description": given.description or "",

@@ -103,7 +103,8 @@ class Generation:
             stream.abort()
 
     def close(self) -> None:
-        """Abort what still runs and release it."""
+        """Abort what still runs, unregister the request and end the watch for a disconnect. Adds spans to the
+        request's trace. Calling it again has no effect."""
         self._watch.cancel()  # else it would hold the connection's receive channel
         self.abort()
         is_first_close = self._context.running.pop(self.request.request_id, None) is not None
@@ -247,7 +248,8 @@ class Generation:
 
 
 async def open_generation(http_request: Request, request: GenerationRequest) -> Generation:
-    """Validate and submit all prompts; when one is refused, none runs. Raises typed errors."""
+    """Validate, encode and submit all prompts; if one is refused, those already submitted are aborted. Raises typed
+    errors. The caller must close the generation."""
     context = context_of(http_request)
     # before any work; `submit` would refuse, too, but only after `_encode_prompts`
     context.check_available()
@@ -312,5 +314,6 @@ async def collect_generation(
 
 
 def delta_error(delta: ChoiceDelta) -> HeadraceError | None:
-    """The typed error that ended a choice."""
+    """The typed error that ended a choice, None if it did not fail. Paths and addresses are removed from internal
+    errors."""
     return conceal(delta.error.to_error()) if delta.error is not None else None

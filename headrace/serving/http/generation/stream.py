@@ -61,8 +61,8 @@ class TextFrames:
 
 
 class Events(Protocol):
-    """Writes an API's stream events. Each method may return nothing or several frames. ``done`` ends every stream, also
-    a failed one. The defaults are OpenAI's."""
+    """Encodes the stream of one API. Each method returns the bytes of any number of frames, also none. Every stream
+    ends with ``done``, a failed one, too. The defaults are OpenAI's."""
 
     media_type: ClassVar[bytes] = SSE
     done: ClassVar[bytes] = DONE
@@ -103,7 +103,8 @@ class EventStream(Response):
             self._generation.close()
 
     async def _send_deltas(self, send: Send, writer: BodyWriter | None) -> bytes:
-        """Send all deltas; returns the frames that follow them."""
+        """Send all deltas. Returns the frames that end the stream: those of `Events.end`, or of `Events.fail` if the
+        request failed."""
         try:
             await self._send(send, self._events.render(*self._first))
             if writer is not None:  # only now: nothing may be written before the response's head and first chunk

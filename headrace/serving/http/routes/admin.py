@@ -43,7 +43,7 @@ def _check_loaded(context: AppContext) -> None:
 
 
 def _read_choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """A query parameter with few values; the first is the default."""
+    """Read a query parameter that must be one of ``choices``; the first of them is the default."""
     given = request.query_params.get(name, choices[0])
     if given not in choices:
         raise RequestError(f"{name} must be one of {', '.join(choices)}", param=name)

@@ -83,7 +83,7 @@ def _discards_output(sampling: list[NativeSampling]) -> bool:
 
 
 def _request_ids(body: GenerateRequest, request: Request, num_prompts: int) -> tuple[str, list[str] | None]:
-    """``(id of the whole, id of each prompt if given)``."""
+    """``(id of the HTTP request, id of each prompt or None if the client gave none)``."""
     if not isinstance(body.rid, list):
         return pick_request_id(body.rid, request, "gen-"), None
     if len(body.rid) != num_prompts:

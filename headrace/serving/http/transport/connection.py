@@ -70,7 +70,8 @@ class BurstWriter:
 
 
 def _refusal(status: int, message: str) -> bytes:
-    """The response to what is no valid request, in OpenAI's form: there is no path that could select another."""
+    """The whole response (head and body) to bytes that are not a valid request. In OpenAI's form: no path is known
+    that could select another API's."""
     error = RequestError(message)
     error.status = status
     body = msgspec.json.encode(describe_error(error))

@@ -40,7 +40,8 @@ _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of at most ``limit`` bytes, whether its length was declared or it comes in chunks."""
+    """Read a body of at most ``limit`` bytes. Raises `BodyTooLarge`, `BodyTooSlow` after `GAP_TIMEOUT_S` without
+    data, and `ClientDisconnect`."""
     # A declared length is refused before anything is read; chunked bodies are counted as they arrive.
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:

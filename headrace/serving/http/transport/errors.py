@@ -67,7 +67,7 @@ class JsonResponse(Response):
 
 
 class EncodedResponse(JsonResponse):
-    """A response whose content is encoded JSON."""
+    """A response whose content is already encoded JSON, as bytes."""
 
     def render(self, content: object) -> bytes:
         assert isinstance(content, bytes)
@@ -95,7 +95,7 @@ def method_of(scope: Scope) -> str:
 
 
 def conceal(error: HeadraceError) -> HeadraceError:
-    """The error for clients: internal errors lose paths and addresses (the log has them)."""
+    """The error as clients see it: internal errors (500 and above) without paths and addresses, which the log shows."""
     if error.status < 500:
         return error
     # A copy: the log shows the original.

@@ -48,8 +48,9 @@ MAX_PLAIN_TEXT = 64
 
 @dataclass
 class Exchange:
-    """A request and its response, each truncated at a limit. ``is_complete``: the response was sent completely. ``at``
-    is wall-clock time; ``seconds`` is the time to the end, ``first_byte_s`` that to the first byte of the body."""
+    """A request and its response, each truncated at a limit (`MAX_KEPT_BODY`, `MAX_KEPT_RESPONSE`). ``is_complete``:
+    the response was sent completely. ``at``: seconds since the epoch; ``seconds`` and ``first_byte_s``: from the
+    request's arrival to the end and to the first byte of the response's body."""
 
     method: str
     path: str
