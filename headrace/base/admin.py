@@ -15,7 +15,7 @@ DevicePart = Literal["kv_cache", "weights", "cuda_graph"]
 
 DEVICE_PARTS: tuple[DevicePart, ...] = get_args(DevicePart)
 VITAL_PARTS: frozenset[DevicePart] = frozenset({"kv_cache", "weights"})
-"""Without these nothing can be computed; without the others it is slower."""
+"""Parts without which nothing can be computed; without the others steps are only slower."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True):

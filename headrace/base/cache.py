@@ -1,4 +1,4 @@
-"""What a layer needs cached, and how the pools were laid out: shared words of models, scheduling and memory.
+"""The KV cache needs of layers and the layout of the pools: records shared by models, scheduling and memory.
 
 Refuses: bytes and tensors (``memory/``) and accounting (``scheduling/cache``).
 """
@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.registry import Registry
 
 NULL_PAGE = 0
-"""Page 0 of every group is never handed out: padded rows read and write it."""
+"""Page 0 of every group is never allocated: padded rows of a batch read and write it, so its content is undefined."""
 
 
 class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -45,8 +45,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
-    """All the scheduler must know of device memory. Every group pages tokens by the same ``page_size``:
-    page-table entry i of a row holds positions ``[i * page_size, (i + 1) * page_size)`` in every group."""
+    """What the scheduler knows of device memory. ``page_size`` (tokens) is the same for every group: page-table entry i
+    of a row holds positions ``[i * page_size, (i + 1) * page_size)`` in every group."""
 
     page_size: int
     max_rows: int

@@ -25,8 +25,8 @@ VARIABLES = {
 
 
 def home() -> Path:
-    """This user's home. Where the system knows none it is the root from now on, as in containers: libraries raise
-    without."""
+    """The user's home folder. In a container without one, sets ``HOME`` to the root folder: libraries raise otherwise.
+    """
     if not os.path.isabs(os.path.expanduser("~")):
         os.environ["HOME"] = os.sep
     return Path.home()
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
 
 
 def torch_extensions_dir() -> Path:
-    """Where torch builds extensions, of which none are ours."""
+    """Where torch builds the extensions of plug-ins; our own kernels are built in `cache_dir`."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home() / ".cache" / "torch_extensions")
 
 
@@ -53,7 +53,7 @@ def disabled_plugins() -> frozenset[str]:
 
 
 def disable_plugins(names: str) -> None:
-    """Let this process and those it starts do without these too; comma-separated."""
+    """Disable further plug-ins in this process and those it starts; ``names`` is comma-separated."""
     wanted = disabled_plugins() | {name.strip() for name in names.split(",") if name.strip()}
     if wanted:
         os.environ["HEADRACE_DISABLE_PLUGINS"] = ",".join(sorted(wanted))
@@ -100,8 +100,8 @@ def set_passive_waiting() -> None:
 
 
 def find_groups(controller: str) -> list[Path]:
-    """Folders that may hold a limit of a controller (``cpu``, ``memory``), innermost first; inside a container the
-    outermost is the container's own. Some may not exist."""
+    """Cgroup folders (v1 or v2) that may hold a limit of a controller (``cpu``, ``memory``) for this process, innermost
+    first; inside a container the outermost is the container's own. Some may not exist."""
     try:
         lines = OWN_GROUP.read_text().splitlines()
     except OSError:

@@ -140,7 +140,9 @@ class EngineAsleep(EngineUnavailable):
 def error_from_kind(
     kind: str, message: str, *, param: str | None = None, retry_after: float | None = None
 ) -> HeadraceError:
-    """Rebuild the typed error that crossed a process boundary as ``(kind, message)``."""
+    """Rebuild the typed error that crossed a process boundary as ``(kind, message)``. Subclasses without a ``kind`` of
+    their own come back as the class that defines it; an unknown kind becomes `HeadraceError`."""
+    # Parents come before their subclasses, and the first class of a kind wins.
     pending: list[type[HeadraceError]] = [HeadraceError]
     known: dict[str, type[HeadraceError]] = {}
     while pending:

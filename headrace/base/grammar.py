@@ -1,4 +1,4 @@
-"""What output must look like: `Grammar`, and the `Vocabulary` that a grammar library needs. Refuses: knowing any
+"""Grammars for structured output: `Grammar`, and the `Vocabulary` that a grammar library needs. Refuses: knowing any
 library.
 
 A grammar is made by one of the constructors, wherever it comes from::
@@ -37,15 +37,16 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 """Size of a schema, regular expression, grammar or structural tag."""
 MAX_CHOICES = 4096
 MAX_DIGITS, MAX_EXPONENT, MAX_NUMBER = 2**53, 22, 2**63 - 1
-"""Of numbers in a schema, which libraries read as floats of 64 bits: beyond the first two by a digit's error, and their
-integers end at the third (llguidance crashes at the other end)."""
+"""Limits of numbers in a schema that libraries enforce exactly. They read numbers as float64, which is exact if the
+significant digits, as an integer, are at most the first and the power of ten at most the second. The third is the
+largest int64 (llguidance crashes at the smallest)."""
 UNWRITTEN = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
-"""Control characters that no output in JSON spells: JSON has short escapes for the others."""
+"""Control characters without a short escape in JSON; grammars do not allow them in strings."""
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar by its source; equal ones are the same grammar. ``kind`` is the name of the constructor, ``text`` the
-    source: a regular expression, a grammar, or JSON.
+    """A grammar as its source; equality of the fields decides whether a compiled grammar is shared. ``kind`` is the
+    name of the constructor, ``text`` the source: a regular expression, a grammar, or JSON.
 
     Constructors check form and size and raise `RequestError` naming ``param``. What else is wrong (a keyword that
     cannot be enforced, a syntax error) ends the request with the same error when the engine compiles the grammar.
@@ -115,8 +116,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _json_text(value: Any, param: str) -> str:
-    """JSON in one spelling, so that equal grammars are found equal. Keys keep their order: properties are written in
-    it."""
+    """JSON in one canonical spelling, so that equal schemas compare equal. The order of keys is kept: properties must
+    be written in it."""
     try:
         parsed = msgspec.json.decode(value) if isinstance(value, str) else value
         return msgspec.json.encode(parsed).decode()
@@ -125,8 +126,8 @@ def _json_text(value: Any, param: str) -> str:
 
 
 def is_exact(value: Any) -> bool:
-    """Whether a grammar can hold an output to this value of a schema (a constant, one of an enumeration, or a bound):
-    whether its numbers are kept to the last digit, and its strings to the last character."""
+    """Whether grammar libraries enforce this value of a schema (a constant, an enumeration, or a bound) exactly:
+    numbers to the last digit, strings to the last character."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -149,9 +150,9 @@ def _is_exact_number(number: float) -> bool:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer as grammars see it. ``tokens[i]`` are the bytes that token i adds to the text (empty for none);
-    ``special_ids`` are control tokens, which no text spells. ``encode`` splits a text as the model's own tokenizer
-    does; without it no text is skipped ahead."""
+    """A tokenizer as grammars see it. ``tokens[i]``: the bytes that token i adds to the text (may be empty).
+    ``special_ids``: control tokens, which do not match text. ``encode`` tokenizes a text as the model does, for text
+    that the grammar forces (jump-forward); without it no text is forced ahead."""
 
     tokens: list[bytes]
     special_ids: frozenset[int]

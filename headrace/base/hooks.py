@@ -1,7 +1,7 @@
-"""Step hooks: plug-ins that are notified of requests and planned steps, and may hold requests back. Installed packages
-add theirs through the entry-point group ``headrace.hooks``; every hook that supports the configuration is used.
+"""Step hooks: plug-ins that are notified of requests and planned steps, and may delay requests. Installed packages add
+theirs through the entry-point group ``headrace.hooks``; every hook that supports the configuration is used.
 
-A failing hook fails alone: one that raises is not called again, and a warning names it.
+A hook that raises is switched off for the life of the engine, with a warning; the engine goes on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class RequestUpdate(msgspec.Struct, frozen=True):
 
 
 class StepHook(Protocol):
-    """Built once per engine and called by its thread. All methods but the first are optional; none may wait."""
+    """Built once per engine and called from its thread. All methods but the first are optional; none may block, as the
+    step loop waits for it."""
 
     def __init__(self, config: EngineConfig): ...
 
     def holds_request(self, request: EngineRequest) -> bool:
-        """Whether a new request must not run yet. It waits, and may be aborted, like any other in the queue."""
+        """Whether a new request must not run yet. May be called twice for one request. A held request counts, expires
+        and is aborted like any other in the queue."""
 
     def ready_requests(self) -> list[str]:
         """Ids of held requests that may run now. Called in every step while any is held."""
@@ -48,17 +50,17 @@ class StepHook(Protocol):
         """The prompt is computed, and the first token sampled."""
 
     def request_retracted(self, update: RequestUpdate) -> None:
-        """It gave its pages and row back, and will resume later."""
+        """The request gave its pages and row back, and will resume later."""
 
     def request_finished(self, update: RequestUpdate, reason: str) -> None:
-        """It has ended, in any state; called once for each request."""
+        """The request has ended, in whatever state; called once for each request."""
 
     def step_planned(self, plan: StepPlan) -> None:
-        """Pages and positions of a step are decided; it is launched next."""
+        """A step is planned (pages, rows, positions) and is launched next."""
 
 
 HOOKS: Registry[type[StepHook]] = Registry("step hook")
-"""Queried with an `EngineConfig`; all that support it are used, in order of priority."""
+"""Queried with an `EngineConfig`; all that support it are used, highest priority first."""
 
 
 class Hooks:
@@ -72,7 +74,7 @@ class Hooks:
 
     @property
     def names(self) -> list[str]:
-        """Those that are still called."""
+        """Names of the hooks that are still called, in order."""
         return list(self._hooks)
 
     def dispatch(self, event: str, *args: Any) -> None:
@@ -81,7 +83,7 @@ class Hooks:
             pass
 
     def any(self, event: str, *args: Any) -> bool:
-        """Whether some hook says yes; later ones are not called then."""
+        """Whether a hook answers true; the hooks behind it are not called then."""
         return any(self._answers(event, args))
 
     def collect(self, event: str, *args: Any) -> list[Any]:
@@ -89,6 +91,7 @@ class Hooks:
         return [item for answer in self._answers(event, args) if answer for item in answer]
 
     def _answers(self, event: str, args: tuple[Any, ...]) -> Iterator[Any]:
+        # Over a copy: a hook that raises is removed while iterating.
         for name, hook in list(self._hooks.items()):
             method = getattr(hook, event, None)
             if method is None:

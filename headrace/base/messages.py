@@ -1,4 +1,5 @@
-"""Everything that crosses a process border, as msgspec records. No pickle: bytes are decoded against these types only.
+"""All messages between processes, as msgspec records. No pickle: bytes are decoded against these types only. Records
+with ``array_like`` are encoded without field names, so the order of their fields is the wire format.
 
 Client to engine: `ToEngine`. Engine to client: `FromEngine`.
 """
@@ -34,8 +35,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """One sequence to generate, validated and tokenized; with ``pooling``, one to read. ``n > 1`` has become n of these
-    before this point.
+    """One sequence to generate, or with ``pooling`` one to pool; validated and tokenized. The client splits a request
+    with ``n > 1`` into n of these.
 
     ``namespace`` separates prefix caches (adapter, cache_salt). ``deadline_s`` is seconds from arrival, None for no
     limit. Higher ``priority`` runs first under the priority policy.
@@ -62,7 +63,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """A control call answered by `Reply` between two steps: ``stats``, ``reset_prefix_cache``, ``check``, ``pause``,
     ``continue``, ``freeze_gc``, ``shutdown``, those of base/admin with their records as ``arguments``, and ``ping``,
-    whose answer proves that the loop turns and is the seconds that a step may take, by those measured."""
+    a sign of life whose result is the engine's bound for the duration of a step, in seconds."""
 
     call_id: int
     method: str
@@ -107,7 +108,7 @@ class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What the edges may know of the served model once it is loaded. ``pooling`` is None for one that generates."""
+    """Facts of the loaded model for clients and routes. ``pooling`` is None for a generating model."""
 
     model: str
     architecture: str
@@ -154,7 +155,7 @@ class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The engine has produced a token of its own and takes requests."""
+    """The engine has completed its warm-up request and takes requests."""
 
     facts: ModelFacts
     memory: list[MemoryLine]

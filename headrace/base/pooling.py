@@ -1,4 +1,4 @@
-"""Pooling: results other than tokens, a vector or scores of a whole text, and what the edges must know of such models.
+"""Pooling: requests whose result is not tokens but a vector or scores of a whole text, and facts of pooling models.
 
 Refuses: torch, and how a result is computed (``execution/pooling``).
 """
@@ -16,12 +16,12 @@ Activation = Literal["sigmoid", "softmax", "identity"]
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A request that ends with its prompt and yields numbers instead of tokens.
+    """A request that is only prefilled and returns float32 values instead of tokens.
 
-    ``label_ids`` empty: what the model itself makes of a text, its embedding or the logits of its classes; else the
-    log-probabilities of these tokens after the prompt's last one. Tokens from position ``second_start`` on belong to a
-    second text (0: there is none). ``needs_all_tokens``: the result is made of every position, so none may come from
-    the prefix cache.
+    Without ``label_ids``: the output of the model's pooling head, an embedding or the logits of its classes. With them:
+    the log-probabilities of these tokens as the next one. Tokens from position ``second_start`` on belong to a second
+    text (0: there is none). ``needs_all_tokens``: the head pools hidden states of all positions (mean pooling, for
+    example), so none may be taken from the prefix cache.
     """
 
     label_ids: list[int] = []
@@ -30,7 +30,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def n(self) -> int:
-        """Results of a request, as `SamplingParams` counts its choices."""
+        """Number of results of a request; named as `SamplingParams.n`."""
         return 1
 
 
@@ -48,12 +48,12 @@ class PoolingFacts(msgspec.Struct, frozen=True):
 
 
 def pack_floats(values: list[float]) -> bytes:
-    """Little-endian float32, the form in which results travel."""
+    """Pack as little-endian float32, the wire format of results."""
     return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_floats(packed: bytes) -> list[float]:
-    """The numbers in a result."""
+    """The values of a packed result."""
     values = array("f")
     values.frombytes(packed)
     return _little_endian(values).tolist()

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLUGIN_API = 1
-"""Raised whenever a contract that packages outside this one fulfil changes incompatibly. What such a package brings
-says as ``plugin_api`` for which number it was made; another one is refused."""
+"""Version of the plug-in contracts, increased with every incompatible change. An out-of-tree plug-in declares the
+version it was made for as ``plugin_api``; any other version is refused."""
 
 
 def load_target(target: str) -> Any:
@@ -43,7 +43,8 @@ def installed_points(group: str) -> EntryPoints:
 
 @functools.lru_cache(maxsize=1)
 def _selector_on(path: tuple[str, ...]) -> Callable[..., EntryPoints]:
-    """Scans all groups at once: a scan of a hundred packages takes some 12 ms, and a start needs five groups."""
+    """Scan all groups at once and cache the result per ``sys.path``: a scan of a hundred packages takes some 12 ms, and
+    a start needs five groups."""
     from importlib.metadata import entry_points  # slow to import, and most processes never need it
 
     return entry_points().select
@@ -56,8 +57,8 @@ def _always(_: Any) -> str | None:
 @dataclass(frozen=True)
 class Entry:
     """One plug-in. ``supports(query)`` returns None when it can serve the query, else the reason why not; it must be
-    cheap and must not import the plug-in. Of all that can, the highest ``priority`` is chosen. ``is_out_of_tree``: it
-    comes from another package and must declare that it was made for our `PLUGIN_API`."""
+    cheap and must not import the plug-in. Of all that can, the one with the highest ``priority`` is chosen (ties: by
+    name). ``is_out_of_tree``: it comes from another package and must declare our `PLUGIN_API`."""
 
     name: str
     target: str
@@ -74,6 +75,7 @@ class Registry(Generic[T]):
         self.noun = noun
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, T] = {}
+        # Failed loads and starts: the automatic choice passes over these for the life of the process.
         self._failures: dict[str, Exception] = {}
 
     def add(
@@ -112,11 +114,11 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries.values(), key=lambda e: (-e.priority, e.name)))
 
     def entry(self, name: str) -> Entry:
-        """What is known of a registered plug-in without loading it."""
+        """The entry of a registered plug-in, without loading it; raises KeyError for an unknown name."""
         return self._entries[name]
 
     def has_failed(self, name: str) -> bool:
-        """Whether loading the plug-in failed."""
+        """Whether loading or starting the plug-in failed."""
         return name in self._failures
 
     def names(self) -> list[str]:
@@ -197,12 +199,13 @@ class Registry(Generic[T]):
 PLUGIN_GROUP = "headrace.plugins"
 
 PLUGINS: Registry[Callable[[], None]] = Registry("plug-in package")
-"""Functions without arguments, with an attribute ``plugin_api``. Calling one again must change nothing; adding the same
-entry to a registry twice does nothing."""
+"""Functions without arguments, with an attribute ``plugin_api``, that register what their package offers. Called in
+every process that needs plug-ins, perhaps more than once: they must be idempotent (`Registry.add` is)."""
 
 
 def start_plugins() -> None:
-    """Call the functions of all installed packages, before anything is chosen."""
+    """Call the functions of all installed packages. Must run before anything is chosen from a registry. One that fails
+    is left out with a warning."""
     for name in PLUGINS.add_installed(PLUGIN_GROUP):
         try:
             PLUGINS.make(name)

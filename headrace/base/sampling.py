@@ -18,12 +18,12 @@ MAX_STOP_TEXT = 1024
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 128
 MAX_N = 128
-GREEDY_TEMPERATURE = 1e-5
+GREEDY_TEMPERATURE = 1e-5  # below, the argmax is taken, as in vLLM
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Reasoning of at most ``max_tokens``: then its ``end``, a text of one token, is forced. ``start``, one token too,
-    is what the output begins its reasoning with; None when the prompt has begun it."""
+    """Limits reasoning to ``max_tokens`` tokens; then ``end`` is forced. ``start``: the mark that begins reasoning in
+    the output; None when the prompt has begun it. Both marks must be single tokens of the model."""
 
     max_tokens: int
     end: str
@@ -89,7 +89,8 @@ _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.field
 
 
 def _check_types(p: SamplingParams) -> None:
-    """A record made in Python holds whatever it was given: types are checked only where one is decoded."""
+    """Check the types of fields: msgspec checks a struct when it is decoded, not when it is constructed in Python. Only
+    fields that differ from their default are converted, as this runs for every request."""
     fields = {
         name: float(value) if isinstance(value, float) else value  # numpy's floats are floats
         for name, default in _DEFAULTS if (value := getattr(p, name)) is not default and name != "grammar"
@@ -162,8 +163,8 @@ class Penalties(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
-    """From output token ``limit`` on, reasoning that has not ended is ended by ``end_id``. Reasoning begins at the
-    output's start, or with ``start_id`` if that is not -1."""
+    """Forces ``end_id`` once ``limit`` tokens are output and the reasoning has not ended. Reasoning begins at the first
+    output token, or with ``start_id`` if that is not -1 (which ``limit`` then counts)."""
 
     limit: int
     end_id: int
@@ -171,8 +172,7 @@ class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogitRules(msgspec.Struct, frozen=True, array_like=True):
-    """Hard and soft edits of the logits, by token id, in this order: bias, allowed, bad words, minimum length,
-    thinking.
+    """Edits of the logits by token id, applied in this order: bias, allowed, bad words, minimum length, thinking.
 
     ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked;
     with a grammar only where it allows something else.

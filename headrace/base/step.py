@@ -1,6 +1,6 @@
-"""`StepPlan` and `StepResult`: the only two things that pass between scheduling (integers) and execution (tensors).
+"""`StepPlan` and `StepResult`: the only records that pass between scheduling (integers) and execution (tensors).
 
-Both are frozen and serialisable: with tensor parallelism the plan is broadcast to every rank.
+Both are frozen and serialisable: with tensor parallelism the plan is broadcast to every rank. R: spans of a step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowGrowth(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a row that are known since it was started, at positions from ``start`` on. Later spans of the row that
-    are no decodes read them."""
+    """Tokens of a row that became known after its `RowStart`, at positions from ``start`` on. They are the input of
+    later spans of the row that are not decodes."""
 
     row: int
     start: int

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAMES = frozenset({"lock", ".ninja_lock"})
 MAX_AGE_S = 30 * 60.0
-"""Older than any compilation that is still running."""
+"""A lock older than this belongs to a process that died: no compilation takes as long."""
 
 HOOKS.add(
     "step_log", "headrace.service.build:StepLog",
@@ -40,7 +40,7 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 def read_vocabulary(config: ModelConfig) -> Vocabulary:
     """The model's tokenizer as grammars see it; raises `ConfigError` or `ModelError` when there is none."""
-    # Here, since an engine starts sooner without it, and most never need it.
+    # Imported here: most engines never need a tokenizer, and start sooner without.
     from headrace.service.tokenization.loading import open_tokenizer
 
     tokenizer = open_tokenizer(config)
@@ -51,7 +51,8 @@ def read_vocabulary(config: ModelConfig) -> Vocabulary:
 
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> Engine:
-    """Load the model onto its device and put a scheduler in front; raises the typed errors of base/errors."""
+    """Load the model onto its device and build the scheduler and engine; raises the typed errors of base/errors."""
+    # First: a compiler of torch extensions waits for ever for a lock that a killed process has left.
     sweep_stale_locks(env.torch_extensions_dir())
     start_plugins()
     executor = build_executor(config, progress)
@@ -62,7 +63,7 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
 
 
 class StepLog:
-    """See `StepHook`."""
+    """A `StepHook` that logs planned steps and request events at level debug."""
 
     def __init__(self, config: EngineConfig):
         pass
@@ -92,8 +93,8 @@ class StepLog:
 
 
 def sweep_stale_locks(folder: Path, *, max_age_s: float = MAX_AGE_S) -> int:
-    """Remove locks below ``folder`` that were last touched longer ago; returns how many. 0 or less removes none. What
-    cannot be read or removed stays."""
+    """Remove lock files below ``folder`` that were last modified more than ``max_age_s`` seconds ago; returns how many.
+    0 or less removes none. What cannot be read or removed stays."""
     if max_age_s <= 0:
         return 0
     oldest, num_removed = time.time() - max_age_s, 0

@@ -1,6 +1,6 @@
-"""`keep_bytecode`: compiled Python of packages that were installed without it, kept from one process to the next.
+"""`keep_bytecode`: caches compiled Python of packages that were installed without it, across processes.
 
-Refuses: doing so where Python does, or was told where to.
+Refuses: interfering where Python itself writes bytecode, or was told where to (``PYTHONPYCACHEPREFIX``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from headrace.base import env
 
 @contextmanager
 def keep_bytecode(package: str = "torch") -> Iterator[None]:
-    """As long as this lasts, modules are compiled into Headrace's cache and read from there, if ``package`` has no
-    bytecode and would not get any: as in images whose installer compiles nothing, and which forbid writing beside the
-    sources. Compiling torch takes longer than importing it."""
+    """Within, modules are compiled into Headrace's cache and read from there, if ``package`` has no bytecode and would
+    not get any: container images are often installed without compiling, and not writable. Compiling torch takes longer
+    than importing it. Changes process-wide settings of ``sys`` and restores them at the end."""
     if not _lacks_bytecode(package):
         yield
         return

@@ -1,4 +1,4 @@
-"""`Executor`: the contract between the engine and the device; several ranks will stand behind one executor."""
+"""`Executor`: the contract between the engine and the device. One executor may drive several ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """``config`` is the resolved one (no device default left open). Runs plans in the order given. ``execute`` may
-    return before the device is done; results are read in order."""
+    """Runs plans in the order given, for one engine thread. ``execute`` may return before the device is done; the
+    engine reads results in the same order."""
 
     @property
     def config(self) -> EngineConfig:
-        """The resolved configuration."""
+        """The resolved configuration: defaults that depend on the device are filled in."""
 
     @property
     def layout(self) -> CacheLayout:
@@ -43,15 +43,16 @@ class Executor(Protocol):
         """Launch one plan; never waits for the device on a GPU."""
 
     def use_idle_moment(self) -> bool:
-        """Called while the engine is idle: do work that later steps would need, such as capturing a graph, for a tenth
-        of a second at most; False when nothing is left."""
+        """Called while the engine is idle: do part of the work that later steps would need, such as capturing a graph,
+        for at most a tenth of a second (a request that arrives waits for it). Returns False when nothing is left."""
 
     def prepare_grammar(self, grammar: Grammar) -> Future[Any]:
-        """Compile a grammar on another thread; requests with it are run when the future is done, and end with the
-        `RequestError` that it may raise. Never raises itself."""
+        """Compile a grammar on another thread. Never raises itself: the future does, with a `RequestError` for the
+        requests that wait for it."""
 
     def reset(self) -> None:
-        """After a failed step: wait for the device and forget all rows (the scheduler has ended their requests)."""
+        """After a failed step: wait for the device and forget all rows. The scheduler has ended or retracted their
+        requests, so that rows and pages may be used again."""
 
     @property
     def released(self) -> frozenset[DevicePart]:
@@ -61,11 +62,12 @@ class Executor(Protocol):
         """Take parts off the device, and forget all rows and pages. No plan may be in flight, here and below."""
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
-        """Bring parts back, empty; raises `EngineAsleep` when there is no room for them."""
+        """Bring parts back; raises `EngineAsleep` when the device has no room for them. The KV cache comes back empty.
+        """
 
     def replace_weights(self, model: str, load_format: str) -> None:
-        """Read another checkpoint of the same shapes, and forget all rows and pages. Raises typed errors, the old
-        weights in place again."""
+        """Load another checkpoint of the same shapes, and forget all rows and pages. Raises typed errors; the old
+        weights are then in place again."""
 
     def start_profile(self, options: StartProfile) -> None:
         """Record a trace; `Conflict` while another is recorded."""

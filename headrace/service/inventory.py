@@ -1,4 +1,4 @@
-"""What of Headrace works on this machine: families, kernels, attention backends, each tried alone.
+"""Tries every plug-in on this machine: families, kernels, attention backends and others, each on its own.
 
 Imports torch when called. Refuses: judging speed, and models' weights.
 """
@@ -33,8 +33,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What plug-ins are queried with: ``(device type, usual dtype, compute capability)`` of each device, and for
-    people."""
+    """The machine. ``devices``: ``(device type, usual dtype, compute capability)`` of each, with which plug-ins are
+    queried; ``description``: labels and values to print."""
 
     devices: tuple[tuple[str, str, tuple[int, int]], ...]
     description: dict[str, str]
@@ -60,7 +60,7 @@ def find_machine() -> Machine:
 
 
 def take_inventory(machine: Machine) -> list[Finding]:
-    """Try everything; one that is broken hurts no other."""
+    """Try every plug-in; a broken one is reported and does not affect the others."""
     start_plugins()
     return [
         *_entries(PLUGINS.noun, PLUGINS, {device: None for device, _, _ in machine.devices}),
@@ -100,7 +100,7 @@ def _attention(machine: Machine) -> Iterator[Finding]:
 
 
 def _caches(machine: Machine) -> Iterator[Finding]:
-    """Those of families too, which have been tried before."""
+    """Those of families as well: they register their kinds when they are loaded, so families must be tried before."""
     import headrace.memory.pools
     import headrace.scheduling.cache.groups  # noqa: F401  registers the kinds that many models have
 
@@ -162,7 +162,7 @@ def _operations(machine: Machine) -> Iterator[Finding]:
 
 
 def _native() -> Finding:
-    """What is behind every solution that is written in C++."""
+    """The compiled library behind all CPU kernels written in C++."""
     from headrace.kernels import native
 
     try:

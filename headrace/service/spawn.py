@@ -1,6 +1,6 @@
 """`spawn_engine`: starts an engine process, which imports what it needs and waits for its configuration.
 
-Standard library alone: a command calls this first and imports the rest of its own modules meanwhile.
+Imports only the standard library and base/env: a command calls this first, and both processes then import in parallel.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class SpawnedEngine:
 
 
 def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
-    """Start an engine process. It ends by itself when its socket is closed."""
+    """Start an engine process; it ends by itself when our end of the socket is closed. It gets this process's
+    ``sys.path``, with ``-P`` so that the working directory is not added."""
     environment = env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
     ours, its = socket.socketpair()
     for end in (ours, its):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    with its:
+    with its:  # our copy of its end must be closed, or the end of the engine process would not be seen
         return SpawnedEngine(
             subprocess.Popen(
                 [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder], stdin=its.fileno(), env=environment

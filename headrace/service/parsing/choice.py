@@ -1,4 +1,5 @@
-"""Which formats a model writes: given by name, recognised in its chat template, or declared by its family."""
+"""Chooses the formats of a model's output: given by name, recognised in its chat template, or declared by its family.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ AUTO, NONE = "auto", "none"
 TOOL_GROUP, REASONING_GROUP = "headrace.tool_formats", "headrace.reasoning_formats"
 """Entry points that name a format of another package."""
 TAIL = 256
+"""Characters at the end of a prompt that are searched for an open or ended reasoning."""
 EXPLAINED = "hermes"
+"""The format taught in the prompt to a model whose template shows no tools."""
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of a served model; None where it has none that is known, or parsing is switched off."""
+    """The formats of a served model; None if none is known, or parsing is switched off."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -34,18 +37,18 @@ class Formats:
         return visible_texts(self.tools if has_tools else None, self.reasoning)
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the prompt has ended the reasoning, so that none comes."""
+        """Whether the prompt already ends the reasoning (a template with thinking disabled), so that none comes."""
         return (
             self.reasoning is not None and bool(self.reasoning.ends)
             and prompt[-TAIL:].rstrip().endswith(self.reasoning.ends)
         )
 
     def begins_open(self, prompt: str, *, continued: str | None = None) -> bool:
-        """Whether the output goes on with reasoning that the prompt has begun. ``continued`` is the text of the
-        assistant's message that the output continues, if it does."""
+        """Whether the output continues reasoning that the prompt has begun. ``continued``: the text of the assistant
+        message that the output continues (``continue_final_message``), None for a new message."""
         if self.reasoning is None or self.reasoning.channels is not None:
             return False
-        if continued is not None:
+        if continued is not None:  # open if the last start mark in the message has no end mark behind it
             last_start, last_end = (
                 max((continued.rfind(text) for text in texts), default=-1)
                 for texts in (self.reasoning.starts, self.reasoning.ends)
@@ -67,9 +70,10 @@ def choose_formats(
     *, tool_parser: str = AUTO, reasoning_parser: str = AUTO, templates: Iterable[str] = (), takes_tools: bool = True,
     family_tools: str | None = None, family_reasoning: str | None = None,
 ) -> Formats:
-    """The formats. By themselves, the chat template's signs win over the family's declaration: a fine-tuned model
-    keeps its architecture and brings its own template. A model whose template does not show tools (``takes_tools``) is
-    taught a format in its prompt, `EXPLAINED` if it has none."""
+    """Choose the formats. For ``auto``, the chat template's signs win over the family's declaration: a fine-tuned model
+    keeps its architecture and brings its own template. ``takes_tools``: whether the template shows tools; if not, a
+    format is explained in the prompt, `EXPLAINED` if the model has none that can be. Raises `ConfigError` for an
+    unknown name."""
     texts = list(templates)
     tools = _choose(tool_parser, TOOL_FORMATS, TOOL_GROUP, texts, family_tools)
     if tool_parser == AUTO and not takes_tools and (tools is None or tools.writing is None):

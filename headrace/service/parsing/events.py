@@ -1,4 +1,4 @@
-"""Events of parsed output, in order: text, reasoning, and tool calls piece by piece; `CallWriter` emits the calls'."""
+"""Events of parsed output, in order: text, reasoning, and tool calls in pieces; `CallWriter` emits those of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TextDelta:
 
 @dataclass(slots=True, frozen=True)
 class CallStart:
-    """A tool call begins; its arguments follow. ``index`` counts from 0."""
+    """A tool call begins; its arguments follow. ``index`` counts the calls of a choice from 0."""
 
     index: int
     call_id: str
@@ -30,7 +30,7 @@ class CallStart:
 
 @dataclass(slots=True, frozen=True)
 class CallArguments:
-    """More of a call's arguments: all pieces of a complete call together are one JSON object."""
+    """More of a call's arguments: the pieces of a complete call concatenate to one JSON object."""
 
     index: int
     text: str
@@ -49,7 +49,7 @@ Event = TextDelta | CallStart | CallArguments | CallEnd
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of one text joined."""
+    """The same events, with adjacent pieces of one text or of one call's arguments concatenated."""
     groups: list[tuple[Event, list[str]]] = []
     for event in events:
         if isinstance(event, TextDelta | CallArguments) and groups and _goes_on(groups[-1][0], event):
@@ -71,12 +71,13 @@ MAX_CALLS = 1024
 
 
 def new_call_id(length: int | None = None) -> str:
-    """An id no other call has; ``length`` letters and digits where a template insists on that."""
+    """A random call id; ``length`` hexadecimal digits where a template requires ids of that length."""
     return uuid.uuid4().hex[:length] if length else f"call_{uuid.uuid4().hex[:24]}"
 
 
 class CallWriter:
-    """Emits the events of tool calls as their parts are found; none for calls beyond ``max_calls``."""
+    """Emits the events of tool calls as their parts are found; none for calls beyond ``max_calls``. Order of calls:
+    `set_name` (and perhaps `set_id`), `start`, `add` for each piece of the arguments, `end`."""
 
     def __init__(
         self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None,
@@ -93,22 +94,22 @@ class CallWriter:
         self._call_id: str | None = None
 
     def set_name(self, name: str, call_id: str | None = None) -> None:
-        """The name of the call that comes."""
+        """Set the name of the next call; `Mismatch` when it cannot be one."""
         if not NAME.fullmatch(name) or len(name) > MAX_NAME:
             raise Mismatch("not a name")
         self.name, self._call_id = name, call_id
 
     def set_id(self, call_id: str) -> None:
-        """The id the model gave the call that comes."""
+        """Set the id that the model gave the next call; ignored when it cannot be one."""
         if NAME.fullmatch(call_id) and len(call_id) <= MAX_NAME:
             self._call_id = call_id
 
     def forget(self) -> None:
-        """No call comes, or another one."""
+        """Reset: what was set for the next call does not count."""
         self.is_open, self.name, self._call_id = False, "", None
 
     def start(self) -> None:
-        """The named call begins."""
+        """Begin the named call; `Mismatch` when it has no name."""
         if not self.name:
             raise Mismatch("a call without a name")
         self.is_open = True
@@ -117,12 +118,12 @@ class CallWriter:
             self._emit(CallStart(self._num_calls - 1, self._call_id or new_call_id(self._id_length), self.name))
 
     def add(self, text: str) -> None:
-        """More of the arguments."""
+        """Emit more of the arguments."""
         if text and self._is_emitted:
             self._emit(CallArguments(self._num_calls - 1, text))
 
     def end(self, *, is_complete: bool = True) -> None:
-        """The call ends."""
+        """End the call. ``is_complete``: its arguments are a whole JSON object."""
         if self._is_emitted:
             self._emit(CallEnd(self._num_calls - 1, is_complete))
             self.num_complete += is_complete

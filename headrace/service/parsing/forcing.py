@@ -1,4 +1,5 @@
-"""Grammars for tool calls, as structural tags: calls that must come, and strict ones that may.
+"""Grammars for tool calls, as structural tags: for forced calls (``tool_choice``), and for optional calls of strict
+tools. A node is a dict in the ``format`` language of vLLM's structural tags.
 
 Made from a format's `Writing` and the tools' schemas. Refuses: compiling and enforcing (``execution/structured``).
 """
@@ -19,13 +20,13 @@ from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
 Node = dict[str, Any]
 
 MAX_PROPERTIES = 128
-"""Arguments of one tool in formats that write them one by one."""
+"""Arguments of one tool that a grammar covers, in formats that write them one by one; the rest cannot be written."""
 ANY_OBJECT: Node = {"type": "object"}
 ANY_TEXT: Node = {"type": "any_text"}
 ANSWER_KINDS = frozenset({"json_schema", "json_object", "regex", "choice"})
-"""Kinds of grammars that an answer may keep to where calls may come instead."""
+"""Kinds of grammars that can bind an answer while calls remain possible instead."""
 NO_CALL = r"([^\s{\[](.|\n)*)?"
-"""Text that no call without a marker can be: it begins with neither bracket nor space."""
+"""Text that cannot be a call without a marker: it begins with neither a bracket nor white space."""
 _SLOT = re.compile(r"\$(name|arguments|index|key|value)")
 _LOCAL = ("$defs", "definitions")
 
@@ -35,12 +36,15 @@ def confine_output(
     is_parallel: bool = True,
     is_forced: bool = False, is_narrowed: bool = False, continued: str | None = None,
 ) -> Grammar | None:
-    """The grammar of an output that follows ``prompt``, where the request wants ``wanted`` and offers ``tools``
-    (those that may be called; ``is_narrowed``: the prompt shows more). That grammar binds answers: calls may
-    come instead (in formats that mark them, and but for EBNF and tags), and come if they are forced. Nothing but
-    grammars in EBNF binds reasoning. Raises typed errors for what cannot be had together."""
+    """The grammar of an output that follows ``prompt``; None when it is free.
+
+    ``wanted``: the request's own grammar, which binds the answer. ``tools``: those that may be called;
+    ``is_narrowed``: the prompt shows more than these. Calls may come instead of the answer if the format marks them and
+    the grammar is one of `ANSWER_KINDS`; they must come if ``is_forced``. Reasoning stays free, except under grammars
+    in EBNF. Raises typed errors for combinations that are not possible.
+    """
     writing = None if formats.tools is None else formats.tools.writing
-    # else it may look like an answer
+    # Without a marker a call could not be told from an answer that keeps to the grammar.
     can_call = bool(tools) and writing is not None and bool(writing.answer or _trigger(writing))
     if is_forced:
         if wanted is not None and wanted.kind not in ("json_schema", "json_object"):
@@ -86,12 +90,12 @@ def force_calls(
     is_open: bool = False,
     is_parallel: bool = True, is_forced: bool = True, answer: Node | None = None,
 ) -> Node:
-    """The structural tag under which output is calls of these tools (one, or several with ``is_parallel``) and nothing
-    else, after the reasoning if there is some. ``is_open``: the prompt has begun the reasoning.
+    """The structural tag for calls of these tools (one, or several with ``is_parallel``), after the reasoning if there
+    is some. ``is_open``: the prompt has begun the reasoning.
 
-    ``tools`` are in OpenAI's form. Unless ``is_forced``, output may also be text, with calls in it or not; or just
-    ``answer``, if that is given, instead of calls. Schemas of tools that are not ``strict`` are kept as far as any
-    grammar can. The format must have a `Writing`.
+    ``tools`` are in OpenAI's form. If ``is_forced``, the output is calls and nothing else. Otherwise it is calls or
+    ``answer``, if that is given, else text with or without calls. Schemas of tools that are not ``strict`` are enforced
+    as far as every grammar library can (`loosen`). The format must have a `Writing`.
     """
     writing = tool_format.writing
     assert writing is not None
@@ -110,8 +114,8 @@ def force_calls(
 
 
 def after_reasoning(body: Node, reasoning: ReasoningFormat | None, *, is_open: bool, has_space: bool = True) -> Node:
-    """A format that begins once the reasoning has ended: it must end if the prompt has begun it, and may come if
-    not."""
+    """``body`` behind the reasoning: reasoning that the prompt has begun must end first; otherwise it is optional.
+    ``has_space``: up to two line breaks are allowed between reasoning and body."""
     if reasoning is None:
         return body
     starts, ends = ([t] for t in reasoning.writing) if reasoning.writing else (reasoning.starts, reasoning.ends)
@@ -130,7 +134,8 @@ def after_reasoning(body: Node, reasoning: ReasoningFormat | None, *, is_open: b
 
 
 def delay_grammar(grammar: Grammar, reasoning: ReasoningFormat | None, *, is_open: bool) -> Grammar:
-    """The grammar for what follows the reasoning. Grammars in EBNF stay as they are and bind the reasoning, too."""
+    """The grammar, applied behind the reasoning only. A grammar in EBNF has no form as a node: it is returned unchanged
+    and binds the reasoning too."""
     if reasoning is None:
         return grammar
     body = _as_node(grammar)
@@ -143,7 +148,7 @@ def delay_grammar(grammar: Grammar, reasoning: ReasoningFormat | None, *, is_ope
 
 
 def _as_node(grammar: Grammar) -> Node | None:
-    """A grammar as a format of structural tags, if it can be one."""
+    """A grammar as a node; None if there is no such node."""
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": grammar.text}
     if grammar.kind == "json_object":
@@ -157,13 +162,13 @@ def _as_node(grammar: Grammar) -> Node | None:
 
 
 def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node:
-    """Text with calls in it, or without."""
+    """A node for text that may contain calls."""
     if writing.answer:
         return _either([writer.write_calls(can_repeat), _sequence([_text(writing.answer), ANY_TEXT])])
     trigger = _trigger(writing)
     if not trigger:
         return _either([writer.write_calls(can_repeat), {"type": "regex", "pattern": NO_CALL}])
-    if writing.token:
+    if writing.token:  # a special token in the trigger cannot be searched for as text: an expression for what precedes
         before = trigger.partition(writing.token)[0]
         calls = writer.write_calls(can_repeat, cut=len(before))
         return _either([_sequence([{"type": "regex", "pattern": r"(.|\n)*" + re.escape(before)}, calls]), ANY_TEXT])
@@ -175,13 +180,13 @@ def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node
 
 
 def _trigger(writing: Writing) -> str:
-    """What every call begins with; empty when that is nothing of its own."""
+    """The text that every call begins with; empty unless it is a marker that other text does not contain."""
     begin = (writing.begin + writing.call.split("$", 1)[0]).lstrip()
     return begin if begin.startswith(("<", "[TOOL")) else ""
 
 
 class _CallWriter:
-    """Calls of given tools as nodes of a structural tag."""
+    """Writes calls of given tools as nodes of a structural tag."""
 
     def __init__(self, writing: Writing, tools: Sequence[Mapping[str, Any]]):
         self._writing = writing
@@ -195,7 +200,7 @@ class _CallWriter:
         self._types = ToolSchemas(self._schemas.items())
 
     def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
-        """One call, or one and more; ``cut`` characters of the beginning have been written already."""
+        """One call, or several. ``cut``: how many characters of the beginning a trigger has written already."""
         writing = self._writing
         lead = writing.begin.lstrip() if cut else writing.begin
         first = self._write_call(cut=max(0, cut - len(lead)))
@@ -214,7 +219,7 @@ class _CallWriter:
         )
 
     def _fill(self, template: str, values: Mapping[str, Node], cut: int = 0) -> Node:
-        """A template with its slots filled; the first ``cut`` characters, which hold no slot, are left out."""
+        """A template with its slots filled, without its first ``cut`` characters (which contain no slot)."""
         parts = _SLOT.split(template[cut:])
         values = {**values, "index": {"type": "regex", "pattern": "[0-9]{1,3}"}}
         return _sequence([values[part] if at % 2 else _text(part) for at, part in enumerate(parts)])
@@ -232,13 +237,14 @@ class _CallWriter:
         return _sequence([pair if key in required else _optional(pair) for key, pair in pairs.items()])
 
     def _join(self, name: str, properties: Mapping[str, Any]) -> Node:
-        """Pairs with commas between: those required first, then any of the others."""
+        """Pairs separated by commas: the required ones first, then any of the others, in the schema's order."""
         required = [key for key in properties if key in (self._schemas[name].get("required") or ())]
         comma, nodes = _text(self._writing.comma), {key: self._write_pair(name, key) for key in properties}
         others = [nodes[key] for key in properties if key not in required]
         head = [part for at, key in enumerate(required) for part in ([comma] if at else []) + [nodes[key]]]
         if required or not others:
             return _sequence([*head, *(_optional(_sequence([comma, node])) for node in others)])
+        # Nothing is required: one alternative per pair that may come first, as the first has no comma before it.
         tails = [
             _sequence([node, *(_optional(_sequence([comma, later])) for later in others[at + 1 :])]) for at,
             node in enumerate(others)
@@ -268,8 +274,8 @@ class _CallWriter:
 
 
 def _text_up_to(end: str, token: str) -> list[Node]:
-    """Any text, then ``end``. A special token in it cannot be looked for as text: what precedes it must end the
-    value."""
+    """Any text, then ``end``. If ``end`` contains the special token ``token``, which cannot be searched for as text,
+    the characters before it must end the value."""
     if token and token in end:
         at = end.index(token)
         return [{"type": "regex", "pattern": r"(.|\n)*" + re.escape(end[:at])}, _text(end[at:])]
@@ -278,7 +284,7 @@ def _text_up_to(end: str, token: str) -> list[Node]:
 
 
 def _split_end(end: str) -> tuple[str, str]:
-    """The first marker of a text that ends something, and the rest: the marker may be a special token."""
+    """Split an end text behind its first ``>``: the first part may be one special token, and is searched for alone."""
     at = end.find(">") + 1 or len(end)
     return end[:at], end[at:]
 
@@ -310,7 +316,7 @@ def _repeat(node: Node) -> Node:
 
 
 def write_call(writing: Writing, name: str, arguments: Mapping[str, Any], to_json: Callable[[Any], str]) -> str:
-    """One call in full, as the model would write it; ``to_json`` spells values."""
+    """One call as text, as the model would write it; ``to_json`` encodes values."""
     text = writing.call.replace("$index", "0").replace("$name", name)
     if not writing.pair:
         return text.replace("$arguments", to_json(arguments))

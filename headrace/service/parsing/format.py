@@ -1,6 +1,7 @@
-"""How a format is described: patterns of literals and parts, as data. ``matching.py`` reads text by them.
+"""The description of a format as data: patterns of literals and parts, which ``matching.py`` matches text against.
 
-A pattern is a literal (a string, before which white space may stand), a part, or a tuple of patterns in sequence.
+A pattern is a literal (a string, optionally after white space), a part, or a tuple of patterns in sequence. Matching is
+predictive: one look at the next literal decides, there is no backtracking.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Name:
-    """The tool's name. ``pattern`` takes it out of what is written there (its group ``name``); with ``is_id`` all of
-    what is written there is the call's id."""
+    """The tool's name. ``pattern``: extracts it from what the model writes there (group ``name``). ``is_id``: what the
+    model writes there, in full, is the call's id."""
 
     pattern: re.Pattern[str] | None = None
     is_id: bool = False
@@ -53,8 +54,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class Value:
-    """The value of an argument as bare text up to ``end``, made JSON by the tool's schema unless a `Flag` said what it
-    is. ``has_lines``: one line break at either side is layout."""
+    """The value of an argument as bare text up to ``end``, converted to JSON by the tool's schema unless a `Flag` said
+    what it is. ``has_lines``: one line break on either side is layout, not part of the value."""
 
     end: str
     has_lines: bool = False
@@ -70,7 +71,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Repeat:
-    """The pattern once or more, with one of the separators ``between``; an empty one asks for none."""
+    """The pattern once or more, with one of the separators ``between``; an empty string means that none is needed."""
 
     pattern: Pattern
     between: tuple[str, ...] = ("",)
@@ -92,8 +93,8 @@ class Either:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before a message in a format of channels, up to ``end``. One that ``call`` matches (group ``name``)
-    is followed by a call's arguments, one with ``reasoning`` in it by reasoning, any other by answer text."""
+    """The header of a message in a format with channels (Harmony), up to ``end``. If ``call`` is found in it (group
+    ``name``) a call's arguments follow, if ``reasoning`` is found reasoning, else answer text."""
 
     end: str
     call: re.Pattern[str]
@@ -106,7 +107,8 @@ Pattern = str | Part | tuple["Pattern", ...]
 
 @dataclass(frozen=True)
 class Channels:
-    """A format in which every message has a header: ``openings`` begin one, ``ends`` are dropped."""
+    """A format in which every message has a header. ``openings`` begin one anywhere, ``bare`` only at the beginning of
+    a text (when the prompt has begun the header); ``ends`` are markers of a message's end, dropped from the text."""
 
     openings: tuple[Pattern, ...]
     ends: tuple[str, ...]
@@ -115,13 +117,14 @@ class Channels:
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """How calls are written out: ``begin``, calls with ``between`` them (None: there can be one only), ``end``. In
-    ``call``, ``$name`` and ``$arguments`` stand for those, ``$index`` for a number. Arguments are a JSON object; or a
-    ``pair`` each, with ``$key`` and ``$value``, joined by ``comma``: a value is JSON, or bare text if it is a string
-    and the format does not ``quotes`` it; ``json_pair`` is for values that are not bare text.
+    """Templates for writing calls: ``begin``, calls separated by ``between`` (None: only one call is possible),
+    ``end``. In ``call``, ``$name``, ``$arguments`` and ``$index`` (the call's number) are slots. Without ``pair`` the
+    arguments are a JSON object. Otherwise each is a ``pair`` with slots ``$key`` and ``$value``, separated by
+    ``comma``. Strings are then written bare, unless ``quotes`` says that they are JSON as well; other values are JSON,
+    in ``json_pair`` if that is given.
 
-    ``token`` is a special token within the text that ends a value. ``answer`` is what a message that calls nothing
-    begins with, in a format where every message has a header.
+    ``token``: a special token within the text that ends a value. ``answer``: the beginning of a message without a call,
+    in a format where every message has a header.
     """
 
     call: str
@@ -138,13 +141,13 @@ class Writing:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a model writes tool calls. ``patterns`` are looked for anywhere, by the literals they begin with. ``bare``
-    patterns have no marker of their own: they are looked for where the answer begins (and with ``on_lines`` where any
-    of its lines does), and count only when they call a tool of the request.
+    """How a model writes tool calls. ``patterns`` are searched for anywhere, by their first literals. ``bare`` patterns
+    have no marker of their own: they are tried at the beginning of the answer (with ``on_lines``, of each line), and
+    only calls of the request's tools count. ``is_known_only``: that holds for ``patterns`` too.
 
-    ``writing`` is for calls that a grammar forces, and for prompts that must explain how to call; without it neither
-    can be served. ``id_length`` is that of call ids that the model's template insists on. ``signs``: a chat template
-    that holds all texts of one of these groups is this format's; formats registered earlier are checked first.
+    ``writing`` is needed to force calls by a grammar and to explain calling in a prompt; without it neither is
+    possible. ``id_length``: length of call ids that the model's template requires. ``signs``: groups of texts; a chat
+    template that contains all texts of one group uses this format. Formats of higher priority are checked first.
     """
 
     name: str
@@ -160,11 +163,11 @@ class ToolFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """How a model sets its reasoning apart: from one of ``starts`` (where the answer begins) to one of ``ends``.
+    """How a model marks its reasoning: from one of ``starts`` (at the beginning of the output) to one of ``ends``.
 
-    A prompt that ends with a start has begun the reasoning itself; ``is_open``: so has one that ends with neither.
-    ``ends_at_calls``: a tool call ends it, too. ``writing`` is how it is begun and ended where ``starts`` and ``ends``
-    do not tell, ``answer`` what the answer begins with, in a format where every message has a header.
+    A prompt that ends with a start mark has begun the reasoning; ``is_open``: so has any prompt that does not end with
+    an end mark. ``ends_at_calls``: a tool call ends the reasoning too. In a format with channels, ``writing`` is the
+    text that begins and the text that ends the reasoning, and ``answer`` the text that begins the answer.
     """
 
     name: str
@@ -179,7 +182,7 @@ class ReasoningFormat:
 
 
 def first_texts(pattern: Pattern) -> tuple[str, ...]:
-    """The literals that a pattern can begin with; empty when it begins with something open."""
+    """The literals that a pattern can begin with; empty when it begins with arbitrary text, such as a name."""
     if isinstance(pattern, str):
         return (pattern,)
     if isinstance(pattern, tuple):
@@ -194,7 +197,7 @@ def first_texts(pattern: Pattern) -> tuple[str, ...]:
 
 
 def literals(pattern: object) -> list[str]:
-    """All literals in a pattern: what must stay visible for it to be found."""
+    """All literals in a pattern. Special tokens among them must not be skipped when the output is detokenized."""
     if isinstance(pattern, str):
         return [pattern] if pattern else []
     if isinstance(pattern, tuple):
@@ -205,7 +208,7 @@ def literals(pattern: object) -> list[str]:
 
 
 def visible_texts(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
-    """Texts in which special tokens must not be left out for the formats to work."""
+    """Texts whose special tokens must be shown for the formats to be recognised."""
     found = [*literals((tools.patterns, tools.bare, tools.channels)), ] if tools else []
     found += literals((reasoning.starts, reasoning.ends, reasoning.channels)) if reasoning else []
     return list(dict.fromkeys(found))

@@ -1,7 +1,8 @@
-"""JSON as it comes: copied piece by piece while it is checked, with the slips that models make put right.
+"""Streaming JSON: copied piece by piece while it is validated, with common mistakes of models repaired.
 
-Put right: line breaks and other control characters inside strings, backslashes before characters that need none, and
-``True``, ``False``, ``None``. Everything else that is not JSON is a `Mismatch`. Nesting costs no recursion.
+Repaired: line breaks and other control characters inside strings, backslashes before characters that need none, and
+``True``, ``False``, ``None``. Everything else that is not JSON is a `Mismatch`. Open containers are a stack of their
+closing brackets instead of recursion, so that nesting depth cannot exhaust Python's stack.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ESCAPES = frozenset('"\\/bfnrt')
 
 
 def escape(text: str) -> str:
-    """The inside of a JSON string."""
+    """The text as the inside of a JSON string, without quotes. Lone surrogates are escaped: UTF-8 cannot encode them.
+    """
     escaped = json.dumps(text, ensure_ascii=False)[1:-1]
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", escaped)
 
@@ -33,7 +35,8 @@ def quote(text: str) -> str:
 
 
 def copy_json(reader: Reader, out: Out) -> Step[None]:
-    """Copy one JSON value of any type, which comes next but for white space."""
+    """Copy the JSON value of any type that comes next, after white space. Pieces go to ``out`` as they are validated,
+    so on a `Mismatch` the beginning has been passed on."""
     yield from take_run(reader, SPACE, MAX_SPACE)
     closers: list[str] = []
     yield from _copy_item(reader, out, closers)
@@ -72,7 +75,7 @@ def copy_string(reader: Reader, out: Out) -> Step[None]:
 
 
 def _copy_inside(reader: Reader, out: Out, char: str) -> Step[None]:
-    """Copy part of a string's inside, which begins with ``char``."""
+    """Copy the next part of a string's inside; ``char`` is its first character, empty at the end of the text."""
     if not char:
         raise Mismatch("the text ends inside a string")
     if char == "\\":
@@ -89,7 +92,7 @@ def _copy_escape(reader: Reader, out: Out) -> Step[None]:
         out(reader.take(2))
     elif pair[1:] == "u" and _HEX.fullmatch((yield from reader.ahead(6))[2:]):
         out(reader.take(6))
-    elif pair[1:]:
+    elif pair[1:]:  # not an escape in JSON: a literal backslash
         reader.take(1)
         out("\\\\")
     else:

@@ -1,7 +1,8 @@
 """`Matcher`: reads one tool call, or a section of them, by a format's pattern.
 
-Text is held from the first literal on until a call has begun: if it turns out to be something else, a `Mismatch` leaves
-all of it with the reader. From then on only what belongs to the call has been consumed.
+Text is held from the first literal on until the name of a call is known and its arguments begin: if it turns out to be
+something else, a `Mismatch` leaves all of it to be passed on as text. From then on arguments are emitted as they come,
+and a `Mismatch` ends the call as incomplete.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ KEY = re.compile(r"[^<>\"\n]+")
 
 
 class Matcher:
-    """State of one attempt at a pattern. ``is_known_only``: calls of other tools than the request's do not count.
-    ``on_start`` is called when a call or a message begins; from then on its text cannot become answer text again.
+    """State of one attempt at a pattern. ``is_known_only``: a call of a tool that the request does not offer is a
+    `Mismatch`. ``has_calls``: whether a `Header` may begin a call. ``on_start`` is called when a call or a message
+    begins; from then on its text cannot become answer text again.
 
-    ``destination`` is set by a `Header` to where the text after it belongs: ``reasoning`` or ``content``.
+    ``destination``: the mode of the text that follows, ``reasoning`` or ``content``, if a `Header` says so.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class Matcher:
         self._is_known_only = is_known_only
         self._has_calls = has_calls
         self._on_start = on_start
-        self._key = ""
-        self._flag: bool | None = None
+        self._key = ""  # of the latest `Key`
+        self._flag: bool | None = None  # of the latest `Flag`, consumed by the next `Value`
         self.destination: str | None = None
 
     def match(self, pattern: Pattern) -> Step[None]:
@@ -86,7 +88,7 @@ class Matcher:
         return (yield from take_run(self._reader, SPACE, MAX_SPACE))
 
     def _can_start(self, pattern: Pattern) -> Step[bool]:
-        """Whether the pattern can come next."""
+        """Whether the pattern can come next, by its first literal or the first character of a name."""
         if isinstance(pattern, tuple):
             return (yield from self._can_start(pattern[0]))
         if isinstance(pattern, PythonCall | Name):
@@ -102,6 +104,7 @@ class Matcher:
         self._calls.set_name(name, call_id)
 
     def _start(self) -> None:
+        """Commit to the call: emit its start and give up the held text."""
         self._calls.start()
         self._reader.release()
         self._on_start()
@@ -110,7 +113,7 @@ class Matcher:
         yield from self.match(repeat.pattern)
         while True:
             yield from self._skip_space()
-            self._reader.hold()
+            self._reader.hold()  # a separator without a call behind it must come out as text
             if not (yield from self._skip_separator(repeat)):
                 self._reader.release()
                 return
@@ -150,7 +153,7 @@ class Matcher:
         yield from self._copy_object(is_last=True)
 
     def _copy_object(self, *, is_last: bool) -> Step[None]:
-        """The arguments of the named call, which come next, from reader to writer."""
+        """Emit the arguments of the named call as they are read. ``is_last``: the call ends with them."""
         if (yield from self._reader.peek()) != "{":
             raise Mismatch("arguments must be an object")
         self._start()
@@ -180,7 +183,8 @@ class Matcher:
         self._calls.end()
 
     def _read_member(self, call: Call, key: str) -> Step[str | None]:
-        """One value of the object; the arguments when they cannot be passed on yet, or are not written as an object."""
+        """Read one value of the call's object. Returns the arguments as text when they cannot be emitted at once:
+        because they precede the name, or are not written as an object."""
         if key in call.names and not self._calls.name:
             self._set_name((yield from read_string(self._reader)))
         elif key == "id" and (yield from self._reader.follows('"')):
@@ -190,7 +194,7 @@ class Matcher:
                 yield from self._copy_object(is_last=False)
             else:
                 return (yield from self._keep_arguments())
-        elif self._is_known_only and not self._calls.name:
+        elif self._is_known_only and not self._calls.name:  # an object that does not begin as a call is an answer
             if key != "type" or (yield from read_string(self._reader)) != "function":
                 raise Mismatch("not a call")
         else:
@@ -198,7 +202,8 @@ class Matcher:
         return None
 
     def _keep_arguments(self) -> Step[str]:
-        """Arguments that must be seen whole: written before the name, as a string of JSON, or null."""
+        """Read arguments to their end before they are used: those before the name, a string that contains JSON, or
+        null."""
         parts: list[str] = []
         if (yield from self._reader.follows('"')):
             text = yield from read_string(self._reader)
@@ -234,7 +239,8 @@ class Matcher:
         self._calls.end()
 
     def _read_argument(self, position: int) -> Step[None]:
-        """``key=value``, or a value for the argument at that position of the schema."""
+        """Read ``key=value``, or a positional value, whose name is that of the schema's property at ``position``."""
+        # A word in front may also be a value: a literal such as True, or a number.
         name = yield from see_run(self._reader, PYTHON_NAME, MAX_NAME)
         if name and name not in LITERALS and not name[0].isdigit() and name[0] not in "-.":
             self._reader.take(len(name))
@@ -259,7 +265,7 @@ class Matcher:
             yield from self._skip_space()
             if not (yield from self._can_start(pairs.pair)):
                 break
-            if self._calls.is_open:
+            if self._calls.is_open:  # a broken pair comes out as text; before the first, the hold of the attempt lasts
                 self._reader.hold()
             yield from self.match(pairs.pair)
         yield from self._reader.expect(pairs.end)
@@ -290,6 +296,7 @@ class Matcher:
         if value.has_lines:
             yield from self._reader.skip("\n")
         flag, self._flag = self._flag, None
+        # True: a string, whatever the schema says; False: JSON; None: by the schema.
         types = (
             self._calls.schemas.types_of(self._calls.name, self._key) if flag is None else STRING if flag
             else frozenset()
@@ -300,6 +307,7 @@ class Matcher:
             yield from self._text_until(ends, lambda text: self._calls.add(escape(text)))
             self._calls.add('"')
             return
+        # Strings are emitted as they come (above). Any other type shows only at the end of the value.
         parts: list[str] = []
         self._reader.hold()
         yield from self._text_until(ends, parts.append)
@@ -320,7 +328,7 @@ class Matcher:
         text = "".join(parts)
         call = header.call.search(text) if self._has_calls else None
         if call is not None:
-            self._reader.extend_hold(MAX_HELD)
+            self._reader.extend_hold(MAX_HELD)  # the attempt began with room for a header only
             self._set_name(call["name"])
             yield from self._read_arguments(Arguments())
             self.destination = "content"

@@ -1,4 +1,4 @@
-"""A whole output as one message: `parse_output`, and `MessageBuilder` for those who have events."""
+"""A complete output as one message: `parse_output` for its text, `MessageBuilder` for events."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def new_parser(
     separates: bool = True,
     max_calls: int = MAX_CALLS,
 ) -> OutputParser:
-    """A parser of one choice. Without ``tools`` calls are not looked for."""
+    """A parser for one choice. Without ``tools``, calls are not searched for and stay in the text."""
     return OutputParser(
         tools=formats.tools if tools else None, reasoning=formats.reasoning, schemas=schemas_of(tools or ()),
         is_open=is_open,

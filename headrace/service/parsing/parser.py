@@ -1,7 +1,9 @@
-"""`OutputParser`: one choice's text in pieces to events. However the text is cut, the events merged are the same.
+"""`OutputParser`: parses one choice's streamed text to events. The merged events do not depend on how the text was
+divided into pieces.
 
-Owns what is looked for when. White space around calls and reasoning is layout and left out; any other text that turns
-out to be no call is passed on as it is, and no text that may still become a marker is let out.
+A state machine with two modes, ``content`` and ``reasoning``; each has markers that are searched for. White space
+around calls and reasoning is layout and dropped. Text that may still become a marker is held back; text that turns out
+to be no call is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from headrace.service.parsing.schemas import ToolSchemas
 
 @dataclass(frozen=True)
 class Switch:
-    """The marker ends this mode; ``destination`` is the next one. ``shown`` is the marker if it belongs to the text for
-    those who want reasoning left in it."""
+    """The marker ends this mode; ``destination`` is the next one. ``shown`` is what is passed on as text when reasoning
+    is not separated: the marker itself, or nothing for channel markers."""
 
     destination: str
     shown: str = ""
@@ -37,7 +39,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The marker may begin a pattern."""
+    """The marker may begin a pattern. ``room``: most characters until it must be clear that it does."""
 
     pattern: Pattern
     room: int = MAX_HELD
@@ -49,7 +51,8 @@ Action = Switch | Attempt
 
 @dataclass
 class Mode:
-    """What is looked for in one kind of text: ``actions`` anywhere, ``first_actions`` only where it begins."""
+    """What is searched for in one kind of text: the markers of ``actions`` anywhere; at its very beginning those of
+    ``first_actions``, which include ``actions``, the longest first."""
 
     is_reasoning: bool
     actions: dict[str, Action] = field(default_factory=dict)
@@ -58,7 +61,7 @@ class Mode:
 
 
 def build_modes(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> dict[str, Mode]:
-    """The modes of two formats that work together."""
+    """The modes of a model that writes calls and reasoning in these formats (None: not searched for)."""
     content, thought = Mode(is_reasoning=False), Mode(is_reasoning=True)
     if tools is not None:
         content.actions |= _attempts(tools.patterns, tools.is_known_only)
@@ -95,8 +98,8 @@ def _longest_first(actions: dict[str, Action]) -> dict[str, Action]:
 
 
 class TextWriter:
-    """Text of one mode. White space is kept back: it is dropped before a marker, and passed on before other text. Where
-    it ``is_layout``, white space before the first text is dropped, too."""
+    """Emits the text of one mode. Trailing white space is held back: it is dropped before a marker and passed on before
+    other text. ``is_layout``: white space before the first text is dropped too."""
 
     def __init__(self, emit: Callable[[Event], None], *, is_reasoning: bool, is_layout: bool):
         self._emit = emit
@@ -120,7 +123,7 @@ class TextWriter:
             self._space = self._space[-MAX_SPACE:]
 
     def begin_call(self) -> None:
-        """A call or a message comes next: the white space before it is layout, and that after it if no text is near."""
+        """A call or a message comes next: drop the white space before it, and that behind it unless text follows."""
         self._space = ""
         self._is_layout = self._is_behind_call = True
 
@@ -140,8 +143,8 @@ class TextWriter:
 class OutputParser:
     """Parses the output of one choice.
 
-    ``is_open``: the prompt has begun the reasoning. Without ``separates``, reasoning stays in the text, with its
-    markers, and is still not searched for calls. Calls beyond ``max_calls`` are parsed and not emitted.
+    ``is_open``: the prompt has begun the reasoning. ``separates``: if false, reasoning is emitted as answer text, with
+    its markers, but still not searched for calls. Calls beyond ``max_calls`` are parsed but not emitted.
     """
 
     def __init__(
@@ -177,17 +180,19 @@ class OutputParser:
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """No more text comes: what was held back."""
+        """No more text comes; returns the events of what was held back."""
         self._reader.end()
         return self._advance()
 
     def _advance(self) -> list[Event]:
+        """Run the parser until it waits for text, or has ended; returns the new events."""
         next(self._steps, None)
         events = merge_events(self._events)
         self._events.clear()
         return events
 
     def _run(self, destination: str | None) -> Step[None]:
+        # An output that begins as an answer keeps its leading white space; behind reasoning it is layout.
         is_first = True
         while destination is not None:
             mode = self._modes[destination]
@@ -200,7 +205,7 @@ class OutputParser:
             is_first = False
 
     def _read_mode(self, mode: Mode, writer: TextWriter) -> Step[str | None]:
-        """Read text of one mode to its end; the next mode, None at the end of the output."""
+        """Read text of one mode to its end; returns the next mode, None at the end of the output."""
         marker = yield from self._first_marker(mode, writer)
         actions = mode.first_actions
         while True:
@@ -223,7 +228,8 @@ class OutputParser:
             marker = None
 
     def _first_marker(self, mode: Mode, writer: TextWriter) -> Step[str | None]:
-        """The marker at the very beginning of a mode's text, white space aside."""
+        """The marker at the very beginning of a mode's text (after white space), not consumed; None if there is none.
+        """
         writer.add((yield from take_run(self._reader, SPACE, MAX_SPACE)))
         for text in mode.first_actions:
             if (yield from self._reader.follows(text)):
@@ -231,7 +237,8 @@ class OutputParser:
         return None
 
     def _attempt(self, action: Attempt, writer: TextWriter) -> Step[str | None]:
-        """Try a pattern. Where it does not fit, what was read of it is text. Returns the next mode if it is another."""
+        """Try a pattern; what was held when it fails is passed on as text. Returns the next mode, None to stay in this
+        one. A complete call within reasoning ends the reasoning."""
         num_before = self._calls.num_complete
         self._calls.forget()
         self._reader.hold(action.room)

@@ -1,7 +1,7 @@
-"""Python literals and calls as models write them, turned into JSON piece by piece.
+"""Streaming conversion of Python literals to JSON, for models that write calls in Python syntax.
 
-Read: strings with any quotes and escapes, numbers, constants, lists, tuples, dicts. Nothing is ever evaluated, and
-nesting costs no recursion.
+Read: strings with any quotes and escapes, numbers, constants, lists, tuples, dicts. Nothing is ever evaluated. Open
+containers are a stack instead of recursion, as in ``json_text.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLOSERS = {"{": "}", "[": "]", "(": ")"}
 
 
 def copy_python(reader: Reader, out: Out) -> Step[None]:
-    """One literal, which comes next but for white space, as JSON."""
+    """Copy the Python literal that comes next, after white space, as JSON."""
     yield from take_run(reader, SPACE, MAX_SPACE)
     closers: list[str] = []
     yield from _copy_item(reader, out, closers)
@@ -58,7 +58,7 @@ def _close(reader: Reader, out: Out, closers: list[str]) -> None:
 
 
 def _copy_next(reader: Reader, out: Out, closers: list[str]) -> Step[None]:
-    """What follows a comma: another item, or nothing."""
+    """Copy what follows a comma: another item, or nothing (a trailing comma, which JSON does not allow)."""
     reader.take(1)
     yield from take_run(reader, SPACE, MAX_SPACE)
     if (yield from reader.peek()) == closers[-1]:
@@ -91,7 +91,7 @@ def _copy_item(reader: Reader, out: Out, closers: list[str]) -> Step[None]:
 
 
 def _copy_key(reader: Reader, out: Out) -> Step[None]:
-    """A dict's key, which JSON wants to be a string."""
+    """Copy a dict's key; keys of other types become strings, as JSON requires."""
     if (yield from reader.peek()) in ("'", '"'):
         yield from _copy_string(reader, out)
     else:
@@ -140,7 +140,7 @@ def _copy_string(reader: Reader, out: Out) -> Step[None]:
 
 
 def _copy_escape(reader: Reader, out: Out) -> Step[None]:
-    """A backslash and what belongs to it; one that means nothing stands for itself, as in Python."""
+    """Copy an escape sequence; an unknown one is a literal backslash, as in Python."""
     kind = (yield from reader.ahead(2))[1:]
     if not kind:
         raise Mismatch("the text ends inside a string")

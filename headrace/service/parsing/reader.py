@@ -1,7 +1,7 @@
-"""`Reader`: text that is still coming, read by generators that ``yield`` when they need more of it.
+"""`Reader`: a buffer of streamed text for incremental parsers, written as generators that ``yield`` to wait for more.
 
-Every decision depends on the text alone, never on where it was cut into pieces: a primitive that would need to look
-further than there is text waits. Consumed text is dropped unless it is held for the case that reading fails.
+Decisions depend on the whole text alone, never on how it was divided into pieces: a primitive that would have to look
+beyond the buffer waits. Consumed text is dropped unless it is held, so that a failed attempt can give it back.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
-"""A reading in progress: yields when it waits for text, returns what it read."""
+"""A parser coroutine: yields to wait for text, returns what it read. Composed with ``yield from``."""
 
 Out = Callable[[str], None]
 
 MAX_HELD = 1 << 20
-"""Characters that may be held at most while it is open what they mean."""
+"""Most characters held during one attempt; a longer one is a `Mismatch`, so that memory is bounded."""
 MAX_SPACE = 1024
 SPACE = re.compile(r"\s+")
 
 
 class Mismatch(Exception):
-    """The text is not what the format says it should be."""
+    """The text does not fit the format. Ends an attempt; never leaves the parser."""
 
 
 class Markers:
-    """Texts to look for, all at once."""
+    """A set of literals to search for, in one regular expression: longer ones are tried first at each position."""
 
     def __init__(self, texts: Iterable[str]):
         self.texts = tuple(dict.fromkeys(texts))
@@ -40,11 +40,13 @@ class Markers:
         self._reach = max(map(len, self.texts), default=1) - 1
 
     def find(self, text: str, start: int, end: int, *, is_final: bool = False) -> tuple[str | None, int]:
-        """``(marker, its position)``; or ``(None, position)`` up to where the text certainly holds none. Of those that
-        begin first, the longest; ``is_final`` when nothing comes behind ``end``."""
+        """Search ``text[start:end]``. Returns ``(marker, position)`` of the leftmost marker (of several there, the
+        longest), or ``(None, position)``: no marker begins before position, but one may begin there and be completed
+        by later text. ``is_final``: no text follows ``end``."""
         if self._search is None:
             return None, end
         found = self._search(text, start, end)
+        # Only the last ``_reach`` characters can begin a marker that ``end`` cuts off.
         limit = end if found is None else found.start() + 1  # a longer marker may begin up to where the found one does
         for at in range(end if is_final else max(start, end - self._reach), limit):
             if text[at] in self._firsts and text[at:end] in self._beginnings:
@@ -53,14 +55,15 @@ class Markers:
 
 
 class Reader:
-    """One text in the making. ``push`` adds to it, ``end`` says that it is complete; between, generators read it."""
+    """Buffer of one text. `push` appends, `end` marks the end of the text; generators consume in between. One hold at a
+    time: a second `hold` drops what the first has kept."""
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._at = 0
+        self._at = 0  # how much of the buffer is consumed
         self._is_ended = False
-        self._held: list[str] | None = None
-        self._room = 0
+        self._held: list[str] | None = None  # text consumed since `hold`; None: not held
+        self._room = 0  # characters that may still be consumed while held
 
     @property
     def is_exhausted(self) -> bool:
@@ -85,7 +88,7 @@ class Reader:
         self._room += room
 
     def release(self) -> str:
-        """Stop keeping; what was kept."""
+        """End the hold; returns the text that was consumed during it."""
         held, self._held = self._held or [], None
         return "".join(held)
 
@@ -138,7 +141,9 @@ class Reader:
         return found
 
     def expect(self, text: str) -> Step[None]:
-        """Consume the text; `Mismatch` when something else comes. What the end of all text left of it is consumed."""
+        """Consume the text; `Mismatch` when something else comes. If the whole text ends within a literal that is
+        expected (a closing tag cut off by ``max_tokens``) and nothing is held, the part is consumed: it is no answer.
+        """
         if not (yield from self.skip(text)):
             rest = len(self._buffer) - self._at
             if self._is_ended and self._held is None and text.startswith(self._buffer[self._at:]):
@@ -201,7 +206,7 @@ def text_until(reader: Reader, markers: Markers, out: Out) -> Step[str | None]:
 
 
 def read_whole(read: Callable[[Reader, Out], Step[None]], text: str) -> str | None:
-    """What a reading makes of a text that is there from the first to the last character; None when it does not fit."""
+    """Run a parser on a complete text; returns its output, or None when it does not fit or leaves text over."""
     reader = Reader()
     parts: list[str] = []
     reader.push(text)

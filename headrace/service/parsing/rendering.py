@@ -1,5 +1,5 @@
-"""Conversations with tools to prompts: by the chat template where it shows tools, else explained in words.
-"""
+"""Renders conversations with tools to prompts: by the chat template if it shows tools, else explained in the system
+message."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RESULTS = "<tool_response>\n{}\n</tool_response>"
 def explain_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], writing: Writing
 ) -> list[dict[str, Any]]:
-    """The conversation with the tools in its system message, calls written out, and results as the user's words.
-    ``tool_calls`` must be in OpenAI's form with arguments that are objects or JSON text."""
+    """The conversation for a template without tools: tools in the system message, calls as assistant text, results as
+    user messages. ``tool_calls`` must be in OpenAI's form, with objects as arguments."""
     example = writing.begin + write_call(writing, "NAME", {"ARGUMENT": "VALUE"}, _dump) + writing.end
     functions = "\n".join(_dump(tool["function"]) for tool in tools)
     text = f"{INTRODUCTION}\n{functions}\n\n{INSTRUCTION}\n{example.strip()}"
@@ -36,7 +36,8 @@ def explain_tools(
 
 
 def spell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list[dict[str, Any]]:
-    """The conversation with calls and results as text; results that follow one another are one message."""
+    """The conversation with calls and results as text. Consecutive results become one user message, as many templates
+    require roles to alternate."""
     shown: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

@@ -1,7 +1,7 @@
-"""`ToolSchemas`: what the tools of a request say about their arguments, and values made to fit.
+"""`ToolSchemas`: argument names and types of a request's tools, and conversion of values to the declared types.
 
-Formats that write values as bare text (XML, positional Python) need it; it never rejects: a value that fits no declared
-type stays a string, so that nothing the model wrote is lost.
+Needed for formats that write values as bare text (XML, positional Python). It never rejects: a value that fits no
+declared type stays a string, so that nothing the model wrote is lost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BOUNDS = {
     "number": (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")),
     "string": (("minLength", "maxLength"),), "array": (("minItems", "maxItems"),),
 }
-"""What is least and what is most, by type."""
+"""``(lower, upper)`` bounds by type, as keywords of JSON schema."""
 MAX_BOUNDS = {"integer": 10**9, "number": 10**9, "string": 1000, "array": 64}
-"""Larger ones are left out."""
+"""Bounds beyond these are left out of a loosened schema."""
 _TYPE_OF_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _TYPE_OF_PYTHON = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"
@@ -63,7 +63,8 @@ class ToolSchemas:
 
 
 def value_as_json(text: str, types: frozenset[str]) -> str:
-    """The text as JSON of one of the types; a string when it fits none. No types: of the type it looks like."""
+    """The text as JSON of one of ``types``, or as a string when it fits none. An empty set allows every type: the text
+    decides by its look."""
     if types == STRING:
         return quote(text)
     bare = text.strip()
@@ -77,7 +78,8 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _fit(value: str, types: frozenset[str]) -> str | None:
-    """A JSON value other than a string if it is of one of the types (any, when there are none)."""
+    """A JSON value that is no string, converted to one of the types (an empty set: any); None when it fits none. An
+    integer written as a float (``3.0``) becomes an integer."""
     kind = _TYPE_OF_FIRST.get(value[0], "number")
     if kind == "string":
         return None
@@ -94,8 +96,9 @@ def _fit(value: str, types: frozenset[str]) -> str | None:
 
 
 def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
-    """A schema without what some grammar cannot enforce: for tools whose arguments need not be exact. Objects with
-    named properties have no others unless the schema says so."""
+    """A copy of the schema with only the keywords that every grammar library can enforce, for tools that are not
+    ``strict``: what is dropped allows more. Objects with named properties get ``additionalProperties: false`` unless
+    the schema says otherwise."""
     if not isinstance(schema, Mapping) or depth == 0:
         return {} if schema is not False else False
     kept: dict[str, Any] = {word: schema[word] for word in _PLAIN_WORDS if word in schema}
@@ -118,7 +121,8 @@ def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The least and the most of a number, a length or a count, where there is something between them."""
+    """The schema's bounds on a number, length or count that a grammar can enforce; none when they contradict each other
+    or leave nothing between."""
     kind = schema.get("type")
     if not isinstance(kind, str) or kind not in BOUNDS:
         return {}
@@ -155,7 +159,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What ``#/a/b`` points to; nothing for a reference that leaves the schema."""
+    """The target of a local reference ``#/a/b``; None for one that leaves the schema."""
     target: Any = root
     for step in reference.removeprefix("#/").split("/"):
         target = target.get(step) if isinstance(target, Mapping) else None
