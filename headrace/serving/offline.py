@@ -140,6 +140,7 @@ class LLM:
         """Parse an output of `chat`: one message with ``content``, ``reasoning`` and ``tool_calls`` (if ``tools`` are
         given) for each of ``output.outputs``. The formats are the model's own unless named."""
         formats = formats_of(self.tokenizer, self.facts, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        # The template may have opened the reasoning in the prompt; the output then has only its end marker.
         is_open = formats.begins_open(output.prompt or "")
         return [parse_output(choice.text, formats, tools=tools, is_open=is_open) for choice in output.outputs]
 
@@ -281,6 +282,7 @@ class AsyncLLM:
                 collector.add(delta)
                 if delta.error is not None:
                     raise delta.error.to_error()
+                # a copy: the collector goes on changing its own
                 yield collector.snapshot()
 
     async def abort(self, request_id: str) -> None:

@@ -118,6 +118,7 @@ def output_of(answer: str) -> Output | None:
 
 def count_tokens(answer: str) -> int:
     """Output tokens by the response's usage; 0 without one."""
+    # usage may come with several events; the last and largest is the total
     return max((n for document in _documents(answer) for n in _find_tokens(document)), default=0)
 
 
@@ -159,6 +160,7 @@ def _gather(
             for item in value:
                 _gather(item, found, index=index, replaces=replaces, name=name)
     elif isinstance(value, str) and name in TEXTS:
+        # pieces of one field are concatenated
         found[index, name] = value if replaces else found[index, name] + value
     elif isinstance(value, float) and name in NUMBERS:
         found[index, name] += str(round(value, DIGITS))
@@ -217,6 +219,7 @@ def compare(pairs: Sequence[tuple[Record, Record]]) -> Comparison:
 
 
 def _compare_answers(before: Record, after: Record, result: Comparison) -> None:
+    # Only whole responses are compared: a truncated one differs anyway.
     whole = before.is_complete and after.is_complete and not before.is_answer_cut and not after.is_answer_cut
     first, second = (output_of(record.answer) if whole and record.status == 200 else None for record in (before, after))
     if first is None or second is None:

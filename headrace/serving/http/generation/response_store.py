@@ -69,7 +69,9 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int, ttl_s: float, *, clock: Callable[[], float] = time.monotonic):
         self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
+        # by (owner, response id): equal ids of different owners stay separate
         self._stored: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
+        # An entry disappears with its writer, which the request's task or stream holds.
         self._running: WeakValueDictionary[str, RunningResponse] = WeakValueDictionary()
         self.num_bytes = 0
 

@@ -83,6 +83,7 @@ class ChoiceWriter:
         self._generation = generation
         self._tokenizer = context.client.tokenizer
         self._names = TokenNames(self._tokenizer)
+        # by the number of the choice in the response
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         # prompt logprobs by prompt index; they come with the prompt's first choice
         self._prompts: dict[int, list[TokenLogprobs | None]] = {}

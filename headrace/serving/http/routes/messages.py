@@ -73,6 +73,7 @@ def _turn_messages(turn: wire.Turn, where: str) -> list[ChatMessage]:
     for block in turn.content:
         if isinstance(block, wire.ToolResultBlock):
             text = _text(block.content)
+            # Chat templates have no field for failed calls.
             text = f"Error: {text}" if block.is_error else text
             messages.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=text))
         elif isinstance(block, wire.TextBlock):
@@ -187,6 +188,7 @@ def whole_message(model: str, choice: CompletionOutput, chat: Chat, usage: Usage
     """One finished response. An incomplete call is dropped: its input is not valid JSON."""
     reader = OutputReader(chat.plan)
     content: list[wire.OutputBlock] = []
+    # the call whose arguments are being collected; text blocks are complete at once
     block: wire.OutputBlock = wire.TextOutput("")
     arguments: list[str] = []
     for event in reader.read(choice):

@@ -191,6 +191,7 @@ class Keeper:
         output = [
             item for item in response.output if not isinstance(item, wire.OutputCall) or item.status == "completed"
         ]
+        # Output items become input items: the next request sees them as part of its conversation.
         items = msgspec.convert(msgspec.to_builtins(output), list[wire.InputItem])
         turn = Turn(_encode(_input_items(self._body)), _encode(items), self._previous)
         self._store.put(self._owner, response.id, _encode(response), turn)

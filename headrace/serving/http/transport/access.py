@@ -119,7 +119,7 @@ class KeyGate:
 
     def __init__(self, app: ASGIApp, key: str):
         self._app = app
-        self._key = key.strip().encode()
+        self._key = key.strip().encode()  # stripped like the keys in headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
