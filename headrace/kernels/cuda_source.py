@@ -1,4 +1,5 @@
-"""Own CUDA C++: compiled once by the NVRTC that comes with torch, cached, loaded and launched through the driver API.
+"""Own CUDA C++: compiled once by the NVRTC that comes with torch, cached on disk, loaded and launched through the
+driver API.
 
 Needs neither a CUDA toolkit nor torch's headers. Linux only. Knows no kernel by name.
 """
@@ -23,11 +24,14 @@ from headrace.base.errors import HeadraceError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
+# values of the driver API's enumerations, from cuda.h
 MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
 TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 SWIZZLE_128, PROMOTE_128 = 3, 2
+"""``CU_TENSOR_MAP_SWIZZLE_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
 MAP_BYTES = 128
+"""Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
 
 
 class CudaSourceError(HeadraceError):
@@ -40,7 +44,7 @@ def _open_nvrtc() -> ctypes.CDLL:
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
     for path in (path for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))):
-        # NVRTC loads it by bare name, so load it first
+        # NVRTC loads its builtins by bare name, which is not on the search path: load them first
         for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins))
         return ctypes.CDLL(str(path))
@@ -60,6 +64,7 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     began = time.perf_counter()
     code = _compile(nvrtc, source, name, options)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # written aside and renamed, which is atomic: processes may compile the same source at once
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(code)
     partial.replace(path)
@@ -73,6 +78,7 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, .
     failed = nvrtc.nvrtcCompileProgram(
         program, len(options), (c_char_p * len(options))(*(option.encode() for option in options))
     )
+    # a cubin, not PTX: the options name a real architecture (sm_90a), so nothing is compiled when it is loaded
     text = _read(nvrtc, program, "ProgramLog" if failed else "CUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     if failed:
@@ -81,6 +87,7 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, .
 
 
 def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
+    """The bytes that ``nvrtcGet<what>`` copies."""
     size = c_size_t()
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, byref(size))
     data = ctypes.create_string_buffer(size.value)
@@ -89,7 +96,8 @@ def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
 
 
 class CudaKernel:
-    """A kernel of a cubin, loaded into torch's current context, and its dynamic shared memory in bytes."""
+    """A kernel of a cubin, loaded into torch's current context for the life of the process, and its dynamic shared
+    memory in bytes. Usable on the device that was current when it was made."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
         self._driver, self.shared_bytes = ctypes.CDLL("libcuda.so.1"), shared_bytes
@@ -100,7 +108,9 @@ class CudaKernel:
         self._call("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
 
     def launch(self, programs: int, threads: int, *arguments: Any) -> None:
-        """Launch on torch's current stream. Arguments are ctypes objects, copied by the driver before it returns."""
+        """Launch ``programs`` blocks of ``threads`` threads on torch's current stream. Arguments are ctypes objects,
+        which the driver copies before it returns. Raises `CudaSourceError`; errors of the kernel itself appear
+        later."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         self._call(
@@ -108,8 +118,10 @@ class CudaKernel:
         )
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
-        """A TMA tensor map for boxes of ``rows`` by ``columns`` (128 bytes wide, 128-byte swizzle). Elements outside
-        the matrix read as zero and are not written. Rows must begin at multiples of 16 bytes."""
+        """A TMA tensor map of a half-precision matrix, for boxes of ``rows`` by ``columns`` (64, which is 128 bytes;
+        128-byte swizzle). Elements outside the matrix read as zero and are not written. Rows must begin at multiples of
+        16 bytes. It holds the matrix's address: keep the matrix until the kernel has been launched."""
+        # 64 bytes more than a map, to align it; dimensions and strides are given innermost first
         room = ctypes.create_string_buffer(MAP_BYTES + 64)
         aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
         self._call(

@@ -1,5 +1,5 @@
-"""`cache_once`: a cache without bound, lock or expiry, for functions that make tables of constants. torch.compile
-traces into it, as it does not into ``functools.cache``."""
+"""`cache_once`: a cache without bound, lock or expiry, for functions that make tables of constants. Unlike
+``functools.cache`` it can be traced by torch.compile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 def cache_once(function: Callable[P, T]) -> Callable[P, T]:
-    """Call ``function`` once for each set of hashable arguments, in whatever order its keywords come. ``f(1)`` and
-    ``f(x=1)`` are different sets. An error is not cached."""
+    """Wrap ``function`` so that it is called once for each set of hashable arguments; the order of keywords does not
+    matter, but ``f(1)`` and ``f(x=1)`` are different sets. An error is not cached. Two threads may both compute a
+    missing entry."""
     results: dict[Any, T] = {}
 
     @wraps(function)

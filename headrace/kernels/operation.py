@@ -12,7 +12,7 @@ from headrace.base.registry import Registry
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """Where a kernel is to run, and on what. ``device``: torch device type; ``dtype``: torch dtype name;
+    """What a solution must support to be chosen. ``device``: torch device type; ``dtype``: torch dtype name;
     ``capability``: CUDA compute capability ((0, 0) elsewhere); ``shape``: the sizes that the operation documents."""
 
     device: str
@@ -29,7 +29,8 @@ class Operation(Registry[Callable[..., Any]]):
 def requires(
     *, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)
 ) -> Callable[[KernelQuery], str | None]:
-    """A ``supports`` predicate for the common cases: returns why not, or None."""
+    """A ``supports`` predicate for the common cases: it returns the reason against a query, or None. ``capability`` is
+    the least CUDA compute capability."""
 
     def reason_against(query: KernelQuery) -> str | None:
         if device is not None and query.device != device:

@@ -1,4 +1,4 @@
-"""Triton kernels compiled in parallel before the first launch, on a machine whose compilation cache lacks them.
+"""Compile Triton kernels in parallel before the first launch, on a machine whose compilation cache lacks them.
 
 `precompile` finds the kernels by a dry run, in which launches are skipped. Does nothing without a GPU and Triton.
 """
@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8
 """A third of a compilation holds the GIL: sixteen threads were no faster than eight."""
 
+# functions whose result has arbitrary contents, see `_Zeros`
 UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
 
 
 class _Zeros(TorchFunctionMode):
-    """New tensors are zero, since skipped launches do not fill them: 0 is a valid index and a finite number."""
+    """Makes new uninitialised tensors zero, since skipped launches do not fill them: torch operations that follow then
+    see a valid index and a finite number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -52,8 +54,8 @@ class _Unlaunched:
 
 
 def _dry_run(pool: Executor) -> Any:
-    """A context in which launches of kernels that this process has not compiled are skipped, and the kernels compiled
-    on ``pool``; its end waits for all of them and installs them."""
+    """A context in which launches of kernels that this process has not compiled are skipped, and the kernels are
+    compiled on ``pool``. Its end waits for all of them and installs them."""
     from triton import AsyncCompileMode
 
     class DryRun(AsyncCompileMode):
@@ -72,6 +74,7 @@ def _dry_run(pool: Executor) -> Any:
                 assert kernel.run is not None, "reading it builds the C launcher and loads the code"
                 return kernel
 
+            # one compilation for equal kernels, but every caller's cache entry must be replaced at the end
             if key not in self.compiling:
                 self.compiling[key] = pool.submit(compile_and_load)
             self._callers.append((key, finalize_fn))
@@ -89,8 +92,8 @@ def _dry_run(pool: Executor) -> Any:
 
 
 def start_triton(device: torch.device) -> None:
-    """Compute Triton's version key (it hashes its own sources, 0.3 s, before the first kernel) on a thread. No-op
-    elsewhere than on a GPU."""
+    """Compute Triton's version key on a thread, before the first kernel needs it: Triton hashes its own sources, which
+    takes 0.3 s. Does nothing unless ``device`` is a GPU."""
     if not _has_compiler(device):
         return
     from triton.runtime import cache
@@ -100,9 +103,10 @@ def start_triton(device: torch.device) -> None:
 
 
 def precompile(run: Callable[[], None], about: str, device: torch.device) -> int:
-    """Call ``run``, which does what later steps will (on meaningless numbers), and compile the kernels it would launch.
-    Returns their number. A marker beside Triton's cache makes later calls for the same ``about`` (the model and its
-    sizes) no-ops: not even ``run`` is called."""
+    """Call ``run``, which does what later steps will do (on meaningless numbers), and compile the kernels that it would
+    launch. Returns their number. Failures are logged: if ``run`` fails, kernels that it did not reach are compiled at
+    their first launch; a kernel that does not compile raises its error when it is launched. A marker in Triton's cache
+    makes later calls for the same ``about`` (the model and its sizes) no-ops, without calling ``run``."""
     if not _has_compiler(device):
         return 0
     marker = _marker_of(about, device)
@@ -143,6 +147,7 @@ def _marker_of(about: str, device: torch.device) -> Path:
 
     facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
     digest = hashlib.sha256("\n".join(facts).encode())
+    # any change of a kernel's source makes a new marker
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return Path(knobs.cache.dir) / "headrace" / digest.hexdigest()[:32]

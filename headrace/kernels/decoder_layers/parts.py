@@ -15,7 +15,7 @@ from headrace.kernels.packed_linear.layout import PackedMatrix
 
 @dataclass(frozen=True)
 class Product:
-    """``x @ weight.T + bias``."""
+    """``x @ weight.T + bias``: ``weight`` [O, I] packed, ``bias`` [O]."""
 
     weight: PackedMatrix
     bias: torch.Tensor | None = None
@@ -23,7 +23,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Mlp:
-    """``gate_up`` [2F, D] with the gate first, ``down`` [D, F]."""
+    """``down(gate(gate_up(x)))``: ``gate_up`` [2F, D] with the gate's rows first, ``down`` [D, F]."""
 
     gate_up: Product
     down: Product
@@ -32,8 +32,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Mixture:
-    """``experts`` stacked along outputs: ``gate_up`` [X * 2F, D], ``down`` [X * D, F]. ``router`` [X, D] and
-    ``choice_bias`` [X] float32 are as `ROUTE` has them."""
+    """A mixture of experts: ``experts`` stacked along outputs, ``gate_up`` [X * 2F, D] and ``down`` [X * D, F].
+    ``router`` [X, D] makes the logits of `ROUTE`, whose ``choice_bias`` [X] float32 and constants ``shape`` follow."""
 
     experts: Mlp
     router: Product
@@ -43,8 +43,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Norms:
-    """Weights [D] of RMS norms before and, if not None, after each branch. ``eps`` and ``offset`` also apply to
-    the q and k norms."""
+    """Weights [D] of the RMS norms before each branch and, if not None, after it. ``eps`` and ``offset``, see
+    `RMS_NORM`, also apply to the q and k norms."""
 
     attention: torch.Tensor
     mlp: torch.Tensor
@@ -56,7 +56,8 @@ class Norms:
 
 @dataclass(frozen=True)
 class Heads:
-    """As in `headrace.layers.attention.contract`; ``sinks`` [H] float32."""
+    """The heads of attention and its constants, as in `headrace.layers.attention.contract`; ``window`` and ``softcap``
+    0 for none, ``sinks`` [H] float32."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,7 +70,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Rotation:
-    """``cos_sin`` [L, rotary_dim] float32, None for no rotation; ``q_norm`` and ``k_norm`` [E], both or none."""
+    """Between qkv and attention, see `ROPE_WRITE`: ``cos_sin`` [L, rotary_dim] float32 of L positions, None for no
+    rotation; norm weights ``q_norm`` and ``k_norm`` [E], both or none."""
 
     cos_sin: torch.Tensor | None
     rotary_dim: int
@@ -80,8 +82,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Pages:
-    """``k`` and ``v`` [P, page_size, K, E], contiguous, of cache group ``group``; of codes, ``scales`` [P, 2, K,
-    page_size]."""
+    """A layer's KV pages ``k`` and ``v`` [P, page_size, K, E], contiguous, in cache group ``group``, which is an index
+    into the page tables of a step; int8 pages also have ``scales`` [P, 2, K, page_size] float32."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -91,7 +93,8 @@ class Pages:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``."""
+    """One layer: ``x += attention(norm(x)); x += mlp(norm(x))``, branches normalised again where `Norms` has weights
+    for it."""
 
     norms: Norms
     qkv: Product
@@ -106,8 +109,8 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class EndParts:
-    """Before and after the layers: rows of ``embedding`` [V, D] times ``embedding_scale`` (rounded to
-    ``dtype``, which is that of hidden states), and ``head`` [V, D] of their RMS norm by ``norm`` [D]."""
+    """Before the layers: rows of ``embedding`` [V, D] times ``embedding_scale``, rounded to ``dtype``, the dtype of
+    hidden states. After them: an RMS norm by ``norm`` [D], then ``head`` [V, D]."""
 
     embedding: PackedMatrix
     embedding_scale: float

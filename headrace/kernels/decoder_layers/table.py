@@ -1,7 +1,7 @@
-"""`LayerTable` and `FusedDecode`: layers encoded for the C++ kernels, one row of numbers and addresses a layer.
+"""`LayerTable` and `FusedDecode`: layers encoded for the C++ kernels, one row of integers and addresses per layer.
 
-The order is that of `Layer` in csrc/cpu/bind_layers.h. Hazard: rows hold raw addresses, so the table keeps a reference
-to every tensor; after a tensor is replaced or moved, a new table must be built.
+The order of fields is that of `Layer` and `Reals` in csrc/cpu/bind_layers.h: change both together. Hazard: rows hold
+raw addresses, so the table keeps a reference to every tensor; after one is replaced or moved, build a new table.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
 ALL_ROWS = (None,) * 4
+"""``wanted`` of `LayerTable.run` where no row is pruned."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 NO_MIXTURE = ((0,) * 16, (0.0,) * 4)
 """Numbers and reals of a layer without experts."""
 
 
 class LayerTable:
-    """Layers that run in one call."""
+    """Layers that run in one call; owns the encoded rows, [layers, fields] int64 and [layers, fields] float64."""
 
     def __init__(self, layers: Sequence[LayerParts]):
+        # tensors whose addresses are in the rows
         self._kept: list[torch.Tensor] = []
         rows = [self._row(layer) for layer in layers]
         self._numbers = torch.tensor([numbers for numbers, _ in rows], dtype=torch.int64)
@@ -35,19 +37,20 @@ class LayerTable:
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]],
         lengths: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``x`` [T, D] float32 or bfloat16, overwritten, to ``(branch, residual)`` [T, D] whose sum is the output; None
-        while the native library is not loaded. ``positions`` [T] int64; ``groups``: slots [T] int64 and page table [R,
-        *] int32 of each cache group; ``lengths``: query_start [R + 1] and kv_lens [R] int32, as in the attention
-        contract.
+        """Run all layers on ``x`` [T, D] float32 or bfloat16, which is overwritten. Returns ``(branch, residual)`` [T,
+        D], whose sum is the output, or None while the native library is not loaded. ``positions`` [T] int64;
+        ``groups``: slots [T] int64 and page table [R, *] int32 of each cache group; ``lengths``: query_start [R + 1]
+        and kv_lens [R] int32, as in the attention contract.
 
-        ``wanted`` prunes the last layer: indices [S] int64 of the rows it computes, and their query_start, kv_lens and
-        page table, one request each; both results are then [S, D]."""
+        ``wanted`` prunes the last layer to the rows whose output is needed: their indices [S] int64, and query_start,
+        kv_lens and page table as if each were a request; both results are then [S, D]."""
         ops = NATIVE.find()
         if ops is None:
             return None
+        # raw addresses again: the caller's ``groups`` keep the tensors alive during the call
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
-        # x is overwritten with the residual
+        # x is overwritten with the residual; of pruned rows, the results are in the first S
         branch = ops.decoder_layers(
             self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or ALL_ROWS)
         )
@@ -55,10 +58,11 @@ class LayerTable:
 
     @property
     def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(integers, reals)`` as the kernels take them."""
+        """``(integers, reals)``: the encoded rows, as the kernels take them."""
         return self._numbers, self._reals
 
     def _row(self, layer: LayerParts) -> tuple[list[int], list[float]]:
+        """The fields of `Layer` and `Reals`, in their order."""
         norms, mlp = layer.norms, layer.mlp.experts if isinstance(layer.mlp, Mixture) else layer.mlp
         row = [
             n
@@ -85,7 +89,7 @@ class LayerTable:
         return [*numbers, *self.describe(router)], [shape["scale"], gate.limit, gate.alpha, gate.up_offset]
 
     def describe(self, product: Product) -> list[int]:
-        """A product's numbers and addresses; keeps its tensors."""
+        """The fields of a C++ `Product`; keeps the tensors whose addresses they hold."""
         weight = product.weight
         addresses = [self._address(weight.words), self._address(weight.scales), self._address(weight.mins)]
         return [
@@ -107,7 +111,7 @@ class LayerTable:
         return [heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.window, self._address(heads.sinks)]
 
     def _address(self, tensor: torch.Tensor | None) -> int:
-        """The address of a contiguous tensor, 0 for None; keeps it."""
+        """The address of a contiguous tensor, 0 for None; keeps the tensor alive."""
         if tensor is None:
             return 0
         assert tensor.is_contiguous()
@@ -116,12 +120,13 @@ class LayerTable:
 
 
 def _type(tensor: torch.Tensor | None) -> int:
+    """The native kernels' number of its dtype; any for None, since an address of 0 means it is not read."""
     return 0 if tensor is None else TYPES[tensor.dtype]
 
 
 class FusedDecode:
-    """A whole step of decodes in one call on a CPU: embedding, layers, head, argmax. The native kernel keeps addresses:
-    if a tensor moves afterwards, make a new object. The order of numbers is that of `Ends` in csrc/cpu/bind_decodes.h.
+    """A whole step of decodes in one call on a CPU: embedding, layers, head, argmax. It holds raw addresses: if a
+    tensor is replaced or moved, make a new object. The order of fields is that of `Ends` in csrc/cpu/bind_decodes.h.
     """
 
     def __init__(self, layers: LayerTable, ends: EndParts):
@@ -134,10 +139,10 @@ class FusedDecode:
     def run(
         self, requests: torch.Tensor, last_token: torch.Tensor, page_tables: torch.Tensor, *, is_greedy: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """``requests`` [2, R] int64 are rows and their lengths after the step, ``last_token`` [rows] int64 their input
-        tokens, ``page_tables`` [groups, rows, entries] int32. Returns ``(logits, sampled)``: if ``is_greedy``, None and
-        ids and states [2, R] as `headrace.kernels.sample.SAMPLE_GREEDY` gives them; else logits [R, V] float32, and
-        ``sampled`` is not written."""
+        """Run one step. ``requests`` [2, R] int64 holds row indices and the rows' lengths after the step, as in
+        `DECODE_INPUTS`; ``last_token`` [rows] int64 the input tokens, ``page_tables`` [groups, rows, entries] int32.
+        Returns ``(logits, sampled)``: if ``is_greedy``, None and ids and states [2, R] as `SAMPLE_GREEDY`; else logits
+        [R, V] float32 and a ``sampled`` that is not written."""
         ops, count = NATIVE.find(), requests.shape[1]
         assert ops is not None, "fused layers exist only where the native library is loaded"
         sampled = torch.empty((2, count), dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Sources to shared libraries in the cache folder: objects compiled in parallel, cached by digest, then linked.
+"""Compile sources to shared libraries in the cache folder: objects are compiled in parallel, cached by digest, then
+linked.
 
-Processes share a file lock, which the kernel releases when its holder and the compilers it started are gone, so it is
-never stale. Files appear by atomic rename; partial files of dead processes are swept.
+Processes share a file lock. The operating system releases it when its holder and the compilers that the holder started
+are gone, so it is never stale. Files appear by atomic rename; partial files of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class CompilationStopped(CompilationFailed):
 def compile_libraries(
     libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None
 ) -> list[Path]:
-    """Compile and link what is missing; waits for another process that does. Raises `CompilationFailed`."""
+    """Compile and link what is missing in ``folder``, with ``workers`` compilers at a time; returns the libraries'
+    paths. Waits while another process compiles. Raises `CompilationFailed`."""
     targets = {library.path(compiler, folder): library for library in libraries}
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder / "lock") as lock:
+        # looked up under the lock: another process may just have made them
         missing = {path: library for path, library in targets.items() if not path.exists()}
         if not missing:
             return list(targets)
@@ -62,7 +65,7 @@ def compile_libraries(
                     if path in running:
                         running[path].result()
                 _run([compiler.path, *map(str, objects), *library.link_options], target, lock)
-        for path in units:
+        for path in units:  # marks them as used, for `_sweep`
             path.touch()
     return list(targets)
 
@@ -89,7 +92,7 @@ class _Workers:
             thread.join()
 
     def submit(self, command: list[str], target: Path, lock: int) -> Future[None]:
-        """Queue `_run`."""
+        """Queue a call of `_run` with these arguments."""
         future: Future[None] = Future()
         self._jobs.put((future, (command, target, lock)))
         return future
@@ -132,6 +135,7 @@ def _run(command: list[str], target: Path, lock: int) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[int]:
+    """Hold an exclusive lock on a file; yields its descriptor, which child processes inherit (see `_run`)."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         try:
@@ -149,7 +153,7 @@ def _sweep(folder: Path) -> None:
     now = time.time()
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another process sweeps too
-            if path.suffix == ".partial":
+            if path.suffix == ".partial":  # <name>.<process id>.partial
                 owner = path.name.split(".")[-2]
                 is_stale = not (owner.isdigit() and psutil.pid_exists(int(owner)))
             else:

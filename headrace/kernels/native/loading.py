@@ -1,7 +1,10 @@
-"""`NativeLibrary`: the native operators, once loaded.
+"""`NativeLibrary`: finds, compiles and loads the native operators.
 
 The operators are one shared library, the kernels of each instruction set another. Both are looked up among the shipped
 libraries, then in the cache; else a background thread compiles them while plain torch serves.
+
+Threads: `start` and `inspect` hold a lock; the compiling thread takes none. It sets ``ops`` last, when everything else
+is in place, so that `find` needs no lock on the hot path.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class NativeState:
 
 
 class NativeOps:
-    """The operators as attributes, looked up on first use."""
+    """The operators of torch's namespace `NAMESPACE` as attributes: looked up on first use, plain attributes
+    afterwards, which saves torch's own lookup at every call."""
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -63,7 +67,7 @@ class NativeOps:
 
 
 class NativeLibrary:
-    """``ops`` is None until operators and kernels are loaded, and never afterwards."""
+    """Owns the state of loading. ``ops`` is None until operators and kernels are loaded, and never afterwards."""
 
     def __init__(self) -> None:
         self.ops: NativeOps | None = None
@@ -75,7 +79,8 @@ class NativeLibrary:
         self._is_started = False
 
     def find(self) -> NativeOps | None:
-        """The operators, or None while they are not loaded: call plain torch. The first call starts loading."""
+        """The operators, or None while they are not loaded, when the caller uses plain torch. The first call starts
+        loading. Call it every time instead of keeping the result: the answer changes once, at any moment."""
         if self.ops is None and not self._is_started:
             self.start()
         return self.ops
@@ -97,7 +102,7 @@ class NativeLibrary:
                 atexit.register(self._finish)
 
     def inspect(self) -> NativeState:
-        """Load existing libraries; compile nothing."""
+        """Load existing libraries if nothing has been started, and return the state; compile nothing."""
         with self._lock:
             if self._is_started or self.ops is not None:
                 return self.state
@@ -108,7 +113,7 @@ class NativeLibrary:
             return self.state
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for a running compilation."""
+        """Start if nothing has been, and wait up to ``timeout`` seconds for the compilation."""
         self.start()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -139,25 +144,27 @@ class NativeLibrary:
         return self.state.detail
 
     def _load_best(self, most: str | None, *, compiles: bool = False) -> bool:
-        """Load the best instruction set up to ``most``, compiling it only with ``compiles``. Updates the state unless
-        it remains to be compiled."""
+        """Load the best instruction set up to ``most`` and return whether that succeeded. Without ``compiles`` it
+        returns False, with the state unchanged, where libraries must be compiled first."""
         compiler = find_compiler()
-        for isa in reversed(machine_isas(most)):
+        for isa in reversed(machine_isas(most)):  # the fastest first
             paths = [path for name in (OPERATORS, isa.name) if (path := find_library(name, compiler)) is not None]
             if len(paths) < 2:
                 if compiler is None or not compiler.accepts(isa.flags):
-                    continue
+                    continue  # a lower instruction set may be shipped, or known to this compiler
                 if not compiles:
                     return False
                 paths = compile_libraries([library(OPERATORS), library(isa.name)], compiler, cache_folder())
             if self._load(isa, *paths):
                 return True
+            # not loadable at all; otherwise the processor lacks it, and a lower one is tried
             if self.state.status == "unavailable":
                 return False
         self._give_up(f"no C++ compiler found ({', '.join(COMPILERS)}); install one, for example g++")
         return False
 
     def _compile(self, most: str | None) -> None:
+        """The compiling thread. It turns every expected failure into a state: nobody would see an exception here."""
         began = time.monotonic()
         try:
             if self._load_best(most, compiles=True):
@@ -173,7 +180,8 @@ class NativeLibrary:
             )
 
     def _load(self, isa: Isa, operators: Path, kernels: Path) -> bool:
-        """Load and use these kernels, if the processor can run them."""
+        """Load these libraries and switch to their kernels. Returns False, with the state unchanged, if the processor
+        cannot run them, and after `_give_up` if they do not load."""
         try:
             torch.ops.load_library(str(operators))
             if not self._loading.can_run(LEVELS[isa.name]):
@@ -185,6 +193,7 @@ class NativeLibrary:
             return False
         self._loading.use_kernels(self._tables[isa.name])
         self.state = NativeState("ready", isa.name)
+        # last: from here on other threads call the operators
         self.ops = self._loading
         logger.info("CPU kernels: %s", isa.name)
         return True
@@ -212,7 +221,7 @@ def build(*, wait: bool = True, timeout: float | None = None) -> NativeState:
 
 
 def find_table(kernels: Path) -> int:
-    """Load a kernel library for good and return the address of its table. Raises OSError."""
+    """Load a kernel library, which is never unloaded, and return the address of its table. Raises `OSError`."""
     return ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(kernels)), TABLE))
 
 
@@ -240,6 +249,7 @@ def ship(folder: Path = FOLDER) -> list[Path]:
     names = [OPERATORS, *(isa.name for isa in ISAS if compiler.accepts(isa.flags))]
     compiled = compile_libraries([library(name, folder) for name in names], compiler, cache_folder())
     shipped = [shipped_path(name, folder) for name in names]
+    # older ones, for other sources, only after all new ones were compiled
     for path in folder.glob("*.so"):
         path.unlink()
     for source, target in zip(compiled, shipped, strict=True):

@@ -1,4 +1,5 @@
-"""The C++ sources, what each is compiled for, the libraries built from them, and digests of all inputs of an object.
+"""The C++ sources, what each is compiled for, the libraries built from them, and digests of everything that an object
+depends on.
 
 A source starts with ``// compiled for: scalar avx2 avx512 amx`` (kernels: an object per instruction set, without
 torch's headers), ``// compiled for: operators`` (with them), or ``// compiled with: other.cpp`` (included in that
@@ -30,7 +31,8 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file: ``options`` are the compiler's, without file names. The last of ``sources`` names it."""
+    """One object file, for ``label`` (an instruction set or `OPERATORS`): ``options`` are the compiler's, without file
+    names. The last of ``sources`` gives it its name; the others are included before it."""
 
     sources: tuple[Path, ...]
     label: str
@@ -52,7 +54,9 @@ class Unit:
         return [compiler.path, *self.options, *first, "-c", str(self.sources[-1])]
 
     def object_path(self, compiler: Compiler, folder: Path) -> Path:
-        """The path; its digest covers the sources and their includes, the options and the compiler."""
+        """The path in ``folder``; its digest covers the sources and their includes, the options and the compiler, so
+        that a change of any makes another file."""
+        # kernels include none of torch's headers: they outlive its updates
         torch_version = torch.__version__ if self.label == OPERATORS else ""
         summed = hashlib.sha256(repr((self.label, self.options, compiler.identity, torch_version)).encode())
         for path in sorted(self.included):
@@ -116,6 +120,7 @@ def library(name: str, folder: Path = FOLDER) -> Library:
         units = tuple(Unit(sources, OPERATORS, options) for sources, labels in found.items() if OPERATORS in labels)
         # The stable ABI lives in torch's CPU library, which the process has loaded already.
         return Library(name, units, (*Library.link_options, f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch"))
+    # iterating over ISAS in order puts the base's objects first
     own, base = ISAS[LEVELS[name]], ISAS[LEVELS[name]].base
     parts = [
         (sources, isa) for isa in ISAS for sources,
@@ -125,6 +130,7 @@ def library(name: str, folder: Path = FOLDER) -> Library:
 
 
 def _kernel_options(name: str) -> tuple[str, ...]:
+    """The compiler options of kernels for an instruction set; HEADRACE_ISA becomes their C++ namespace."""
     isa = ISAS[LEVELS[name]]
     return (
         *KERNEL_OPTIONS, *isa.flags, f"-DHEADRACE_ISA={name}", f"-DHEADRACE_BASE={isa.base or name}",
@@ -144,6 +150,8 @@ def describe_sources(folder: Path = FOLDER) -> str:
 
 @lru_cache(maxsize=1)
 def _sum_files(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """A digest of the names and contents of files (path, modification time in ns, bytes); the latter two only key the
+    cache."""
     summed = hashlib.sha256()
     for path, _, _ in files:
         summed.update(path.name.encode() + path.read_bytes())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 COMPILERS = ("g++", "c++", "clang++")
+"""In order of preference."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ LEVELS = {isa.name: level for level, isa in enumerate(ISAS)}
 
 
 def machine_isas(most: str | None = None) -> tuple[Isa, ...]:
-    """Those up to ``most`` that torch reports for this machine; the native library checks CPUID again."""
+    """The instruction sets up to ``most`` (all if None) that torch reports for this machine, from slowest to fastest.
+    What this torch does not report counts as present; the native library checks CPUID again."""
     known = torch.cpu.get_capabilities()
     isas = ISAS[: LEVELS[most] + 1] if most else ISAS
     return tuple(isa for isa in isas if all(known.get(name, True) for name in isa.needs))
@@ -52,13 +54,13 @@ def machine_isas(most: str | None = None) -> tuple[Isa, ...]:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler. ``identity`` changes when another version is installed in its place."""
+    """A C++ compiler. ``identity`` (real path, size, time) changes when another version is installed in its place."""
 
     path: str
     identity: str
 
     def accepts(self, flags: tuple[str, ...]) -> bool:
-        """Whether it supports these flags."""
+        """Whether it supports these flags; runs it on an empty source."""
         return (
             not flags
             or subprocess.run(
@@ -68,7 +70,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """The first of `COMPILERS` on the path."""
+    """The first of `COMPILERS` on the path, or None."""
     for name in COMPILERS:
         found = shutil.which(name)
         if found is not None:
