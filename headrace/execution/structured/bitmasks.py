@@ -14,18 +14,20 @@ import numpy as np
 import torch
 
 MIN_SLOTS, MAX_SLOTS = 256, 4096
-"""20 KB each for a vocabulary of 150,000."""
+"""Bitmasks on the device; 20 KB each for a vocabulary of 150,000."""
 
 
 class BitmaskTable:
-    """``tensor`` [N, W] int32; it grows. A slot is overwritten in the order of the device's stream, after sampling has
-    read what was there before. ``last_sent``: the slots of the latest step's rows, on the host and on the device."""
+    """An LRU cache: ``tensor`` [N, W] int32, which grows, and the key of each slot. A slot may be given to another key
+    while a step that reads it is in flight: it is overwritten in stream order, behind that step's sampling.
+    ``last_sent``: the slots of the latest step's rows, on the host and on the device."""
 
     def __init__(
         self, max_rows: int, num_words: int, device: torch.device, *, min_slots: int = MIN_SLOTS,
         max_slots: int = MAX_SLOTS,
     ):
-        min_slots = max(min_slots, 2 * max_rows)  # no step drops a bitmask that it uses
+        # More slots than a step has rows: adding its new bitmasks evicts none that it has just found.
+        min_slots = max(min_slots, 2 * max_rows)
         self._max_slots = max(min_slots, max_slots)
         self.tensor = torch.zeros((min_slots, num_words), dtype=torch.int32, device=device)
         self.last_sent: tuple[bytes, torch.Tensor] | None = None
@@ -33,26 +35,28 @@ class BitmaskTable:
         self._free = list(range(min_slots - 1, -1, -1))
 
     def find(self, key: Hashable) -> int | None:
-        """The slot of a key; those found last are kept longest."""
+        """The slot of a key, which becomes the most recently used; None if it has none."""
         slot = self._slots.get(key)
         if slot is not None:
             self._slots.move_to_end(key)
         return slot
 
     def add(self, key: Hashable) -> int:
-        """A slot for another key, which may have been that of the key that was not used for longest."""
+        """Give a new key a slot, taken from the least recently used key if all are in use. Its content is stale until
+        `RowBitmasks.send`."""
         if not self._free and len(self.tensor) < self._max_slots:
             self._grow()
         slot = self._slots[key] = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         return slot
 
     def drop(self, key: Hashable) -> None:
-        """Forget a bitmask."""
+        """Remove a key and free its slot."""
         self._free.append(self._slots.pop(key))
 
     def _grow(self) -> None:
         size = len(self.tensor)
         larger = min(2 * size, self._max_slots)
+        # A new tensor: steps in flight keep the old one alive, and slots keep their numbers.
         self.tensor = torch.cat((self.tensor, self.tensor.new_zeros((larger - size, self.tensor.shape[1]))))
         self._free.extend(range(larger - 1, size - 1, -1))
 
@@ -77,6 +81,7 @@ class RowBitmasks:
     @classmethod
     def allocate(cls, table: BitmaskTable, slot_of_row: np.ndarray, slots: list[int]) -> RowBitmasks:
         """``new`` is not initialised."""
+        # words: [2 * G slots, as int64 | S slot_of_row | G * W new]; int64 first, so that it is aligned
         device, num_words = table.tensor.device, table.tensor.shape[1]
         rows, masks = 2 * len(slots), 2 * len(slots) + len(slot_of_row)  # where these begin; slots are int64
         size = masks + len(slots) * num_words
@@ -87,7 +92,8 @@ class RowBitmasks:
         return cls(table, words, *parts)
 
     def send(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update the table; its tensor, and ``slot_of_row`` on the device. Waits for nothing."""
+        """Write the new bitmasks into the table; returns its tensor [N, W] and ``slot_of_row`` [S] on the device. One
+        copy, or none when the same rows use the same slots as last time. Waits for nothing."""
         table, key = self.table, self.slot_of_row.tobytes()
         if not len(self.new) and table.last_sent is not None and table.last_sent[0] == key:
             return table.tensor, table.last_sent[1]
@@ -102,7 +108,8 @@ class RowBitmasks:
 
 @dataclass(frozen=True, slots=True)
 class HeldTokens:
-    """Tokens ``ids`` that are held back for the first ``count`` of an output, unless nothing else is allowed."""
+    """Tokens ``ids`` (end of text, stop tokens) that are banned for the first ``count`` tokens of an output, unless
+    the grammar allows nothing else."""
 
     count: int
     ids: tuple[int, ...]

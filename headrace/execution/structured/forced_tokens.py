@@ -1,6 +1,7 @@
-"""`ForcedTokens`: text that a grammar forces, as the tokens in which the model would most likely have written it.
+"""`ForcedTokens`: tokenises text that a grammar forces, as the model would most likely have written it: the tokenizer's
+own split of the text behind the last token.
 
-A run of tokens ends before any token that could reach beyond the forced text: what comes next stays the model's choice.
+A run ends before any token that a longer one could replace, reaching beyond the forced text: there the model chooses.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class ForcedTokens:
         self._cache: OrderedDict[tuple[int, bytes], list[int]] = OrderedDict()
 
     def find(self, text: bytes, last_token: int) -> list[int]:
-        """The tokens of ``text`` after ``last_token``, up to where a token could reach beyond it. Empty if the text
-        begins or ends within a character, or if the tokenizer does not split it there."""
+        """The tokens of ``text`` after ``last_token``, up to where a token could reach beyond the text. Empty if the
+        text begins or ends within a UTF-8 character, or if the tokenizer would merge it with what stands before."""
         if self._encode is None or not text:
             return []
         key = (last_token, text[:MAX_TEXT])
@@ -39,6 +40,7 @@ class ForcedTokens:
         return run
 
     def _split(self, text: bytes, before: bytes) -> list[int]:
+        # With the last token as context, as a tokenizer may treat the beginning of a text differently; else without.
         for context in dict.fromkeys((before, b"")):
             ids = self._split_after(text, context)
             if ids is not None:
@@ -60,6 +62,7 @@ class ForcedTokens:
         return rest if written == context and b"".join(self._tokens[i] for i in rest) == text else None
 
     def _keep_certain(self, ids: list[int], text: bytes) -> list[int]:
+        """The tokens up to the first place where a token could cover all of the remaining text and more."""
         begin = 0
         for count, token_id in enumerate(ids):
             if self._can_reach_beyond(text[begin:]):

@@ -1,8 +1,8 @@
-"""`JsonAutomaton`: JSON of a schema as a pushdown automaton. A configuration is what the output is within, which names
-or how many items of that there are, and what is written of a name, a number or a string that is not complete.
+"""`JsonAutomaton`: JSON of a schema as a pushdown automaton. A configuration is the stack of open objects and arrays,
+each with the names or the number of items so far, and the text of a name, number or string that is not complete.
 
-Whatever is complete is forgotten but for the names in an object and the number of items in an array. Schemas in which
-more of it matters are not read: `read_schema` is conservative.
+Values that are complete are forgotten, but for the names in an object and the number of items in an array. Schemas
+in which more of them matters are not supported: `read_schema` is conservative, as merged states would share bitmasks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KNOWN = frozenset({
     "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const",
 }).union(*SCALARS.values())
 MAX_LENGTH = 4096
-"""Of strings whose characters are counted one by one."""
-MAX_DEPTH = 64
-MAX_WRITTEN = 512
+"""The largest minLength or maxLength that is counted."""
+MAX_DEPTH = 64  # of open objects and arrays
+MAX_WRITTEN = 512  # bytes of an incomplete name, number or string
 MAX_BLANKS = 48
 OTHER = "*"
-"""Stands for the names that a schema does not list. It is no such name: those are kept with quotes."""
+"""Stands for all names that a schema does not list. No listed name equals it, as those are kept with their quotes."""
 
 _BLANKS = b" \n\r\t"
 _ENDS = b"]}"
@@ -41,8 +41,8 @@ _LITERALS = (b"true", b"false", b"null")
 
 @dataclass(eq=False, slots=True)
 class StringSpec:
-    """A string. ``is_free``: its content never matters. Else what is written of it does, or, with ``limits``, its
-    length and its configuration in ``pattern``. ``limits``: the least and the greatest length, 0 for no limit."""
+    """A string. ``is_free``: its content never matters. Else a configuration has its text so far or, with ``limits``,
+    its length and its configuration in ``pattern``. ``limits``: minLength and maxLength, 0 for no limit."""
 
     is_free: bool
     pattern: RegexAutomaton | None = None
@@ -51,14 +51,14 @@ class StringSpec:
 
 @dataclass(eq=False, slots=True)
 class NumberSpec:
-    """A number. ``is_free``: any that JSON can write, or any integer."""
+    """A number. ``is_free``: any number, or any integer; else its digits so far matter."""
 
     is_free: bool
 
 
 @dataclass(eq=False, slots=True)
 class ObjectSpec:
-    """An object: the values of the properties that have names, and of ``others``."""
+    """An object: the values of listed properties, and of all others (None: none are allowed)."""
 
     named: dict[str, ValueSpec] = field(default_factory=dict)
     others: ValueSpec | None = None
@@ -66,7 +66,7 @@ class ObjectSpec:
 
 @dataclass(eq=False, slots=True)
 class ArraySpec:
-    """An array. ``bounds``: numbers of items at which something changes."""
+    """An array. ``bounds``: minItems and maxItems, the numbers of items at which bitmasks change."""
 
     items: ValueSpec
     bounds: frozenset[int] = frozenset()
@@ -74,7 +74,7 @@ class ArraySpec:
 
 @dataclass(eq=False, slots=True)
 class ValueSpec:
-    """What a value may be. Its first character tells which of these it is. Literals: true, false and null."""
+    """The kinds that a value may be of; its first character tells which. Literals are true, false and null."""
 
     object: ObjectSpec | None = None
     array: ArraySpec | None = None
@@ -84,7 +84,8 @@ class ValueSpec:
 
 
 class Level(NamedTuple):
-    """What the output is within: ``done`` are the names of an object, or the number of items of an array."""
+    """An open object or array, linked to the one around it: ``done`` is a tuple of an object's names so far, or the
+    number of an array's items."""
 
     outer: Level | None
     spec: ObjectSpec | ArraySpec
@@ -92,7 +93,7 @@ class Level(NamedTuple):
 
 
 class JsonConfig(NamedTuple):
-    """A configuration: within what, the phase, and what the phase remembers."""
+    """A configuration: the innermost open level, the phase (a key of `JsonAutomaton._phases`), and the phase's data."""
 
     level: Level | None
     phase: str
@@ -100,7 +101,7 @@ class JsonConfig(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the outermost value is."""
+        """Whether the outermost value is complete."""
         return self.level is None and self.phase == "next"
 
 
@@ -124,7 +125,7 @@ class JsonAutomaton:
         return self._phases[config.phase](config.level, config.written, byte)
 
     def mask_key(self, config: JsonConfig) -> JsonConfig:
-        """See `Automaton`. Numbers of items or characters mean nothing while no token reaches a bound."""
+        """See `Automaton`. Counts of items or characters are dropped while no token can reach a bound of theirs."""
         level, phase, written = config
         if phase == "string" and written[0].limits is not None:
             string, so_far, tail = written
@@ -136,8 +137,8 @@ class JsonAutomaton:
         return 12
 
     def _round_length(self, string: StringSpec, inside: Any, length: int) -> tuple[Any, int | str]:
-        """Not where a pattern and lengths bind a string together: what one needs may be more than the other leaves,
-        however far away the bound is."""
+        """Replace a length by "before" or "past" where no token reaches a bound. Not where a string has a pattern and
+        lengths: how much the pattern still needs may exceed what the length leaves, however far away the bound is."""
         least, most = string.limits or (0, 0)
         if string.pattern is not None:
             return inside, length
@@ -147,6 +148,7 @@ class JsonAutomaton:
         return inside, "past" if length >= least and (not most or furthest < most) else length
 
     def _round_items(self, level: Level | None) -> Level | None:
+        """Replace item counts, in all levels, by how many bounds are passed where no token reaches the next one."""
         if level is None:
             return None
         outer, spec, done = level
@@ -200,7 +202,8 @@ class JsonAutomaton:
         return JsonConfig(level, "name", (b"", b"")) if byte == ord('"') else None
 
     def _write_name(self, level: Level | None, written: tuple[bytes | None, bytes], byte: int) -> JsonConfig | None:
-        """What is written of a name is forgotten once it is none that the schema knows, however that is spelled."""
+        """The text of a name becomes None once it can be no listed name. A name with escapes is kept, as it may spell a
+        listed one."""
         assert level is not None and isinstance(level.spec, ObjectSpec)
         name, tail = written
         if byte == ord('"') and not tail:
@@ -243,7 +246,7 @@ class JsonAutomaton:
         if byte in b"0123456789.eE+-":
             more = _add_digit(number, so_far, byte)
             return JsonConfig(level, "number", (number, more)) if len(more) <= MAX_WRITTEN else None
-        return self.step(_finish(level), byte)
+        return self.step(_finish(level), byte)  # only the byte behind it shows that a number is complete
 
     def _write_literal(self, level: Level | None, written: bytes, byte: int) -> JsonConfig | None:
         written += bytes([byte])
@@ -265,7 +268,7 @@ def _leave(level: Level, byte: int) -> JsonConfig | None:
 
 
 def _finish(level: Level | None) -> JsonConfig:
-    """A value is complete."""
+    """The configuration behind a complete value. Items are counted up to one beyond the last bound."""
     if level is not None and isinstance(level.spec, ArraySpec):
         level = level._replace(done=min(level.done + 1, max(level.spec.bounds, default=0) + 1))
     return JsonConfig(level, "next", b"")
@@ -274,7 +277,7 @@ def _finish(level: Level | None) -> JsonConfig:
 def _add_blank(
     level: Level | None, phase: str, blanks: bytes, byte: int, value: ValueSpec | None = None
 ) -> JsonConfig | None:
-    """A space between values, or a line break and indentation, of which only the length matters."""
+    """Add white space between values: a space, or a line break and indentation (tabs count as spaces)."""
     if len(blanks) >= MAX_BLANKS:
         return None
     more = b"\n" if byte == ord("\n") else blanks + (b" " if blanks[:1] == b"\n" else bytes([byte]))
@@ -297,7 +300,8 @@ def _end_name(level: Level, spec: ObjectSpec, written: bytes | None) -> JsonConf
 
 
 def _add_digit(number: NumberSpec, written: bytes, byte: int) -> bytes:
-    """What is written of a number. In a free one, digits after the first of a part change nothing."""
+    """The text of a number with one more byte. In a free number digits are normalised to 0 and 1, and a run of digits
+    to its first, so that all its texts share few configurations."""
     character = bytes([byte])
     if number.is_free and character.isdigit():
         if written in (b"", b"-"):
@@ -310,7 +314,8 @@ def _add_digit(number: NumberSpec, written: bytes, byte: int) -> bytes:
 
 
 def _count(string: StringSpec, so_far: tuple[Any, int], byte: int, *, is_whole: bool) -> tuple[Any, int] | None:
-    """One more byte of a string with limits; None for what is not counted here."""
+    """One more byte of a string with limits; ``is_whole``: it completes a character. None where the length cannot be
+    known (escapes), or the pattern cannot tell."""
     inside, length = so_far
     assert string.limits is not None
     if byte == ord("\\") or (string.pattern is not None and byte > 127):
@@ -323,7 +328,8 @@ def _count(string: StringSpec, so_far: tuple[Any, int], byte: int, *, is_whole: 
 
 
 def follow_string(tail: bytes, byte: int) -> bytes | None:
-    """What of a string's end is not complete: a backslash, or the first bytes of a character in UTF-8."""
+    """The incomplete end of a string after one more byte: a backslash, the first bytes of a UTF-8 character, or b"";
+    None for bytes that may not follow."""
     character = bytes([byte])
     if tail == b"\\":
         return b"" if byte in b'"\\/bfnrt' else None
@@ -338,7 +344,7 @@ def follow_string(tail: bytes, byte: int) -> bytes | None:
 
 
 def read_schema(schema: Any) -> ValueSpec:
-    """What a schema allows, as far as `JsonAutomaton` needs it; raises `NotReadError` for schemas that say more."""
+    """What a schema allows, as far as `JsonAutomaton` needs it; raises `NotReadError` for other keywords or forms."""
     return _SchemaReader(schema).read(schema)
 
 
@@ -355,7 +361,7 @@ class _SchemaReader:
         return value
 
     def _add(self, value: ValueSpec, schema: Any) -> None:
-        """Let a value be what a schema allows, too."""
+        """Add what a schema allows to a value: branches of ``anyOf`` are merged into one `ValueSpec`."""
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
@@ -414,7 +420,7 @@ class _SchemaReader:
 
 
 def _require_new(spec: object) -> None:
-    """What a value begins with must tell which branch it is in."""
+    """Refuse two branches of one kind: the first character of a value would not tell which it is in."""
     if spec is not None:
         raise NotReadError
 
@@ -448,7 +454,8 @@ def _read_string(schema: dict[str, Any]) -> StringSpec:
 
 
 def _read_pattern(pattern: Any) -> RegexAutomaton | None:
-    """Of an expression for a whole string. Anchors that bind one alternative of it alone are not read."""
+    """The automaton of a pattern anchored at both ends; None for any other, also for one whose anchors belong to one
+    alternative (``^a|b$``)."""
     if not isinstance(pattern, str) or not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     if pattern.endswith("\\$") or ("|" in pattern and not _is_nested(pattern[1:-1])):

@@ -1,9 +1,10 @@
-"""`LazyDfa`: the states of a grammar's outputs, built as outputs come to them. Outputs in one state have the same
-bitmask and the same forced text, which the grammar library then computes once.
+"""`LazyDfa`: the states that a grammar's outputs can be in, as a DFA built on demand. Outputs in one state have the
+same bitmask and the same forced text, so the grammar library computes these once per state.
 
-An `Automaton` reads grammars byte by byte: JSON of a schema (``json_automaton.py``), regular expressions
-(``regex_automaton.py``), structural tags (``tag_automaton.py``). Refuses: computing bitmasks. Where an automaton cannot
-tell, the library is asked for every token.
+An `Automaton` follows an output byte by byte: JSON of a schema (``json_automaton.py``), regular expressions
+(``regex_automaton.py``), structural tags (``tag_automaton.py``). Refuses: computing bitmasks, and deciding what is
+allowed. An automaton only has to tell states apart: it may distinguish too many or give up (None), after which the
+library is asked for every token, but it must never merge two states that allow different tokens.
 """
 
 from __future__ import annotations
@@ -15,40 +16,46 @@ from functools import cached_property
 from typing import Any, Protocol
 
 MAX_WEIGHT = 65_536
-"""Of the states of one grammar together. Beyond it they are built anew."""
+"""The most memory of one grammar's states together, in units of `Automaton.weigh`. Beyond it all are dropped and built
+anew."""
 _ITEM = re.compile(rb"(?<!,),(?!,)")
 
 
 class NotReadError(Exception):
-    """The grammar holds something beyond the part that an automaton reads."""
+    """The grammar uses something that no automaton supports. Not an error: bitmasks are just not shared."""
 
 
 class Automaton(Protocol):
-    """A configuration is what the automaton remembers of the bytes so far: after equal ones, the same may follow."""
+    """A configuration is all that the automaton remembers of the bytes so far, hashable: after equal configurations the
+    same texts may follow."""
 
     start: Any
     byte_classes: bytes | None
-    """For each byte one that may stand for it in every configuration; None where nothing is known of that."""
+    """[256]: a representative of each byte's equivalence class: bytes of one class lead to the same configuration from
+    every configuration. It keeps the states' tables small; None where no classes are known."""
 
     def step(self, config: Any, byte: int) -> Any | None:
         """The configuration after one more byte; None where the automaton cannot tell."""
 
     def mask_key(self, config: Any) -> Hashable:
-        """Equal for configurations after which the same single tokens may come, whatever may follow those."""
+        """Equal for configurations with the same bitmask, that is after which the same single tokens may come. Coarser
+        than the configuration: what is further away than one token can reach does not matter."""
 
     def weigh(self, config: Any) -> int:
-        """How much memory a configuration takes, in small integers."""
+        """A rough measure of a configuration's memory, in numbers or references that it holds."""
 
 
 class Reach:
-    """How far one token may take an output. Configurations that differ only in what is further away share bitmasks."""
+    """How far one token of the vocabulary can take an output. Configurations that differ only in what is further away
+    share bitmasks."""
 
     def __init__(self, tokens: Sequence[bytes]):
         self._tokens = tokens
 
     @cached_property
     def items(self) -> int:
-        """Items of an array that a token may pass, at most: commas between values have no comma beside them."""
+        """The most array items that one token can complete: counts the commas that have no comma beside them, as those
+        between values, and two more for its ends."""
         return max((len(_ITEM.findall(token)) for token in self._tokens if b"," in token), default=0) + 2
 
     @cached_property
@@ -59,7 +66,8 @@ class Reach:
 
 @dataclass(eq=False, slots=True)
 class DfaState:
-    """``next``: by byte. ``mask_key``: see `LazyDfa.find_key`. ``forced``: the text that must follow, once known."""
+    """``next``: the following state by byte, None where the automaton gives up; filled on demand. ``mask_key``: see
+    `LazyDfa.find_key`. ``forced``: the text that must follow, once it was asked for."""
 
     config: Any
     mask_key: object | None = None
@@ -68,7 +76,8 @@ class DfaState:
 
 
 class LazyDfa:
-    """The states of one grammar over the tokens of a vocabulary; ``tokens[i]`` is empty where token i is no text."""
+    """The states of one grammar over the tokens of a vocabulary; ``tokens[i]`` is empty for special tokens. Shared by
+    all outputs of the grammar, on one thread."""
 
     def __init__(self, automaton: Automaton, tokens: Sequence[bytes], *, max_weight: int = MAX_WEIGHT):
         self._automaton, self._tokens, self._max_weight, self._weight = automaton, tokens, max_weight, 0
@@ -80,7 +89,7 @@ class LazyDfa:
         return len(self._states)
 
     def step(self, state: DfaState, token: int) -> DfaState | None:
-        """The state after a token; None when it is not known."""
+        """The state after a token; None when it is not known (a special token, or the automaton gave up)."""
         text = self._tokens[token] if token < len(self._tokens) else b""
         if not text:
             return None
@@ -94,7 +103,7 @@ class LazyDfa:
         return state
 
     def find_key(self, state: DfaState) -> object:
-        """The same object for states with the same bitmask."""
+        """The same object for states with the same bitmask: a key for `BitmaskTable` that costs nothing to hash."""
         if state.mask_key is None:
             state.mask_key = self._mask_keys.setdefault(self._automaton.mask_key(state.config), object())
         return state.mask_key
@@ -114,7 +123,8 @@ class LazyDfa:
         return found
 
     def _forget(self) -> None:
-        """Outputs keep the states that they are in."""
+        """Drop all states. Outputs keep the ones that they are in, which go on as before; `next` is cleared so that
+        they do not keep the others alive."""
         for state in self._states.values():
             state.next.clear()
         self._states.clear()

@@ -51,8 +51,8 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarLibrary(Protocol):
-    """Made once per vocabulary. `compile` is called from other threads than `fill`, and must not hold the interpreter
-    lock for long."""
+    """Made once per vocabulary. `compile` is called on worker threads, also while `fill` runs on the engine's thread,
+    and must not hold the interpreter lock for long."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises `RequestError` when the grammar is wrong, asks for what the library does not enforce exactly, allows
@@ -116,23 +116,25 @@ class GrammarStore:
         self._eos_list, self._max_compiled = list(eos_ids), max_compiled
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grammar")
         self._futures: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
-        self._lock = threading.Lock()  # guards what the workers share: the vocabulary and the libraries
+        self._lock = threading.Lock()  # guards what the workers share: ``_vocabulary`` and ``_libraries``
         self._vocabulary: Vocabulary | None = None
         self._libraries: dict[str, GrammarLibrary] = {}
 
     def prepare(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The grammar, now or later; the same future for equal ones. Called from one thread only."""
+        """A future of the compiled grammar, the same for equal grammars. Called from one thread only: the cache has no
+        lock."""
         future = self._futures.get(grammar)
         if future is None:
             future = self._futures[grammar] = self._workers.submit(self._compile, grammar)
         self._futures.move_to_end(grammar)
+        # One that is still being compiled is not dropped: it would be compiled again, at once.
         while len(self._futures) > self._max_compiled and next(iter(self._futures.values())).done():
             self._futures.popitem(last=False)
         return future
 
     def find(self, grammar: Grammar) -> CompiledGrammar:
-        """A grammar whose future was done. If it was dropped since (its request was retracted, and many other grammars
-        came meanwhile), it is compiled again and the caller waits."""
+        """The compiled grammar of a request whose future was done. If it was evicted since (the request was retracted,
+        and many other grammars came meanwhile), it is compiled again and the caller blocks."""
         return self.prepare(grammar).result()
 
     def close(self) -> None:
@@ -146,6 +148,7 @@ class GrammarStore:
         return library.compile(grammar)
 
     def _open(self, name: str, factory: Callable[..., GrammarLibrary]) -> GrammarLibrary:
+        """Make a library, and read the vocabulary first if no library was made before. The caller holds the lock."""
         if not self._eos_list:
             raise UnsupportedFeature(
                 "structured outputs need an end-of-text token, which this model does not state", param="grammar"

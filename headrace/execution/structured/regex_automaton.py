@@ -1,8 +1,8 @@
-"""`RegexAutomaton`: a regular expression as a nondeterministic automaton with counters (Thompson's construction, where
-counts such as ``{2,400}`` are counted and not written out). A configuration is the set of its active nodes.
+"""`RegexAutomaton`: a regular expression as a nondeterministic automaton with counters: Thompson's construction, but
+repetitions such as ``{2,400}`` are counted instead of unrolled. A configuration is the set of its active nodes.
 
-Reads a common part of the notation, and ASCII alone: a byte beyond it has no configuration, as classes are read as if
-there were nothing else.
+Supports the common syntax (no look-around, lazy quantifiers, anchors or nested classes) and ASCII only: character
+classes are bit sets of 128 bits, so a byte above 127 has no configuration.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAX_NODES = 8192
 MAX_ACTIVE = 256
 """Active nodes of a configuration: the cost of a step grows with them."""
 MAX_COUNTERS = 8
-"""Nested."""
+"""Depth of counted repetitions within each other."""
 
 _COUNT = re.compile(r"\{(\d{1,5})(?:(,)(\d{0,5}))?\}")
-_ALL = (1 << 128) - 1
+_ALL = (1 << 128) - 1  # bit b stands for byte b
 _CLASSES = {
     "d": "0123456789", "w": "0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "s": "\t\n\v\f\r "
 }
@@ -38,12 +38,12 @@ class Repeat:
 
 
 Part = int | list["Part"] | tuple["Part", ...] | Repeat
-"""One of some bytes, as a bit set; a sequence; alternatives; a repetition."""
+"""The syntax tree: one byte of a bit set (int); a sequence (list); alternatives (tuple); a repetition."""
 
 
 class Move(IntEnum):
-    """What an empty transition does to the counters: nothing; start another at 1; add 1 to the innermost; end that one,
-    if it is within its bounds."""
+    """What an empty transition does to the counters: nothing (PLAIN); push one with value 1 (ENTER); add 1 to the
+    innermost if its upper bound allows (AGAIN); pop the innermost if it has reached its lower bound (LEAVE)."""
 
     PLAIN = 0
     ENTER = 1
@@ -62,7 +62,7 @@ class Nfa:
     end: int = 0
 
     def add(self, counters: tuple[Repeat, ...]) -> int:
-        """Another node."""
+        """Add a node within these repetitions; returns its number."""
         if len(self.edges) >= MAX_NODES:
             raise NotReadError
         self.edges.append([])
@@ -71,7 +71,7 @@ class Nfa:
         return len(self.edges) - 1
 
     def build(self, part: Part, begin: int, counters: tuple[Repeat, ...]) -> int:
-        """Append a part to a node; the node that it ends at."""
+        """Append a part's nodes to node ``begin``; returns the node that the part ends at."""
         if isinstance(part, int):
             end = self.add(counters)
             self.edges[begin].append((part, end))
@@ -93,6 +93,7 @@ class Nfa:
         is_counted = part.low > 1 or (part.high or 0) > 1
         if is_counted and len(counters) >= MAX_COUNTERS:
             raise NotReadError
+        # ``?``, ``*`` and ``+`` need no counter: plain edges skip the part, or lead back to its entry.
         within = (*counters, part) if is_counted else counters
         entry, final = self.add(within), self.add(counters)
         last = self.build(part.inner, entry, within)
@@ -111,7 +112,8 @@ Config = frozenset[tuple[int, Counts]]
 
 
 class RegexAutomaton:
-    """An `Automaton`. Raises `NotReadError` for expressions beyond the part that is read."""
+    """An `Automaton` of an expression that must match the whole text. Raises `NotReadError` for syntax beyond what is
+    supported."""
 
     def __init__(self, pattern: str):
         self._nfa = nfa = Nfa()
@@ -143,7 +145,8 @@ class RegexAutomaton:
         return 4 + sum(1 + len(counts) for _, counts in config)
 
     def _close(self, active: set[tuple[int, Counts]]) -> Config | None:
-        """With the nodes behind empty transitions, less those that have only such; None for no node, or too many."""
+        """The epsilon closure, without nodes that have empty transitions only (they are passed, never stayed at); None
+        for an empty set or more than `MAX_ACTIVE` nodes."""
         nfa, pending = self._nfa, list(active)
         while pending:
             node, counts = pending.pop()
@@ -158,19 +161,21 @@ class RegexAutomaton:
 
 
 def _count(move: Move, repeats: tuple[Repeat, ...], counts: Counts) -> Counts | None:
-    """The counters after a move; None if their bounds forbid it."""
+    """The counters after a move; None if the bounds of the innermost forbid it."""
     if move is Move.ENTER:
         return (*counts, 1)
     repeat, count = repeats[-1], counts[-1]
     if move is Move.LEAVE:
         return counts[:-1] if count >= repeat.low else None
+    # Without an upper bound, values beyond ``low`` are alike: capped, or there would be endless configurations.
     if repeat.high is None:
         return (*counts[:-1], min(count + 1, repeat.low))
     return (*counts[:-1], count + 1) if count < repeat.high else None
 
 
 def _find_classes(bit_sets: set[int]) -> bytes:
-    """For each byte the least that is in the same sets."""
+    """[256] equivalence classes: for each byte the least one that is in the same bit sets. Bytes above 127 are in none
+    and stand for themselves."""
     first: dict[tuple[bool, ...], int] = {}
     return bytes(
         byte if byte > 127 else first.setdefault(tuple(bool(bits >> byte & 1) for bits in bit_sets), byte)
@@ -179,12 +184,12 @@ def _find_classes(bit_sets: set[int]) -> bytes:
 
 
 def _as_bits(text: str) -> int:
-    """Its ASCII characters as a bit set."""
+    """The ASCII characters of a text as a bit set."""
     return sum(1 << ord(character) for character in set(text) if ord(character) < 128)
 
 
 class _Parser:
-    """Recursive descent."""
+    """Recursive descent. Raises `NotReadError` rather than guess what an unusual construct means."""
 
     def __init__(self, pattern: str):
         self.pattern, self.at = pattern, 0
@@ -218,6 +223,7 @@ class _Parser:
         low, high = self._read_counts()
         if (low, high) == (1, 1):
             return part
+        # Two quantifiers in a row: lazy or possessive ones, or an error.
         if self._peek() in ("?", "+", "*", "{"):
             raise NotReadError
         return Repeat(part, low, high)
@@ -269,7 +275,7 @@ class _Parser:
         return [1 << byte for byte in character.encode()]
 
     def _read_escape(self) -> tuple[int, str]:
-        """The bit set of a class, or the character that is meant."""
+        """``(bit set, "")`` of a class such as ``\\d``, or ``(0, character)`` of an escaped character."""
         character = self._take()
         if character.lower() in _CLASSES:
             bits = _as_bits(_CLASSES[character.lower()])

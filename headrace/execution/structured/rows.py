@@ -4,9 +4,11 @@ A bitmask needs the token before it. Where that is still on the device (two plan
 its sampling; the bitmasks are filled as soon as the step before is read, while the device computes, and sampling is
 launched before the next step. S sampled rows, V vocabulary, W = ceil(V / 32).
 
-Forced tokens: where a grammar leaves no choice for a few tokens, the step that sampled the one before them reports
-them, too. The matcher advances by them at once; what a later step in flight samples in their place is recognised by its
-index in the output and ignored.
+Forced tokens (jump-forward decoding): where a grammar leaves no choice for a few tokens, the step that sampled the one
+before them reports them, too. The matcher advances by them at once; what a later step in flight samples in their place
+is recognised by its index in the output and ignored.
+
+All of this runs on the thread that drives the runner; only compiling and `GrammarLibrary.fill` use other threads.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from headrace.execution.structured.lazy_dfa import DfaState
 from headrace.execution.structured.library import CompiledGrammar, GrammarLibrary, GrammarStore, Matcher
 
 MIN_FORCED = 2
-"""Tokens that a forced run must have."""
+"""The fewest tokens of a forced run that is reported: a run of one gains nothing."""
 
 FORCED_COST = 0.8
-"""What forced runs add to a step, in steps, as measured over captured graphs. All rows of the step pay it; a row with a
-run of n tokens gains n - 1 steps."""
+"""The cost of forced runs to each row of a step, in decode steps, as measured over captured graphs (the next step has
+prefill spans, which the decode graphs cannot replay). A row with a run of n tokens gains n - 1 steps."""
 
 
 class SampledStep(Protocol):
@@ -69,11 +71,13 @@ class SampledRows(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """The grammar of one row. ``num_tokens``: of the row's output, as far as it is known. ``can_force``: whether
-    sampling a token has no effect but the token. ``bitmask_key``: equal for outputs whose next bitmasks are equal.
+    """The grammar of one row and the state of its output. ``num_tokens``: length of the output as far as it is known.
+    ``can_force``: whether sampling a token has no effect but the token (no rules, penalties or logprobs). ``is_over``:
+    the output has ended. ``bitmask_key``: equal for outputs whose next bitmasks are equal; the row's number, shared
+    with nobody, where no state is known.
 
-    ``state``: of the output in its grammar, None where that is not known. Where it is, the matcher is advanced only
-    when it is needed: a known bitmask costs 2 us, one that llguidance fills 60 to 200.
+    ``state``: of the output in the grammar's automaton, None where that cannot tell. Where it can, the matcher is
+    advanced only when it is needed: a bitmask from the table costs 2 us, one that llguidance fills 60 to 200.
     """
 
     row: int
@@ -95,7 +99,7 @@ class Constraint:
 
     @property
     def matcher(self) -> Matcher:
-        """Advanced by all tokens."""
+        """The library's matcher, advanced by all tokens of the output first."""
         if self._pending:
             self._matcher.accept(self._pending)
             self._pending = []
@@ -103,7 +107,7 @@ class Constraint:
         return self._matcher
 
     def accept(self, token: int, *, is_end: bool) -> None:
-        """Advance by a token, which may be the end of the output."""
+        """Advance by a token; with ``is_end`` it ends the output."""
         self.last_token = token
         self.num_tokens += 1
         if self.is_over or self.error is not None:
@@ -115,10 +119,10 @@ class Constraint:
         if self.state is not None and self.grammar.states is not None:
             self._move(self.grammar.states.step(self.state, token))
         if self.state is None:
-            _ = self.matcher
+            _ = self.matcher  # advances it now, while the device computes: a bitmask will be needed of it anyway
 
     def forced_bytes(self) -> bytes:
-        """The text that must follow."""
+        """The text that must follow, b"" where there is a choice. Found once per automaton state."""
         if self.error is not None:
             return b""
         if self.state is None:
@@ -128,7 +132,8 @@ class Constraint:
         return self.state.forced
 
     def fix(self, bitmask: np.ndarray) -> None:
-        """Make of what the library filled what is allowed, in place: nothing after an error."""
+        """Turn the library's bitmask [W] into the row's, in place: nothing is allowed after an error (the row is then
+        refused), and held tokens are removed below the minimum length."""
         self._read_error()
         if self.error is not None:
             bitmask[:] = 0
@@ -150,8 +155,8 @@ class Constraint:
 
 @dataclass(slots=True)
 class BitmaskFill:
-    """The bitmasks of a step: ``constraints[i]`` is at ``places[i]`` of the batch and samples token ``indices[i]`` of
-    its output. They are filled once all tokens before are known."""
+    """The bitmasks of a step: ``constraints[i]`` is at index ``places[i]`` of the batch [S] and samples token
+    ``indices[i]`` of its output. They are filled once all tokens before are known to the host."""
 
     rows: GrammarRows
     num_rows: int
@@ -169,7 +174,7 @@ class BitmaskFill:
         return self.bitmasks
 
     def follow(self, step: SampledStep) -> None:
-        """The step that uses these bitmasks was launched, but for its sampling."""
+        """Note the step that uses these bitmasks, launched up to its sampling: its tokens are read next."""
         self.step = step
         self.rows.await_step(step, list(zip(self.places, self.indices, self.constraints, strict=True)))
 
@@ -197,8 +202,8 @@ class GrammarRows:
         self._store, self._num_words, self._device = store, -(-vocab_size // 32), device
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
-        self._waiting: BitmaskFill | None = None  # for the tokens of the steps before it
-        self._batch_size = 1  # of the latest step
+        self._waiting: BitmaskFill | None = None  # not filled yet: tokens of the steps before it are not read
+        self._batch_size = 1  # rows of the latest step
         self._max_rows = max_rows
         self._table: BitmaskTable | None = None  # made for the first row
 
@@ -212,11 +217,13 @@ class GrammarRows:
         if self._table is None:
             self._table = BitmaskTable(self._max_rows, self._num_words, self._device)
         constraint = self._constraints[row] = Constraint(row, compiled, can_force, held)
+        # `Rows` has the output of a request that was retracted; for a new request this is empty.
         for token in map(int, known.token_ids[known.prompt_len :]):
             self._accept(constraint, token)
 
     def release(self, row: int) -> None:
-        """A row was given back."""
+        """Drop the grammar of a row that was given back. Steps in flight keep its `Constraint`, which nobody reads
+        then; without any grammar their tokens need not be read for the matchers at all."""
         if self._constraints.pop(row, None) is not None and not self._constraints:
             self._unread.clear()
 
@@ -231,7 +238,7 @@ class GrammarRows:
         indices = list(map(int, batch.output_lens[batch.constrained]))
         fill = self._waiting = BitmaskFill(self, self._batch_size, constraints, places, indices)
         if all(entry.step.is_done for entry in self._unread):
-            self.catch_up()
+            self.catch_up()  # without waiting; else `BitmaskFill.result` does it, as late as it can
         return fill
 
     def await_step(self, step: SampledStep, sampled: list[tuple[int, int, Constraint]]) -> None:
@@ -254,6 +261,7 @@ class GrammarRows:
             self._advance(entry)
             if entry.step is last:
                 break
+        # All steps before the waiting fill's own are read: its bitmasks can be filled.
         fill = self._waiting
         if fill is not None and (not self._unread or self._unread[0].step is fill.step):
             self._waiting = None
@@ -273,7 +281,8 @@ class GrammarRows:
             entry.step.forced += self._force(going)
 
     def _force(self, constraints: list[Constraint]) -> list[tuple[int, list[int]]]:
-        """Advance by the tokens that grammars force now, if they are many; ``[(row, tokens)]`` or nothing."""
+        """Advance by the tokens that grammars force now, if that saves more than it costs: ``[(row, tokens)]`` or
+        []. Rows that gain pay, too; see `FORCED_COST`."""
         runs = [(each, run) for each in constraints if len(run := self._find_run(each)) >= self.min_forced]
         if sum(len(run) - 1 for _, run in runs) < FORCED_COST * self._batch_size:
             return []
@@ -304,11 +313,13 @@ class GrammarRows:
         for place, index, constraint in zip(fill.places, fill.indices, fill.constraints, strict=True):
             if constraint.is_over or index < constraint.num_tokens:
                 continue
+            # In the table from before: nothing to fill. Keys that are row numbers are of one output at one position, so
+            # their slot's old content is never valid.
             key = constraint.bitmask_key
             slot = table.find(key)
             if key == constraint.row or slot is None or key in users:
                 _ = constraint.matcher
-                key = constraint.bitmask_key  # of its own after an error
+                key = constraint.bitmask_key  # advancing may have failed, and then the key is the row's own
                 users.setdefault(key, []).append(constraint)
                 slot = table.find(key)
                 slot = slots[key] = table.add(key) if slot is None else slot
@@ -318,18 +329,18 @@ class GrammarRows:
         for (key, (first, *others)), bitmask in zip(users.items(), result.new, strict=True):
             first.fix(bitmask)
             filled = first.error is None
-            while not filled and others:  # at its limit on work; others in the same state may not be
+            while not filled and others:  # its matcher is at its limit on work; others in the same state may not be
                 other = others.pop()
                 _fill_all([other], bitmask[None])
                 other.fix(bitmask)
                 filled = other.error is None
             if not filled:
                 result.errors |= {each.row: each.error for each in users[key]}
-                table.drop(key)
+                table.drop(key)  # an empty bitmask, which must not serve later outputs in this state
 
 
 def _fill_all(constraints: Sequence[Constraint], bitmasks: np.ndarray) -> None:
-    """Let the libraries fill bitmask i for constraint i, but for those with an error."""
+    """Let the libraries fill ``bitmasks[i]`` [G, W] for constraint i, except for those with an error."""
     groups: dict[GrammarLibrary, list[int]] = {}
     matchers = [constraint.matcher for constraint in constraints]
     for i, constraint in enumerate(constraints):
