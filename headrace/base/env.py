@@ -108,6 +108,7 @@ def find_groups(controller: str) -> list[Path]:
         return []
     folders: list[Path] = []
     for line in lines:
+        # ``id:controllers:path``; the line of cgroup v2 has no controllers.
         _, controllers, name = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
             root = GROUPS / controller if controllers else GROUPS

@@ -184,6 +184,7 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
 
 FromEngine = Starting | Ready | Outputs | Reply | Fatal
 
+# Made once: building a decoder for these types is slow.
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

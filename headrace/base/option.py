@@ -93,6 +93,7 @@ class Section:
     """Base of option sections: validates its fields; raises `ConfigError`."""
 
     def __post_init__(self) -> None:
+        # The sections are frozen: a value that `check` converts (an int to a float) is set past the guard.
         for info in options_of(type(self)):
             checked = info.check(getattr(self, info.name))
             if checked is not getattr(self, info.name):

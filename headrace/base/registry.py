@@ -146,6 +146,7 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def _check_api(self, name: str) -> None:
+        # Only after loading: the version is an attribute of the plug-in itself.
         made_for = getattr(self._loaded[name], "plugin_api", None)
         if made_for != PLUGIN_API:
             del self._loaded[name]

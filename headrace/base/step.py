@@ -58,11 +58,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     step_id: int
     num_decodes: int
-    rows: list[int]
-    begins: list[int]
-    lengths: list[int]
-    samples: list[int]
-    releases: list[int] = []
+    rows: list[int]  # [R]
+    begins: list[int]  # [R], positions
+    lengths: list[int]  # [R], tokens
+    samples: list[int]  # [R], 0 or 1
+    releases: list[int] = []  # rows
     starts: list[RowStart] = []
     appends: list[PageAppend] = []
     growths: list[RowGrowth] = []

@@ -110,6 +110,7 @@ class WaitingRoom:
     def poll(self) -> list[RequestOutput]:
         """Release the requests that no coordinator holds any more; the outputs end those that cannot run."""
         outputs = []
+        # In order, so a request that moves on to a later coordinator is polled there in the same call.
         for position, coordinator in enumerate(self._coordinators):
             for request, error in coordinator.poll():
                 if error is None:
@@ -214,6 +215,7 @@ class HookGate:
         """Requests that hooks released, or held too long."""
         if not self._waiting:
             return []
+        # First, because a hook that raises here is switched off, which the comparison of names below notices.
         ready: set[str] = set(self._hooks.collect("ready_requests"))
         released: list[Released] = []
         for request, names, limit in list(self._waiting.values()):

@@ -210,7 +210,7 @@ def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> li
             raise RequestError(f"bad_words must not hold empty words, got {word!r}", param="bad_words")
         for spelled in (bare, " " + bare):
             ids = tokenizer.encode(spelled, add_special_tokens=False)
-            if ids and max(ids) < vocab_size:
+            if ids and max(ids) < vocab_size:  # a tokenizer may have ids for which the model has no logits
                 sequences[tuple(ids)] = None
     return [list(ids) for ids in sequences]
 

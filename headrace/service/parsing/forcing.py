@@ -172,6 +172,7 @@ def _allow_text(writer: _CallWriter, writing: Writing, can_repeat: bool) -> Node
         before = trigger.partition(writing.token)[0]
         calls = writer.write_calls(can_repeat, cut=len(before))
         return _either([_sequence([{"type": "regex", "pattern": r"(.|\n)*" + re.escape(before)}, calls]), ANY_TEXT])
+    # Without a section around the calls (``begin``) each call has the trigger: further calls are tags of their own.
     tag = {
         "type": "tag", "begin": trigger,
         "content": writer.write_calls(can_repeat and bool(writing.begin), cut=len(trigger)), "end": ""
@@ -202,7 +203,7 @@ class _CallWriter:
     def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
         """One call, or several. ``cut``: how many characters of the beginning a trigger has written already."""
         writing = self._writing
-        lead = writing.begin.lstrip() if cut else writing.begin
+        lead = writing.begin.lstrip() if cut else writing.begin  # as `_trigger` strips it
         first = self._write_call(cut=max(0, cut - len(lead)))
         more = (
             [_repeat(_sequence([_text(writing.between), self._write_call()]))]
@@ -255,7 +256,7 @@ class _CallWriter:
         writing = self._writing
         types, schema = self._types.types_of(name, key), self._schemas[name]["properties"][key]
         values = schema.get("enum") if isinstance(schema, Mapping) else None
-        if types == STRING and isinstance(values, list) and not writing.quotes:
+        if types == STRING and isinstance(values, list) and not writing.quotes:  # a JSON schema would quote the values
             return self._fill(writing.pair, {"key": _text(key), "value": _either([_text(v) for v in values])})
         may_be_text = not writing.quotes and (not types or "string" in types)
         before, _, after = writing.pair.partition("$value")

@@ -82,7 +82,7 @@ def _copy_inside(reader: Reader, out: Out, char: str) -> Step[None]:
         yield from _copy_escape(reader, out)
     elif char < " ":
         out(escape(reader.take(1)))
-    else:
+    else:  # what is there, without waiting for the end of the run: arguments are streamed
         out(take_now(reader, _PLAIN))
 
 

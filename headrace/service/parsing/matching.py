@@ -165,7 +165,7 @@ class Matcher:
         """A JSON object with the call's name and arguments as members, in any order."""
         yield from self._skip_space()
         yield from self._reader.expect("{")
-        kept: str | None = None
+        kept: str | None = None  # arguments that could not be emitted before the object's end
         while True:
             yield from self._skip_space()
             key = yield from read_string(self._reader)

@@ -240,7 +240,7 @@ class OutputParser:
         """Try a pattern; what was held when it fails is passed on as text. Returns the next mode, None to stay in this
         one. A complete call within reasoning ends the reasoning."""
         num_before = self._calls.num_complete
-        self._calls.forget()
+        self._calls.forget()  # a name that an earlier attempt has set
         self._reader.hold(action.room)
         matcher = Matcher(
             self._reader, self._calls, is_known_only=action.is_known_only, has_calls=self._has_tools,
@@ -251,6 +251,7 @@ class OutputParser:
         except Mismatch:
             if self._calls.is_open:
                 self._calls.end(is_complete=False)
+            # The held text includes the marker and is consumed: it is not searched for markers again.
             writer.add(self._reader.release())
             return None
         self._reader.release()

@@ -94,7 +94,7 @@ class Reader:
 
     def more(self) -> Step[bool]:
         """Wait for more text; False when there is none to come."""
-        if self._held is not None and len(self._buffer) - self._at >= self._room:
+        if self._held is not None and len(self._buffer) - self._at >= self._room:  # more would not be visible
             raise Mismatch("too long")
         if self._is_ended:
             return False
@@ -156,7 +156,8 @@ class Reader:
         return self._buffer, self._at, self._end()
 
     def _end(self) -> int:
-        """Where the visible text ends: all there is, or what there is room for."""
+        """Where the visible text ends. Text beyond the room of a hold is hidden even if it has arrived, so that the
+        result does not depend on the size of the pieces."""
         return len(self._buffer) if self._held is None else min(len(self._buffer), self._at + self._room)
 
 

@@ -69,6 +69,7 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
         return quote(text)
     bare = text.strip()
     spelled = LITERALS.get(bare.lower(), bare)
+    # JSON first; models also write lists and dicts as Python literals, with single quotes.
     for read in (copy_json, copy_python):
         found = read_whole(read, spelled)
         fitting = None if found is None else _fit(found, types)
@@ -133,6 +134,7 @@ def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kind in ("string", "array") and not all(type(value) is int and value >= 0 for value in found.values()):
         return {}
+    # Inclusive and exclusive bounds are compared alike: with a distance of 2, an integer lies between in any case.
     low = max((found[low] for low, _ in pairs if low in found), default=-math.inf)
     high = min((found[high] for _, high in pairs if high in found), default=math.inf)
     return found if low + len(pairs) <= high or (low <= high and len(pairs) == 1) else {}

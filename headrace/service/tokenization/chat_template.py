@@ -140,6 +140,7 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+# Jinja's own filter escapes characters of HTML; templates expect plain JSON.
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -151,6 +152,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _new_environment() -> _Environment:
+    # The settings of Hugging Face's renderer: the white space of the prompt depends on them.
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -211,7 +213,7 @@ class ChatTemplates:
         """The template's text: a named one, one given in full, or the model's own."""
         if template is not None:
             text = self._templates.get(template, template)
-            if text is template and "{" not in template:
+            if text is template and "{" not in template:  # no template contains no brace: a name that is not known
                 raise RequestError(
                     f"chat_template {template!r} is neither a template nor one of the model's: "
                     f"{', '.join(self._templates) or 'none'}",
@@ -266,6 +268,7 @@ class ChatTemplates:
         )
 
     def _shows_tools(self, template: jinja2.Template) -> bool:
+        # In both forms of content: a template may raise for the one it does not understand.
         for content in ("a", [{"type": "text", "text": "a"}]):
             with contextlib.suppress(RequestError):
                 if _PROBE in self._run(template, [{"role": "user", "content": content}], True, _PROBE_TOOLS, {}):

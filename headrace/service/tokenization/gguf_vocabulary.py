@@ -120,6 +120,7 @@ def _types(metadata: dict[str, Any]) -> list[int]:
 
 def _build_pieces(metadata: dict[str, Any], algorithm: str) -> Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
+    # Without scores ids are the ranks of merges. The map of characters may be stored as signed bytes.
     scores = metadata.get("tokenizer.ggml.scores")
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
     return build_sentencepiece(PieceVocabulary(

@@ -99,7 +99,7 @@ class TokenBytes:
         if found is None:
             hidden = frozenset(i for i in self.special_ids if not any(self._text(i) in text for text in texts))
             found = hidden, self._hide(hidden)
-            if len(self._shown) >= MAX_SHOWN:
+            if len(self._shown) >= MAX_SHOWN:  # the texts come from requests
                 self._shown.clear()
             self._shown[texts] = found
         return found
@@ -125,7 +125,7 @@ def _read_decoder(backend: Backend) -> tuple[TextRule, bool, bool, int]:
     """``(rule, is_byte_level, has_byte_tokens, strip_start)`` of the tokenizer's decoder. A step that works token by
     token becomes a rule. Behind ``Fuse`` there is one string left, so only a strip of leading spaces is supported; any
     other decoder is called for each token (`_ask_decoder`)."""
-    if backend.decoder is None:
+    if backend.decoder is None:  # the library then joins tokens with spaces
         return (lambda token, is_first: token if is_first else " " + token), False, False, 0
     steps = _flatten(json.loads(backend.decoder.__getstate__()))
     kinds = [step["type"] for step in steps]

@@ -41,7 +41,7 @@ class Tokenizer:
     format is code instead of a template."""
 
     def __init__(self, backend: Backend, facts: TokenizerFacts, chat: ChatTemplates | None = None):
-        backend.no_truncation()
+        backend.no_truncation()  # tokenizer.json may carry the settings of training
         backend.no_padding()
         self._backend = backend
         self._facts = facts
