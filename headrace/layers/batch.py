@@ -63,5 +63,6 @@ class ForwardBatch:
             return self
         step = GroupStep(self.wanted.inputs[group], self.groups[group].backend)
         step.backend.prepare(step.inputs)
+        # token_ids and positions keep all T tokens: the last layer still writes keys and values for each of them
         groups = [step if g == group else other for g, other in enumerate(self.groups)]
         return replace(self, groups=groups, queries=self.wanted.indices)

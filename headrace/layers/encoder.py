@@ -46,6 +46,7 @@ class EncoderEmbedding(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self.words)
+        # some checkpoints count positions from the padding token's id + 1
         x += F.embedding(batch.positions + self._first_position, self.positions)
         x += (
             self.kinds[0] if batch.text_kinds is None or not self._has_kinds
@@ -68,6 +69,7 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = LayerNorm(build, size, spec.norm_eps)
 
     def forward(self, x: torch.Tensor, spans: TextSpans) -> torch.Tensor:
+        # post-norm: the residual is added in place to the branch's own output, then normalised
         x = self.attention_norm(self.output(spans.attend(self.qkv(x), self.num_heads)).add_(x))
         return self.mlp_norm(self.mlp(x).add_(x))
 
@@ -157,6 +159,7 @@ def group_lengths(lengths: list[int]) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     shortest = 0
+    # by ascending length: a batch grows until a text is too long for its first, shortest one
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not groups or lengths[index] > shortest * MAX_PADDING:
             groups.append([])
@@ -169,7 +172,7 @@ def _make_batch(spans: list[tuple[int, int]], dtype: torch.dtype, device: torch.
     longest = max(length for _, length in spans)
     begin, length = (torch.tensor(column, device=device)[:, None] for column in zip(*spans, strict=True))
     places = torch.arange(longest, device=device)
-    if all(length == longest for _, length in spans):
+    if all(length == longest for _, length in spans):  # equal lengths need no mask, which allows faster kernels
         return TextBatch(len(spans), (begin + places).flatten(), None, None)
     is_real = places < length
     mask = torch.zeros(is_real.shape, dtype=dtype, device=device).masked_fill_(~is_real, float("-inf"))

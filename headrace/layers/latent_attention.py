@@ -56,6 +56,7 @@ class LatentAttention(AttentionLayer):
         batch, spec, pages = self.step.batch, self.spec, self.pages
         assert pages is not None, "bind comes first"
         step = batch.groups[self.group]
+        # q [T, q_lora_rank or H * (N + E)], latent [T, L], k_rope [T, E]: one rotated key part for all heads
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
@@ -93,6 +94,7 @@ class LatentAttention(AttentionLayer):
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
         )
         k = torch.cat((k_nope, rows[:, None, spec.kv_lora_rank :].expand(-1, spec.num_heads, -1)), dim=-1)
+        # rows of q, k and v are in step order, so requests are consecutive spans; [query_len, H, N + E] each
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [
             F.scaled_dot_product_attention(

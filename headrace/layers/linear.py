@@ -40,6 +40,7 @@ class Linear(StorableLayer):
     ):
         super().__init__()
         self.is_storable = is_storable
+        # parts are consecutive rows of one weight [O, I], so that inputs are read once for all of them
         sizes = {"": parts} if isinstance(parts, int) else parts
         self.rows, out_features = stack_rows(sizes), sum(sizes.values())
         self.weight = build.parameter(out_features, in_features)
@@ -55,6 +56,7 @@ class Linear(StorableLayer):
         return parameter[self.rows[name]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Look for the parameter before `stored`, in this order: see `quantization.storage`.
         weight = plain_weight(self)
         if weight is not None:
             return self._linear(x, weight, self.bias)

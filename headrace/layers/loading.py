@@ -68,7 +68,7 @@ def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> d
     if not part:
         return {f"{name}.{kind}": parameter for kind, parameter in parameters.items()}
     assert isinstance(module, StorableLayer), f"{path} has no parts"
-    numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]
+    numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]  # one target per expert
     return {
         f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x))
         for kind, parameter in parameters.items() for x in numbers
@@ -96,6 +96,7 @@ def fill_targets(
             faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
             filled.add(name)
         else:
+            # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
             if not targets.take_blocks(name, tensor):
                 target.detach().copy_(tensor)
             filled.add(name)

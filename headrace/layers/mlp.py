@@ -54,11 +54,12 @@ class GatedMlp(Branch):
 
     def _gate_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
         """``activation(gate) * up`` of the normalised stream, [T, F]."""
+        # fused with the norm before it for few rows; None leaves the residual as it was
         gated = self.gate_up.read(norm, residual, self.activation) if self.activation else None
         return self._gate(norm.add(residual)) if gated is None else gated
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        gated = self.gate_up.gate(x, self.activation) if self.activation else None  # product and activation fused
         return self._activate(self.gate_up(x)) if gated is None else gated
 
 

@@ -96,7 +96,7 @@ class CheckpointNames:
     def rename(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The tensors with ``renames`` applied, under the names that are keys of ``modules``."""
         for name, tensor in tensors:
-            for theirs, ours in self.renames.items():
+            for theirs, ours in self.renames.items():  # in order, each on the result of the one before
                 name = name.replace(theirs, ours)
             yield name, tensor
 

@@ -29,6 +29,7 @@ class RmsNorm(Norm):
     def add(self, residual: Residual) -> torch.Tensor:
         if residual.pending is None:
             return self._norm(residual.stream, self.weight, self.eps, self.offset)
+        # the sum may be written into the old stream's memory: use only the returned tensor
         x, residual.stream = self._add_norm(residual.pending, residual.stream, self.weight, self.eps, self.offset)
         residual.pending = None
         return x

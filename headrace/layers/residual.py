@@ -32,6 +32,7 @@ class Residual:
         """The stream after the pending output has been added, by a kernel of its own; for norms without a fused one."""
         x, self.pending = self.pending, None
         if x is not None:
+            # partial sums are added up in float32 and rounded, as the product of an unsplit kernel would be
             self.stream.add_(x if x.dim() == 2 else x.sum(0).to(self.stream.dtype))
         return self.stream
 

@@ -23,6 +23,7 @@ class RotaryTable(nn.Module):
     def __init__(self, spec: RopeSpec, *, length: int, device: torch.device):
         super().__init__()
         factor = _attention_factor(spec.scaling)
+        # [length, rotary_dim / 2] float32: half types cannot represent large positions exactly
         angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length)
         half = spec.rotary_dim // 2
         self.cos_sin = nn.Buffer(
@@ -77,7 +78,7 @@ def _yarn_frequencies(plain: torch.Tensor, spec: RopeSpec, scaling: RopeScaling)
     low, high = dim_with_turns(scaling.beta_fast), dim_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)  # frequencies up to `low` stay, from `high` on are divided
     ramp = (torch.arange(spec.rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     interpolate = ramp.clamp(0, 1)
     return plain / scaling.factor * interpolate + plain * (1 - interpolate)

@@ -55,11 +55,12 @@ class Attention(AttentionLayer):
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks), build)
         self.spec, self.rope, self.sinks = spec, layer.rope, sinks
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        # one product for all three; `ROPE_WRITE` expects them in this order
         self.qkv = Linear(build, hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=spec.qkv_bias)
         self.output = Linear(build, q_size, hidden_size, bias=spec.output_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm != "none":
-            is_full = spec.qk_norm == "full"
+            is_full = spec.qk_norm == "full"  # over all heads together, else per head with a shared weight [E]
             self.q_norm = RmsNorm(build, q_size if is_full else spec.head_dim, norm.eps, norm.offset)
             self.k_norm = RmsNorm(build, kv_size if is_full else spec.head_dim, norm.eps, norm.offset)
         self.rotary = rotary
@@ -101,7 +102,7 @@ class Attention(AttentionLayer):
         assert pages is not None, "bind comes first"
         step = batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
-        codes = {} if pages.scales is None else {"scales": pages.scales}
+        codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.
         q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)

@@ -106,6 +106,7 @@ def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], t
             continue
         if architecture in serves(family):
             return family
+    # failures are reported too: the family the user wants may be the one that could not be loaded
     near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
     raise UnknownArchitecture(
         "; ".join([f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures])

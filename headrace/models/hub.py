@@ -30,6 +30,7 @@ def find_in_hub(
     """
     root = _cache_root()
     repository, file = _split(name)
+    # without a network first: a complete cached copy is used even if the hub has a newer one
     cached = _cached_folder(repository, revision)
     if cached is not None and can_open(cached / file if file else cached):
         return cached / file if file else cached

@@ -111,6 +111,7 @@ def config_for(source: ModelSource, task: str) -> dict[str, Any]:
     """The config.json dict to build the model from: without the vocabulary's head for an embedding model."""
     if task != "embed" or not source.architecture.endswith(WITH_VOCABULARY):
         return source.config
+    # FooForCausalLM to FooModel: the decoder is then built without an LM head
     return {**source.config, "architectures": [source.architecture.removesuffix(WITH_VOCABULARY) + BARE]}
 
 

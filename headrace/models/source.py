@@ -128,13 +128,14 @@ def _read_gguf(found: Found) -> ModelSource:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError(f"{found.path} has no general.architecture; it is no model")
+    # constants such as rope_freqs are configuration, which HTTP processes read without torch
     metadata.update({tensor.name: read_floats(tensor) for tensor in tensors if tensor.name in CONSTANT_TENSORS})
     family = find_gguf_family(architecture)
     if family.gguf_config is None:
         raise ModelError(f"model family {family.name} does not read GGUF files; {found.path} needs a family that does")
     with explain_errors(f"the metadata of {found.path}"):
         config = family.gguf_config(metadata)
-    if "tie_word_embeddings" not in config:
+    if "tie_word_embeddings" not in config:  # GGUF has no such key: a tied file just has no output matrix
         config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in tensors)
     generation = _generation_config(found.path.parent)
     return ModelSource(found.name, "gguf", found.path, config, generation, found.weight_files, metadata, tuple(tensors))

@@ -84,6 +84,7 @@ def reason_against_flashinfer(geometry: AttentionGeometry) -> str | None:
     return reason_against_triton(geometry)
 
 
+# The supporting backend of the highest priority is chosen; without a predicate a backend supports everything.
 ATTENTION_BACKENDS.add(
     "reference", "headrace.layers.attention.reference:ReferenceAttention", doc="plain torch, any device and geometry"
 )

@@ -92,6 +92,7 @@ class CudnnAttention(AttentionBackend):
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to powers of two, so that few graphs serve all steps."""
+        # a windowed group has freed pages behind its window, which cuDNN would read: see the module's docstring
         is_long = (
             not inputs.has_dynamic_lengths and inputs.num_decodes < inputs.num_requests
             and inputs.max_query_len >= LEAST_QUERIES and not self._geometry.window
@@ -189,6 +190,7 @@ class CudnnAttention(AttentionBackend):
         kv_lens = torch.zeros(requests, dtype=torch.int32, device=self._device)
         kv_lens[:count] = inputs.kv_lens[first : inputs.num_requests]
         lengths = kv_lens[:count, None]
+        # table entries beyond a request's keys may be left over from an earlier request: replace them
         is_used = torch.arange(columns, device=self._device) * page_size < lengths
         table = torch.zeros((requests, ceil_div(keys, page_size)), dtype=torch.int32, device=self._device)
         table[:count, :columns] = torch.where(
@@ -202,5 +204,6 @@ class CudnnAttention(AttentionBackend):
             (offset, torch.where(offset > (lengths - 1) % page_size, last_page + offset, offset).flatten())
         )
         heads = self._geometry.num_heads
+        # in elements of q [T, H, E] and out [T, H, E_value]: where each request's rows begin
         offsets = (starts * (heads * self._geometry.head_dim), starts * (heads * self._geometry.value_dim))
         return _Chunks(requests, queries, keys, starts.diff(), kv_lens, table, *offsets, unwritten.long())

@@ -68,6 +68,7 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
         return None
     if not all(group.backend.fuses_layers for group in batch.groups):
         return None
+    # the kernel takes raw addresses: the batch keeps these tensors alive during the call
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
     wanted: tuple[torch.Tensor, ...] = ()
     if batch.wanted is not None:

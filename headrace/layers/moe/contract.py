@@ -19,6 +19,7 @@ from headrace.layers.spec import MlpSpec
 
 T = TypeVar("T")
 
+# Token formats that plug-ins declare with ``speaks=`` when they are registered; out-of-tree ones may add others.
 CHOICES = "choices"
 """Format: `ChosenTokens` go in, their weighted sums over experts [T, D] come out."""
 

@@ -99,7 +99,7 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
     able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
     if query.wanted and (fault := _fault_of_wanted(query)):
         raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {fault}", param="quantization")
-    if query.stored and not set(able) - {query.wanted}:
+    if query.stored and not set(able) - {query.wanted}:  # the wanted scheme alone reads no checkpoint format
         raise ConfigError(
             f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are "
             f"{', '.join(_find_readable())}",
@@ -115,6 +115,7 @@ def _build(name: str, query: SchemeQuery) -> Scheme | None:
     except PluginError as error:
         if query.stored or query.wanted == name:
             raise
+        # No method is stated, so every reader was tried: one that cannot be imported may well not be needed.
         logger.warning("weights stored in its form cannot be read: %s", error)
         return None
 

@@ -88,6 +88,7 @@ def quantise_weights(model: nn.Module, quantise: Callable[[StorableWeight], Pack
             weight.store(PanelWeight(packed))
         else:
             weight.weight.copy_(unpack(packed, weight.weight.dtype))
+    # matrices that are still plain parameters; norms and biases have one dim
     plain = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1) if is_native else 0
     if plain > before:
         logger.warning(

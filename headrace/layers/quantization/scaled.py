@@ -62,7 +62,7 @@ def pair_scales(tensors: Iterable[Named], types: tuple[torch.dtype, ...], dequan
         elif kind in SCALES:
             scales[module] = (name, tensor.clone())  # a tensor is valid only until the next one is requested
         elif kind != WEIGHT or tensor.dtype not in types or tensor.dim() != 2:
-            if kind == WEIGHT and module in scales:
+            if kind == WEIGHT and module in scales:  # this scale belongs to another scheme's format
                 yield scales.pop(module)
             yield name, tensor
         elif module in scales:

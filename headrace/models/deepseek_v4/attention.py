@@ -38,7 +38,7 @@ class V4Attention(nn.Module):
         self.q_norm = RmsNorm(build, heads.q_lora_rank, spec.norm_eps)
         self.kv_norm = RmsNorm(build, heads.head_dim, spec.norm_eps)
         self.q_up = Linear(build, heads.q_lora_rank, heads.num_heads * heads.head_dim)
-        self.sinks = build.in_float32().parameter(heads.num_heads)
+        self.sinks = build.in_float32().parameter(heads.num_heads)  # concatenated with float32 logits
         self.mix = GroupedLinear(
             heads.num_groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
         )
@@ -63,8 +63,8 @@ class V4Attention(nn.Module):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         heads, cos_sin = self.spec, self.rotary.cos_sin.index_select(0, batch.positions)
         latent, kv = self.down(x).split((heads.q_lora_rank, heads.head_dim), dim=-1)
-        latent, kv = self.q_norm(latent), self.kv_norm(kv)
-        q = self.q_up(latent).unflatten(-1, (heads.num_heads, heads.head_dim))
+        latent, kv = self.q_norm(latent), self.kv_norm(kv)  # [T, q_lora_rank], [T, E]
+        q = self.q_up(latent).unflatten(-1, (heads.num_heads, heads.head_dim))  # [T, H, E]
         # RMS norm per head without a weight, then rotation
         q = rotate_last(
             (q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.norm_eps)).to(q.dtype), cos_sin
@@ -72,9 +72,9 @@ class V4Attention(nn.Module):
         window, backend = self.window.step(batch), self.window.backend(batch)
         # written before any read: tokens of one step attend to each other through the pages
         self.window.slots.write(window.inputs.slots, rotate_last(kv.unsqueeze(1), cos_sin).squeeze(1))
-        seen = [(self.window.slots, backend.seen)]
+        seen = [(self.window.slots, backend.seen)]  # pools and the slots [T, n] in each
         if self.compressor is not None:
-            self.compressor(x, batch)
+            self.compressor(x, batch)  # also before the read: a window that ends in this step is visible in it
             seen.append((self.compressor.entries.slots, self._find_entries(self.compressor, x, latent, batch)))
         mixed = attend_slots(q, seen, sinks=self.sinks, scale=heads.scale)
         # Values are the rotated keys. Rotating the output back by the query's position leaves each value rotated by
@@ -119,14 +119,15 @@ def attend_slots(
     [T, H, E] in q's dtype."""
     out = torch.empty_like(q)
     width = sum(slots.shape[1] for _, slots in seen)
-    tile = max(1, TILE_ELEMENTS // (width * q.shape[-1]))
+    tile = max(1, TILE_ELEMENTS // (width * q.shape[-1]))  # queries at a time
     for low in range(0, q.shape[0], tile):
         span = slice(low, min(low + tile, q.shape[0]))
-        unseen = torch.cat([slots[span] < 0 for _, slots in seen], dim=1)
+        unseen = torch.cat([slots[span] < 0 for _, slots in seen], dim=1)  # [tile, N]
         # Padding reads slot 0, in the null page, which may hold anything: zeroed, as 0 * NaN would be NaN.
         kv = torch.cat(  # [tile, N, E]
             [pool.gather(slots[span].clamp(min=0), q.dtype) for pool, slots in seen], dim=1
         ).masked_fill_(unseen.unsqueeze(-1), 0)
+        # [tile, H, N]: each query has keys of its own, shared by its heads
         logits = torch.bmm(q[span], kv.transpose(1, 2)).float().mul_(scale).masked_fill_(
             unseen.unsqueeze(1), float("-inf")
         )

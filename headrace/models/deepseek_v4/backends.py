@@ -55,7 +55,7 @@ class _Backend(CacheBackend):
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.spec, self.page_size, self.device = spec, page_size, device
-        self.per_page = slots_per_page(spec, page_size)
+        self.per_page = slots_per_page(spec, page_size)  # slots, not tokens: fewer where entries are compressed
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         """Copy an index array to the device; synchronises."""
@@ -107,6 +107,7 @@ class EntriesBackend(_Backend):
         self.write_slots = self.find_slots(inputs, self.upload(finished_requests), self.upload(finished_numbers))
         # causal: a token sees the windows whose last token is not after it, its own window if it is that last token
         self.visible, self.requests = self.upload((spans.positions + 1) // ratio), self.upload(spans.requests)
+        # as many columns as the longest request has entries; shorter ones are masked by `visible`
         numbers = torch.arange(inputs.max_kv_len // ratio, device=self.device).expand(inputs.num_requests, -1)
         self.slots = self.find_slots(
             inputs, torch.arange(inputs.num_requests, device=self.device)[:, None].expand_as(numbers), numbers
@@ -152,7 +153,7 @@ class StateBackend(_Backend):
         kept_requests = np.repeat(np.arange(len(counts)), counts)
         kept_positions = np.arange(len(kept_requests)) + (lows - firsts)[kept_requests]
         self.kept = self._find_rows(inputs, kept_requests, kept_positions)
-        positions = (numbers[:, None] + 1) * ratio - reach + np.arange(reach)
+        positions = (numbers[:, None] + 1) * ratio - reach + np.arange(reach)  # [C, n]
         # three candidates per element of [C, n]: offset in the T tokens, in the S stored rows, or the padding row
         owner = requests[:, None]
         in_step = spans.starts[owner] + positions - spans.begins[owner]

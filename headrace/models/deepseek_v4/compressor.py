@@ -30,8 +30,8 @@ class Compressor(nn.Module):
         build, self.is_overlapping = build.in_float32(), ratio == OVERLAPPING
         wide = 2 * dim if self.is_overlapping else dim
         self.ratio, self.dim, self.rotary = ratio, dim, rotary
-        self.project = Linear(build, hidden_size, {"values": wide, "gates": wide})
-        self.ape = build.parameter(ratio, wide)
+        self.project = Linear(build, hidden_size, {"values": wide, "gates": wide})  # [T, D] to [T, 2W]
+        self.ape = build.parameter(ratio, wide)  # added to gate logits by a token's place in its window
         self.norm = RmsNorm(build, dim, norm_eps)
         self.entries, self.state = Place(), Place()
 

@@ -29,6 +29,7 @@ class HashRouter(nn.Module):
 
     def __init__(self, spec: RoutingSpec, hidden_size: int, vocab_size: int, build: Build):
         super().__init__()
+        # not storable: small, and routing is sensitive to rounding
         self.logits = Linear(build.in_float32(), hidden_size, spec.num_experts, is_storable=False)
         chosen = HASH_ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k))
         self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
@@ -61,5 +62,5 @@ class V4Moe(nn.Module):
         self._run_experts = pair_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)
+        ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
         return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)).add_(self.shared(x))

@@ -26,12 +26,12 @@ class HyperConnection(nn.Module):
         self._weigh = STREAM_WEIGHTS.choose(build.query(streams=spec.streams))
         self.fn = build.parameter(num_weights, spec.streams * hidden_size)
         self.base = build.parameter(num_weights)
-        self.scale = build.parameter(3)
+        self.scale = build.parameter(3)  # one factor each for pre, post and mix
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and
         ``mix`` [T, S, S], whose rows and columns each sum to 1."""
-        raw = mix_streams(streams, self.fn, self.norm_eps)
+        raw = mix_streams(streams, self.fn, self.norm_eps)  # [T, 2S + S * S]
         pre, post, mix = self._weigh(raw, self.scale, self.base, iterations=self.spec.iterations, eps=self.spec.eps)
         return collapse(streams, pre), post, mix
 
@@ -67,5 +67,5 @@ def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def write_back(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     """New streams [T, S, D] from a sublayer's output ``out`` [T, D]: stream k is ``post[k] * out`` plus the sum over j
     of ``mix[j, k] * streams[j]``."""
-    mixed = torch.einsum("tjk,tjd->tkd", mix, streams.float())
+    mixed = torch.einsum("tjk,tjd->tkd", mix, streams.float())  # a new tensor: streams may be an expanded view
     return torch.addcmul(mixed, post.unsqueeze(-1), out.float().unsqueeze(1)).to(streams.dtype)

@@ -57,11 +57,11 @@ class Indexer(nn.Module):
         slots, num_decodes = self.compressor.entries.slots, backend.num_decodes
         scores = q.new_zeros(q.shape[0], backend.slots.shape[1])
         if num_decodes:
-            keys = slots.gather(backend.slots[:num_decodes], torch.float32)
+            keys = slots.gather(backend.slots[:num_decodes], torch.float32)  # [decodes, N, E]; decode t is request t
             hits = torch.einsum("the,tne->thn", q[:num_decodes], keys).relu_()
             scores[:num_decodes] = torch.einsum("thn,th->tn", hits, weights[:num_decodes])
         for request, start, count, num_entries in backend.prefills:
-            keys = slots.gather(backend.slots[request, :num_entries], torch.float32)
+            keys = slots.gather(backend.slots[request, :num_entries], torch.float32)  # [n, E], shared by the tokens
             tile = max(1, TILE_ELEMENTS // max(1, q.shape[1] * num_entries))
             for low in range(start, start + count, tile):
                 span = slice(low, min(low + tile, start + count))

@@ -62,6 +62,7 @@ class DeepseekV4Model(ServedModel):
             RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
         )
         self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
+        # `_blocks` is the same list with its type: nn.ModuleList yields plain modules to the type checker
         self._blocks = [V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers]
         self.layers = nn.ModuleList(self._blocks)
         self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
@@ -70,6 +71,7 @@ class DeepseekV4Model(ServedModel):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter, and the buffers that keep checkpoint tensors as stored; raises `WeightError`."""
+        # taken before the quantization schemes see them: these would dequantise the experts' codes
         stored, found = self._stored(), set[str]()
         plain = self._schemes.read(self._take_stored(self._rename(tensors), stored, found))
         fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)

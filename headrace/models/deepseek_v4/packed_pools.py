@@ -35,6 +35,7 @@ class _PackedPool(Pool):
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in group.layers:
             pages = self._layers[layer] = allocate_zeros((group.num_pages, page), torch.uint8, device)
+            # views: the page's bytes are the only memory, and the rest of a page is padding
             values, scales = pages[:, : slots * value], pages[:, slots * value : slots * (value + scale)]
             self._views[layer] = values.unflatten(1, (slots, value)), scales.unflatten(1, (slots, scale))
         self.num_bytes = page * group.num_pages * len(group.layers)
@@ -85,7 +86,7 @@ class PackedKeyPool(_PackedPool):
 def pack_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise [..., E] to value bytes [..., N + 2 R] and scale bytes [..., 8], both uint8."""
     plain, rotated = x.float().split((x.shape[-1] - ROTATED, ROTATED), dim=-1)
-    codes, exponents = quantise_groups(plain, GROUP)
+    codes, exponents = quantise_groups(plain, GROUP)  # e4m3 [..., N] and e8m0 [..., N / 64]
     values = torch.cat((codes.view(torch.uint8), rotated.bfloat16().contiguous().view(torch.uint8)), dim=-1)
     return values, torch.nn.functional.pad(exponents, (0, SCALE_BYTES - exponents.shape[-1]))
 
