@@ -47,7 +47,8 @@ class LayerTable:
         ops = NATIVE.find()
         if ops is None:
             return None
-        # raw addresses again: the caller's ``groups`` keep the tensors alive during the call
+        # [groups, 3] as `Group` in bind_layers.h; raw addresses again: the caller's ``groups`` keep the tensors alive
+        # during the call
         addresses = torch.tensor([(slots.data_ptr(), table.data_ptr(), table.stride(0)) for slots, table in groups])
         x = x.contiguous()
         # x is overwritten with the residual; of pruned rows, the results are in the first S

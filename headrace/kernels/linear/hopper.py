@@ -44,6 +44,7 @@ class Tile:
 
 @gluon.jit
 def _fetch_weight(weight_desc, bar, tile, n, k, pred, GATE: gl.constexpr):
+    """Start the copy of outputs from ``n`` and inputs from ``k`` on to ``tile``, if ``pred``; it arrives at ``bar``."""
     if GATE > 0:  # see `_describe_gated`
         _fetch_tile(weight_desc, [n // 8, 0, 0, k], bar, tile, pred=pred)
     else:
@@ -78,11 +79,14 @@ def _product_kernel(
     fence_async_shared()  # TMA must see the initialised barriers
     # The last block overlaps the one before: TMA fills rows beyond the end slowly, so compute some rows twice instead.
     # Both programs store the same values there.
+    # With fewer than BLOCK_M rows, TMA reads zeros and `_store` masks.
     m0 = gl.maximum(gl.minimum(gl.program_id(0) * BLOCK_M, M - BLOCK_M), 0)
     n0, split = gl.program_id(1) * BLOCK_N, gl.program_id(2)
     k0 = split * depth
     # 0 or less for a split beyond the inputs, which stores zeros
     steps = gl.cdiv(gl.minimum(depth, K - k0), BLOCK_K)
+    # Both tiles of a stage arrive at one barrier, which expects their bytes together. Weights before the wait: no
+    # kernel writes them. x after it: the previous kernel may still be writing.
     for stage in gl.static_range(STAGES):
         mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
         _fetch_weight(weight_desc, bars.index(stage), tiles.index(stage), n0, k0 + stage * BLOCK_K, stage < steps, GATE)

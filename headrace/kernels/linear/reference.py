@@ -34,7 +34,7 @@ def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_into_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `LINEAR_FLOAT`; on CUDA, x and weight in half precision."""
+    """See `LINEAR_FLOAT`; on CUDA, x and weight in half precision. cuBLAS stores its float32 accumulator."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
@@ -42,7 +42,7 @@ def norm_linear(
     x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
     activation: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `NORM_LINEAR`."""
+    """See `NORM_LINEAR`; unlike the fused kernels it rounds the normalised row to x's dtype."""
     total = x + residual
     out = linear(rms_norm(total, norm.weight, norm.eps, norm.offset), weight, bias)
     return (ACTIVATIONS[activation](out) if activation else out), total

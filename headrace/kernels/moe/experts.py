@@ -181,7 +181,7 @@ def run_experts(
     few, pairs = num_tokens <= FEW_TOKENS, num_tokens * top_k
     # stand-ins where nothing is sorted: the kernels do not read them
     order, _, ends = (ids, ids, ids) if few else group_pairs(ids, num_experts, pdl=pdl)
-    # [N, F] in x's dtype, [N, D] in float32, both by pair
+    # [N, F] in x's dtype, [N, D] in float32, both by pair; rows of pairs without an expert are never written
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     parts = torch.empty((pairs, width), dtype=torch.float32, device=x.device)
     tile = choose_tile(num_tokens, top_k, num_experts, is_half=x.element_size() == 2)

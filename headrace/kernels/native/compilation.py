@@ -85,9 +85,9 @@ class _Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_stopped = True
+        self._is_stopped = True  # after an error: jobs still queued fail at once instead of running
         for _thread in self._threads:
-            self._jobs.put(None)
+            self._jobs.put(None)  # ends one thread
         for thread in self._threads:
             thread.join()
 

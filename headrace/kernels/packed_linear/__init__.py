@@ -6,8 +6,8 @@ PACKED_LINEAR = Operation("packed linear kernel")
 """``packed_linear(x [T, I], weight: PackedMatrix [O, I], bias [O] | None, out_dtype=None) -> [T, O]`` in ``out_dtype``,
 x's if None; x is float32 or bfloat16.
 
-Accumulates in float32 or exact integers. For int8 weights each row of x is rounded to 8 bits with one scale; for group
-formats with a scale per 32 inputs. For many rows a solution may round x to bfloat16 instead; float32 rows with an
+Accumulates in float32 or exact integers. With int8 weights each row of x is rounded to 8 bits with one scale, with
+group formats with a scale per 32 inputs; for many rows a solution may round x to bfloat16 instead. Float32 rows and an
 unquantised weight are multiplied in float32."""
 
 PACKED_LINEAR.add(
@@ -46,11 +46,13 @@ PACKED_ROWS.add(
 )
 
 WEIGHT_FORMS = Operation("weight form")
-"""``form(weight [O, I]) -> forms.StoredWeight``: lossless ways to store a weight; `choice` measures which is fastest.
-The query's shape has ``in_features``, ``out_features``, and ``has_rows``: 1 where the weight is an embedding too."""
+"""``form(weight [O, I]) -> forms.StoredWeight``: ways to store a weight without loss; `choice` measures which is
+fastest. The query's shape has ``in_features``, ``out_features``, and ``has_rows``: 1 where the weight is an embedding
+too."""
 
 
 def _reason_against_onednn(query: KernelQuery) -> str | None:
+    # a tied embedding needs rows of the weight, which oneDNN's blocked layout does not give
     return "rows cannot be looked up" if query.shape.get("has_rows") else _reason_against(query)
 
 

@@ -72,7 +72,8 @@ Rotates ``q_rope`` and ``k_rope`` as `ROPE_WRITE` does, and writes ``latent`` fo
 
 STREAM_WEIGHTS = Operation("stream weights kernel")
 """``stream_weights(raw [T, (2 + S) S], scale [3], base [(2 + S) S], *, iterations, eps) -> (pre [T, S], post [T, S],
-mix [T, S, S])``, all float32: how parallel residual streams are read, written and mixed (hyper-connections).
+mix [T, S, S])``, all float32: how parallel residual streams are read, written and mixed (manifold-constrained
+hyper-connections, arXiv:2512.24880).
 
 ``raw`` holds ``pre``, ``post`` and, row-major, ``mix``. Each part is ``x * its scale + its base``; then ``pre`` is
 ``sigmoid(x) + eps``, ``post`` ``2 sigmoid(x)``, and ``mix`` is made doubly stochastic: softmax of its rows plus
