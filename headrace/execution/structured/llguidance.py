@@ -1,4 +1,5 @@
-"""Grammars by llguidance. It bounds its own work by fuel, lets other threads run, and refuses what it cannot enforce.
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance). The library bounds its own work by fuel, releases
+the interpreter lock, and refuses what it cannot enforce.
 
 Refuses: sources that `sources` and `schema` refuse, among them those that llguidance 1.9 gets wrong or crashes on.
 """
@@ -40,18 +41,18 @@ LIMITS = {
     "max_grammar_size": 200_000, "verbose_errors": False
 }
 SLICES = [r"[a-z]+", *llguidance.LLTokenizer.general_slices()]
-"""Parts of the vocabulary that are allowed as a whole where a grammar allows all that they match. With lower-case
-letters among them, bitmasks of regular expressions take half the time."""
+"""Regular expressions of parts of the vocabulary that llguidance allows as a whole where a grammar allows all that they
+match. With lower-case letters among them, bitmasks of regular expressions take half the time."""
 MAX_MESSAGE = 400
 _LOCATION = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 _GRAMMAR = re.compile(r"\s+1 \| ")
 MAX_THREADS = 8
 SHORT_S = 0.02
-"""A grammar that compiles in less is compiled once per thread."""
+"""Seconds. A grammar that compiles in less is compiled once per thread, so that threads do not share a lexer."""
 
 
 class _TokenizerAdapter:
-    """A vocabulary as `llguidance.TokenizerWrapper` takes it."""
+    """A vocabulary with the attributes that `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_ids: Sequence[int]):
         known = vocabulary.tokens[:vocab_size]
@@ -61,7 +62,8 @@ class _TokenizerAdapter:
         self.split_greedily: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text. Grammars do not force any (`HEADER`), so a greedy split will do."""
+        """Tokenise a text. llguidance needs that for forced tokens only, which are off (`HEADER`): a greedy split will
+        do. Empty until the tokenizer that splits has been built."""
         raw = text.encode() if isinstance(text, str) else text
         return self.split_greedily(raw.decode("utf-8", "replace")) if self.split_greedily is not None else []
 
@@ -77,7 +79,7 @@ class GuidanceMatcher:
         self.inner.consume_tokens(list(token_ids))
 
     def forced_bytes(self) -> bytes:
-        """See `Matcher`. A special token is spelled with a byte before it that no text holds."""
+        """See `Matcher`. llguidance writes a special token with 0xFF before it, which no UTF-8 has: cut there."""
         return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]
 
     @property
@@ -87,8 +89,8 @@ class GuidanceMatcher:
 
 
 class GuidanceGrammar:
-    """A `CompiledGrammar`. Copies of one matcher share a lexer and wait for one another as they compute, so that
-    outputs are copies of several ``origins`` in turn."""
+    """A `CompiledGrammar`. Copies of one matcher share a lexer behind a lock, so bitmasks of theirs are not computed in
+    parallel: outputs get copies of several ``origins`` in turn."""
 
     def __init__(self, library: GuidanceLibrary, origins: list[llguidance.LLMatcher], states: LazyDfa | None = None):
         self.library, self.states = library, states
@@ -118,8 +120,8 @@ class GuidanceLibrary:
         self._special_ids = {text: i for i, text in specials.items() if text}
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """See `GrammarLibrary`. The first bitmask is computed, too: it is the slowest, and shows a grammar that
-        allows nothing."""
+        """See `GrammarLibrary`. The first bitmask is computed here as well: it is the slowest, and is empty for a
+        grammar that allows nothing."""
         try:
             text = HEADER + self._read(grammar)
         except RequestError:
@@ -134,6 +136,7 @@ class GuidanceLibrary:
         return GuidanceGrammar(self, origins, None if automaton is None else LazyDfa(automaton, self._texts))
 
     def _open(self, grammar: Grammar, text: str) -> llguidance.LLMatcher:
+        """A matcher at the beginning of an output, its first bitmask computed; raises `RequestError`."""
         origin = llguidance.LLMatcher(
             self._tokenizer, llguidance.LLMatcher.grammar_from_lark(text), log_level=0, limits=self._limits
         )
@@ -145,6 +148,7 @@ class GuidanceLibrary:
         return origin
 
     def _read(self, grammar: Grammar) -> str:
+        """The grammar in llguidance's dialect of Lark; raises `RequestError` and what the parsers raise."""
         kind, text = grammar.kind, grammar.text
         match kind:
             case "json_schema":
@@ -167,7 +171,8 @@ class GuidanceLibrary:
         raise RequestError(f"unknown kind of grammar {kind!r}", param="grammar")
 
     def fill(self, matchers: Sequence[GuidanceMatcher], bitmasks: np.ndarray) -> None:
-        """See `GrammarLibrary`. Several are filled on the library's own threads, without the interpreter lock."""
+        """See `GrammarLibrary`. Several are filled on the library's own threads, without the interpreter lock; this
+        returns when all are done, so the raw addresses stay valid."""
         assert bitmasks.dtype == np.int32 and bitmasks.flags.c_contiguous and len(bitmasks) == len(matchers)
         size, address = bitmasks.shape[1] * bitmasks.itemsize, bitmasks.ctypes.data
         if self._num_threads > 1 and len(matchers) > 1:
@@ -183,7 +188,7 @@ def _complain(grammar: Grammar, reason: str) -> RequestError:
 
 
 def _first_line(text: str) -> str:
-    """Its messages go on with the grammar and the state of the parser."""
+    """The useful part of llguidance's message, which goes on with the grammar and the state of the parser."""
     if "NoExtensionBias" in text:
         return "it cannot be begun; does a '$ref' refer to itself, or a rule to nothing but itself?"
     message = _GRAMMAR.split(_LOCATION.sub("", text.strip()), maxsplit=1)[0]

@@ -1,10 +1,10 @@
 r"""`reword_pattern`: patterns of JSON strings in llguidance's notation, which is Rust's, without the characters that a
 string can hold only as ``\uXXXX``, which outputs never do.
 
-JSON schema means JavaScript's notation, where classes have no others within them and no operators. And llguidance drops
-those characters from the middle of a pattern, and takes a class that holds all of them for one with every escape,
-quotes and backslashes among them, so that ``[^"]`` would let a quote through. Refuses: understanding patterns; brackets
-and escapes are enough. `FORMATS`: strings of some formats by patterns.
+JSON schema means JavaScript's syntax, where classes have neither nested classes nor operators; Rust's have both. And
+llguidance drops those characters from the middle of a pattern, and takes a class with all of them for one with every
+escape, quotes and backslashes included, so that ``[^"]`` would let a quote through. Refuses: parsing patterns beyond
+brackets and escapes. `FORMATS`: patterns for strings of some formats.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DAYS = (
 _DATE = f"(?:[0-9]{{4}}-(?:{_DAYS})|(?:{_LEAP})-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
-"""Of RFC 3339, but for leap seconds, which few programs read. llguidance's own have a 29th of February every year and a
-60th second every minute."""
+"""As RFC 3339 has them, but for leap seconds, which few programs accept. llguidance's own patterns allow a 29th of
+February in every year and a 60th second in every minute."""
 
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _CLASS = re.compile(r"(\[\^?\]?)((?:\\.|[^\]\\])*\\?(?:\]|\Z))", re.DOTALL)
@@ -33,7 +33,7 @@ _NAMING = "pPxuUav"
 
 
 def reword_pattern(pattern: str) -> str:
-    """The pattern of a schema as llguidance takes it for what it says."""
+    """The pattern of a schema, rewritten so that llguidance enforces what it means in JavaScript's syntax."""
     parts, at = [], 0
     while at < len(pattern):
         escape, bracket = _ESCAPE.match(pattern, at), _CLASS.match(pattern, at)
@@ -49,7 +49,7 @@ def reword_pattern(pattern: str) -> str:
 
 
 def _spell(sign: re.Match[str]) -> str:
-    """What is an operator in a class of Rust's as characters, or as an end of a range."""
+    """Escape what is an operator in a class of Rust's (``[``, ``&``, ``~``, ``--``)."""
     if sign[0] == "--":
         return "-\\-" if sign.start() else "\\--"
     return sign[0] if sign[0][0] == "\\" else "\\" + sign[0]

@@ -18,9 +18,9 @@ from headrace.execution.structured.sources import check_whole
 MAX_DEPTH = 64
 MAX_NODES = 20_000
 MAX_REFERRED_DEPTH = 512
-"""Levels of all schemas that others refer to, taken together: libraries follow references by recursion."""
+"""Depths of all schemas that ``$ref`` leads to, summed: libraries follow references by recursion, on a finite stack."""
 MAX_MULTIPLE = 10_000
-"""A multiple is found by an automaton with as many states."""
+"""The largest ``multipleOf``: the grammar for it is an automaton with as many states."""
 
 NOT_ENFORCED = frozenset({
     "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else", "not", "dependentRequired",
@@ -38,18 +38,20 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 _BOUNDS = _LOWER + _UPPER
 _DATA = frozenset({"const", "enum", "default", "example", "examples"})
 FREE_FORMATS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
-"""Formats of strings that any string has (as OpenAPI and pydantic use them): they tell people something."""
+"""String formats that restrict nothing (of OpenAPI and pydantic): they are hints for people."""
 
 
 def embed_schema(schema: Mapping[str, Any] | bool, options: Mapping[str, Any]) -> str:
-    """JSON that a checked schema allows, in llguidance's dialect of Lark. ``options``: its ``x-guidance``."""
+    """The right side of a rule in llguidance's dialect of Lark: JSON of a checked schema. ``options`` are set as its
+    ``x-guidance``."""
     fields = reword(schema) if isinstance(schema, Mapping) else {}
     return "%json " + msgspec.json.encode({**fields, "x-guidance": dict(options)}).decode()
 
 
 def reword(schema: Any) -> Any:
-    """A checked schema in words that llguidance enforces exactly: without formats that restrict nothing (it refuses
-    those that it does not know), and with patterns in its notation, also in place of formats that it is lenient about.
+    """A checked schema rewritten so that llguidance enforces it exactly: without formats that restrict nothing (it
+    refuses those that it does not know), with patterns in its syntax, and with patterns in place of formats that it
+    checks too loosely.
     """
     if isinstance(schema, list):
         return [reword(item) for item in schema]
@@ -71,6 +73,7 @@ def reword(schema: Any) -> Any:
     pattern = FORMATS.get(str(schema.get("format")))
     if pattern is None:
         return kept
+    # The format's pattern; a schema has one ``pattern`` only, so a second goes into ``allOf``.
     parts = kept.get("allOf", [])
     return (
         {**kept, "allOf": [*parts, {"pattern": pattern}]} if "pattern" in kept and isinstance(parts, list)
@@ -80,6 +83,7 @@ def reword(schema: Any) -> Any:
 
 def check_schema(schema: Any, param: str) -> None:
     """Raise `RequestError` naming the keyword when a schema holds what cannot be enforced, or is too large."""
+    # Iterative: the depth is checked before anything recurses over the schema.
     targets = set[str]()
     pending, num_nodes = [(schema, 1)], 0
     while pending:
@@ -106,7 +110,7 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def _find(schema: Any, target: str) -> Any:
-    """What a reference within the schema leads to, None for any other."""
+    """The node that a JSON pointer (RFC 6901) within the schema leads to; None if there is none."""
     if not target.startswith("#"):
         return None
     for part in filter(None, target[1:].split("/")):
@@ -116,7 +120,7 @@ def _find(schema: Any, target: str) -> Any:
 
 
 def _check_end(schema: Any, target: str, param: str) -> None:
-    """Follow references that lead to nothing but others."""
+    """Raise `RequestError` for a chain of references that leads back to itself."""
     passed, found = {target}, _find(schema, target)
     while isinstance(found, dict) and isinstance(following := found.get("$ref"), str):
         if following in passed:
@@ -175,7 +179,8 @@ def _check_keywords(node: dict[str, Any], param: str) -> None:
 
 
 def _may_repeat_keys(node: dict[str, Any]) -> bool:
-    """Properties without a name of their own are not told apart, so that counting them can count one twice."""
+    """Whether ``minProperties`` could be satisfied by one name twice: the library does not tell names apart that the
+    schema does not list."""
     least, required = node.get("minProperties", 0), node.get("required", ())
     if (
         not isinstance(least, int | float) or not isinstance(required, list | tuple)
@@ -186,7 +191,7 @@ def _may_repeat_keys(node: dict[str, Any]) -> bool:
 
 
 def _check_values(node: dict[str, Any], param: str) -> None:
-    """Numbers and strings that would be another one in the grammar."""
+    """Raise `RequestError` for numbers and strings that the grammar could not represent exactly."""
     for name in ("const", "enum", *_BOUNDS, "multipleOf"):
         value = node.get(name)
         if (
@@ -221,6 +226,6 @@ def _read_bounds(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple
 
 
 def _lets_bound_through(lower: tuple[float, bool], upper: tuple[float, bool]) -> bool:
-    """Whether llguidance takes 1 for above 1 and at most 1.5."""
+    """Whether llguidance would let an excluded bound through: it takes 1 as a number above 1 and at most 1.5."""
     (least, is_excluded), (most, _) = lower, upper
     return is_excluded and least >= 0 and least == int(least) and least < most < least + 1

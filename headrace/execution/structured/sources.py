@@ -1,5 +1,5 @@
-"""Regular expressions and grammars as llguidance reads them, in its dialect of Lark, and cheap checks of them first: a
-source that would cost much is refused by its looks. JSON schemas: ``schema.py``.
+"""Regular expressions and grammars translated to llguidance's dialect of Lark, after cheap checks of size, nesting and
+repetition: a source that would cost much is refused before it is parsed. JSON schemas: ``schema.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import msgspec
 from headrace.base.errors import RequestError
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""llguidance shall not tokenise forced text on every step, at a cost that grows with its length."""
+"""Turns off llguidance's own forced tokens: it would tokenise forced text in every step, at a cost that grows with its
+length. `ForcedTokens` does that instead, with a cache."""
 
 MAX_REGEX = 16 * 1024
 MAX_EBNF = 64 * 1024
@@ -23,7 +24,7 @@ MAX_NESTING = 100
 _COUNTS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _CLASS = re.compile(r"\[\^?\]?[^\]]*(\]|\Z)")
-"""A bracket that comes first in a class belongs to it."""
+"""A character class. A ``]`` that comes first in it is a member, not its end."""
 _RULE = re.compile(r"^\s*[\w?!.-]+\s*(?:\[[^\]\n]*\]\s*)?(?:::=|:)", re.MULTILINE)
 _DIRECTIVE = re.compile(r"%\s*(json|llguidance|lark)\b")
 _LARK = re.compile(r"^\s*[?!]?start\s*:(?!:=)", re.MULTILINE)
@@ -50,7 +51,7 @@ def read_ebnf(text: str, param: str) -> str:
     check_ebnf(text, param)
     if _LARK.search(text):
         return text
-    # GBNF's ``root`` becomes ``start``: a rule that has that name gets another.
+    # The conversion renames GBNF's ``root`` to ``start``: a rule that has that name already gets another.
     free = next(name for name in map("start-{}".format, itertools.count()) if name not in text)
     return gbnf_to_lark(_GBNF.sub(lambda found: free if found[0] == "start" else found[0], text))
 

@@ -1,7 +1,7 @@
 """Structural tags to a Lark grammar: free text with structured parts in it, as tool calls are written.
 
-Reads the tree of formats that vLLM takes (``{"type": "structural_tag", "format": ...}``) and SGLang's older
-``structures`` and ``triggers``. Refuses what it does not know by name. Embedded JSON schemas are checked as any other.
+Accepts the tree of formats that vLLM takes (``{"type": "structural_tag", "format": ...}``) and SGLang's older
+``structures`` and ``triggers``. Refuses unknown formats and fields. Embedded JSON schemas are checked as any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPEN_END = (
     "unknown"
 )
 ANY_TEXT = r"/(.|\n)*/"
-"""Special tokens are never part of it."""
+"""Matches no special tokens: those are no text to llguidance."""
 
 
 def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
@@ -40,7 +40,7 @@ def to_lark(tag: Any, json_options: Mapping[str, Any], special_ids: Mapping[str,
 
 
 def modernise(tag: dict[str, Any]) -> dict[str, Any]:
-    """The newer form of a tag in either: one that has ``structures`` is in the older."""
+    """The newer form of a tag in either form; one with ``structures`` is in the older. Raises `RequestError`."""
     if "structures" not in tag:
         return tag
     _check_keys(tag, {"structures", "triggers"}, optional=("type",))
@@ -53,7 +53,7 @@ def modernise(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 class _LarkWriter:
-    """Turns formats into expressions; what needs a rule or terminal of its own goes to ``rules``."""
+    """Turns formats into Lark expressions; what needs a rule or terminal of its own is added to ``rules``."""
 
     def __init__(self, json_options: Mapping[str, Any], special_ids: Mapping[str, int]):
         self.rules: list[str] = []
@@ -124,7 +124,7 @@ class _LarkWriter:
         return f"({self.write(node['content'])})" + {"optional": "?", "plus": "+", "star": "*"}[node["type"]]
 
     def _tag(self, node: dict[str, Any], trigger: str = "") -> str:
-        """``trigger`` is what of ``begin`` has been written already."""
+        """A tag; ``trigger`` is the part of ``begin`` that the text before it has consumed."""
         _check_keys(node, {"begin", "content", "end"})
         ends = node["end"] if isinstance(node["end"], list) else [node["end"]]
         if not ends or not all(isinstance(end, str) for end in ends):
@@ -171,7 +171,8 @@ class _LarkWriter:
         return self._terminal(f"{ANY_TEXT} & ~" + slash(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)*"))
 
     def _text_until(self, end: str, markers: list[str]) -> str:
-        """Any text up to the first of the markers, which is ``end``."""
+        """Any text up to and including the first of the markers, which is ``end``: all texts that end with it, less
+        those in which some marker ends earlier."""
         if not end:
             raise _wrong("free text needs a non-empty end or trigger")
         if end in self._special_ids:

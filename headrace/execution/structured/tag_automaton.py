@@ -1,8 +1,9 @@
-"""`TagAutomaton`: a structural tag as a nondeterministic automaton over constants, JSON and text up to a marker: tool
-calls as they are written, alone or in text. `build_automaton`: the automaton of any kind of grammar.
+"""`TagAutomaton`: a structural tag (tool calls, alone or within text) as a nondeterministic automaton whose nodes are
+constants, JSON values, and free text up to a marker. `build_automaton`: the automaton of any kind of grammar.
 
-llguidance's lexer is greedy: where one constant ends and another goes on, it keeps the longer one. So a configuration
-is known only if all of its active nodes are complete together, or none is. Refuses: regular expressions within a tag.
+llguidance's lexer is greedy: where one constant ends and another goes on, it keeps the longer one. This automaton does
+not model that, so it gives up unless all active nodes are complete at the same byte, or none is. Refuses: regular
+expressions within a tag.
 """
 
 from __future__ import annotations
@@ -27,39 +28,39 @@ MAX_NODES = 4096
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """``next``: the nodes that may follow. One that is nothing else is left at once."""
+    """``next``: the nodes that may follow. A plain `Node` is an empty transition."""
 
     next: list[Node]
 
 
 @dataclass(eq=False, slots=True)
 class Constant(Node):
-    """A node's progress is the number of its bytes that are written. An empty one is the end."""
+    """A constant text. Its progress is the number of its bytes so far. The empty constant is the end of the output."""
 
     text: bytes
 
 
 @dataclass(eq=False, slots=True)
 class Json(Node):
-    """A node's progress is a configuration of its automaton."""
+    """A JSON value. Its progress is a configuration of its automaton."""
 
     automaton: JsonAutomaton
 
 
 @dataclass(eq=False, slots=True)
 class Text(Node):
-    """Any text up to one of the ``markers``, which leads to its nodes; without them, to the end. A node's progress is
-    what is written of a marker, or of a character in UTF-8."""
+    """Any text up to the first of the ``markers``, each with the nodes that follow it; without markers, to the end. Its
+    progress is the longest suffix of the text that begins a marker, or an incomplete UTF-8 character."""
 
     markers: dict[bytes, list[Node]]
 
 
 Config = frozenset[tuple[Node, Any]]
-"""Active nodes, each with its progress."""
+"""The active nodes, each with its progress; the type depends on the node's class."""
 
 
 class TagAutomaton:
-    """An `Automaton`. Raises `NotReadError` for formats beyond the part that is read."""
+    """An `Automaton`. Raises `NotReadError` for formats that it does not support."""
 
     byte_classes: bytes | None = None
 
@@ -70,6 +71,7 @@ class TagAutomaton:
 
     def step(self, config: Config, byte: int) -> Config | None:
         """See `Automaton`."""
+        # active: nodes still within; left: nodes that follow those which this byte completes
         active, left, is_after_json = set[tuple[Node, Any]](), list[Node](), False
         for node, progress in config:
             match node:
@@ -79,6 +81,8 @@ class TagAutomaton:
                 case Json(automaton=automaton):
                     after = automaton.step(progress, byte)
                     if after is None:
+                        # Before its first byte the node is just not the one that the output takes; later, JSON that the
+                        # automaton cannot follow makes the whole configuration unknown.
                         if progress != automaton.start:
                             return None
                         continue
@@ -114,7 +118,7 @@ class TagAutomaton:
         return 12 * len(config)
 
     def _enter(self, nodes: list[Node]) -> Config:
-        """The nodes at their beginning, and those behind what is empty."""
+        """The epsilon closure: the nodes with no progress, with those behind plain nodes in their place."""
         active, pending, seen = set[tuple[Node, Any]](), list(nodes), set[Node]()
         while pending:
             node = pending.pop()
@@ -139,7 +143,7 @@ class TagAutomaton:
         return node
 
     def _build(self, format_: Any, after: Node) -> Node:
-        """The node that a format begins with; ``after`` it."""
+        """Build the nodes of a format, back to front: ``after`` is the node behind it. Returns the first."""
         match format_:
             case {"type": "const_string", "value": str(value)}:
                 return self._add(Constant([after], value.encode())) if value else after
@@ -167,6 +171,7 @@ class TagAutomaton:
         raise NotReadError
 
     def _build_repeated(self, format_: Any, after: Node) -> Node:
+        # ``again`` stands behind the content and offers to leave or to repeat it.
         kind, again = format_["type"], self._add(Node([after]))
         first = self._build(format_["content"], after if kind == "optional" else again)
         again.next.append(first)
@@ -179,7 +184,7 @@ class TagAutomaton:
         return self._build(some if format_.get("at_least_one") else {"type": "optional", "content": some}, after)
 
     def _build_tag(self, tag: Any, after: Node, trigger: str = "") -> Node:
-        """``trigger``: what of its beginning is written already."""
+        """The nodes of a tag; ``trigger`` is the part of its ``begin`` that the text before it has consumed."""
         begin, content, end = tag["begin"][len(trigger) :], tag["content"], tag["end"]
         ends = end if isinstance(end, list) else [end]
         if content.get("type") == "any_text":
@@ -205,7 +210,8 @@ class TagAutomaton:
 
 
     def _check_markers(self, markers: list[str]) -> None:
-        """Each must be known where it ends: none within another, none a special token."""
+        """Refuse markers that cannot be found by their bytes alone: empty ones, special tokens, and any that contains
+        another, which would end first."""
         if not all(markers) or not self._special_texts.isdisjoint(markers):
             raise NotReadError
         if any(one in other for one, other in permutations(markers, 2)):
@@ -213,7 +219,7 @@ class TagAutomaton:
 
 
 def build_automaton(grammar: Grammar, reach: Reach, special_texts: Set[str]) -> Automaton | None:
-    """For grammars that are read; None for others. The grammar was compiled before."""
+    """The automaton of a grammar, None if none supports it. The grammar was compiled before, so it is valid."""
     with suppress(NotReadError, RecursionError):  # the library is asked for every bitmask, then
         match grammar.kind:
             case "json_object":
@@ -238,7 +244,8 @@ def _constant(text: str) -> dict[str, str]:
 
 
 def _write_text(markers: dict[bytes, list[Node]], written: bytes, byte: int) -> bytes | None:
-    """The longest end of the text that begins a marker, or of a character that is not whole; None for no UTF-8."""
+    """The progress of a `Text` after one more byte: the longest suffix that begins a marker, or an incomplete UTF-8
+    character; None for invalid UTF-8, and for non-ASCII text where a marker is not ASCII either."""
     character = written if written[:1] >= b"\x80" else b""
     if byte > 127 or character:
         if not all(marker.isascii() for marker in markers):
