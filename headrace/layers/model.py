@@ -17,14 +17,14 @@ from headrace.layers.quantization.storage import StorableModel
 
 
 class ServedModel(StorableModel):
-    """Base class of every model. A family names it as ``"module:Class"``; it is built as ``Class(spec, build)`` with a
-    `headrace.layers.build.Build` under which every parameter is created empty on the device in the model dtype. Then
-    come ``load_weights``, ``bind_cache``, and ``forward`` any number of times.
+    """Base class of every model. A family names its class as ``"module:Class"``; it is built as ``Class(spec, names,
+    build)``, which creates every parameter uninitialised on the device of ``build``, most of them in its dtype. Then
+    ``load_weights`` and ``bind_cache`` are called, and ``forward`` any number of times.
 
-    What a model can do is declared by attributes with defaults here, which a model overrides. ``is_capturable``: steps
-    may be recorded as CUDA graphs; False for a model that waits for the device or reads host lengths. ``scores``: the
-    classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
-    of a pooling model.
+    Capabilities are attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as
+    CUDA graphs; False for a model that waits for the device or reads host lengths. ``scores``: the classifier, [S, D]
+    to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling
+    model.
     """
 
     is_capturable: bool = True
@@ -37,16 +37,17 @@ class ServedModel(StorableModel):
 
     @property
     def prunes_last_layer(self) -> bool:
-        """Whether `forward` obeys ``ForwardBatch.wanted``."""
+        """Whether `forward` obeys ``ForwardBatch.wanted``: computes the last layer for the wanted tokens only."""
         return False
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take ``(checkpoint name, tensor)`` pairs in any order; raises `WeightError` naming missing or unexpected
-        ones."""
+        """Fill every parameter from ``(checkpoint name, tensor)`` pairs in any order. A tensor is valid only until the
+        next one is requested. Raises `WeightError` naming missing or unexpected ones."""
         raise NotImplementedError
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
-        """``pages[layer]`` is that layer's `KvPages`, None for a layer without cache."""
+        """Attach caches before the first step; may be called again with other pages. ``pages[layer]`` is that layer's
+        `KvPages`, None for a layer without cache; ``group_of_layer[layer]`` indexes ``ForwardBatch.groups``."""
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -58,5 +59,6 @@ class ServedModel(StorableModel):
         raise NotImplementedError
 
     def fuse_decode(self) -> FusedDecode | None:
-        """One native CPU call that computes a step of decodes alone; None where there is none, or not yet."""
+        """One native CPU call that computes a step of decodes only, from token ids to sampled tokens. None if the model
+        does not allow it, or not yet: weights may still have to be packed."""
         return None

@@ -1,4 +1,5 @@
-"""`Family`: what a model plug-in declares. Importing a family's ``family.py`` must not import torch.
+"""`Family`: what a model plug-in declares. Importing a family's ``family.py`` must not import torch, as HTTP processes
+do so too.
 
 Out-of-tree families are entry points of group ``headrace.families`` naming a `Family` object.
 """
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family; ``name``, ``architectures`` and ``read_config`` are enough for a decoder with the usual names.
+    """A model family; ``name``, ``architectures`` and ``read_config`` suffice for a decoder with common tensor names.
 
     ``read_config`` turns a Hugging Face ``config.json`` dict into the family's own spec, a frozen dataclass; it raises
     `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer.
-    ``names`` are those of checkpoint tensors. ``model`` is ``"module:Class"`` of a
+    ``names`` maps checkpoint tensors. ``model`` is ``"module:Class"`` of a
     `headrace.layers.model.ServedModel`, imported only when the family is served. ``generates`` is False for a family of
     pooling models without logits of tokens.
 
     ``gguf_architectures`` are values of ``general.architecture`` it serves; ``gguf_config(metadata)`` makes the
-    config.json dict from GGUF metadata; ``gguf_naming`` is what is special to its GGUF tensors.
+    config.json dict from GGUF metadata; ``gguf_naming`` says how its GGUF tensors differ from the common naming.
 
     ``chat_encoder`` is ``"module:Class"`` for a family whose chat format is code: built with the model's folder, it
     renders as ``service.tokenization.chat_template.ChatTemplates`` does. Torch-free; used when the model brings no

@@ -48,6 +48,7 @@ def read_gguf_config(
         value = metadata.get(f"{prefix}.{key}")
         if value is not None:
             config[field] = _single(f"{prefix}.{key}", value)
+    # the key is optional; a file without it has the token list
     config["vocab_size"] = metadata.get(f"{prefix}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
     for key, field in SPECIAL_TOKENS.items():
         if metadata.get(f"tokenizer.ggml.{key}") is not None:

@@ -114,6 +114,7 @@ def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
     if len(stems) != 1:
         raise ModelError(f"packages of {base} hold parts of several files: {', '.join(sorted(stems))}")
     numbers = sorted(numbered)
+    # parts are numbered from 0 or 1
     if numbers[0] not in (0, 1) or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         raise ModelError(f"parts {numbers} of {stems.pop()} have a gap; install all packages {base}-part1, -part2, ...")
     try:

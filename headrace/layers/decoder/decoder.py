@@ -31,7 +31,8 @@ HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
 class Decoder(ServedModel):
-    """The model of every family that needs none of its own; see `ServedModel` for the order of calls."""
+    """The model class of all families whose decoder a `DecoderSpec` describes; see `ServedModel` for the order of
+    calls."""
 
     def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
@@ -55,7 +56,7 @@ class Decoder(ServedModel):
                 build, vocabulary.size, spec.hidden_size, weight=self.embedding.weight if vocabulary.tied else None,
                 divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap, bias=vocabulary.head_bias,
             )
-        elif spec.num_classes > 0:
+        elif spec.num_classes > 0:  # 0: a bare decoder, for embeddings
             self.scores = Head(build, spec.num_classes, spec.hidden_size)
         self._table: LayerTable | None = None
         self._decodes: FusedDecode | None = None
@@ -93,7 +94,8 @@ class Decoder(ServedModel):
         return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
 
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
-        """All layers in one native call; None where the layers or the step do not allow it."""
+        """All layers in one native CPU call. None, with ``x`` unchanged, where the layers or the step do not allow it.
+        """
         table = self._find_table()
         return None if table is None else run_layers(table, x, batch)
 
@@ -103,6 +105,7 @@ class Decoder(ServedModel):
         return self._decodes
 
     def _find_table(self) -> LayerTable | None:
+        # Made lazily: weights may be packed on another thread while requests run, which sets the flag again.
         if self._is_table_due:
             self._is_table_due = False  # before the table is made: another thread may set it again meanwhile
             self._table = fuse_layers(self._blocks)

@@ -1,4 +1,4 @@
-"""`LocalDispatcher` and `ReferenceExperts`: one device, plain torch; the oracles of all others."""
+"""`LocalDispatcher` and `ReferenceExperts`: one device, plain torch; tests compare other implementations to these."""
 
 from __future__ import annotations
 

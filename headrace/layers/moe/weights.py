@@ -1,4 +1,4 @@
-"""`ExpertWeights`: the matrices of all experts of a layer, stacked.
+"""`ExpertWeights`: the stacked matrices of all experts of a layer.
 
 X experts, F expert intermediate size, D hidden size, O outputs, I inputs.
 """
@@ -26,7 +26,7 @@ class StackedLinear(StorableLayer):
     """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; kernels multiply with it. ``parts`` names the stacked
     outputs and their sizes in order. The weight may be ``stored`` as one matrix [X * O, I] if its experts allow."""
 
-    is_storable = False
+    is_storable = False  # set by the experts that have kernels for packed stacks, see `moe.stored`
     stored: PanelWeight | None
 
     def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int], *, bias: bool):
@@ -38,6 +38,7 @@ class StackedLinear(StorableLayer):
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` called ``name``: ``"3/gate"`` is expert 3's gate."""
         expert, _, rows = name.partition("/")
+        # a view [rows, I] of one expert's matrix; its storage is the whole stack's
         return parameter[int(expert), self.rows[rows]]
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The contract of quantised weights. A `Scheme` is one numeric format; the schemes that a model needs are chained, each
-wrapping those of lower priority: checkpoint formats are innermost, what the user wants layers to keep is outermost.
+reading the output of those of lower priority: checkpoint formats come first (innermost), the format that the user wants
+layers to keep comes last (outermost).
 
 Schemes know neither the tensor names of families nor kernels' implementations.
 """
@@ -36,11 +37,12 @@ class Scheme(Protocol):
     def __init__(self, query: SchemeQuery): ...
 
     def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
-        """Checkpoint tensors on their way to the parameters, as the inner scheme yields them; each is valid until the
-        next one is requested. Tensors of other formats pass unchanged. Raises `WeightError`."""
+        """Transform checkpoint tensors, as the inner scheme yields them, on their way to the parameters. A tensor is
+        valid only until the next one is requested: keep a copy of what must wait. Tensors of other formats pass
+        unchanged. Raises `WeightError`."""
 
     def finish(self, model: nn.Module) -> None:
-        """Called once every parameter is filled: may replace what layers keep."""
+        """Called once every parameter is filled: may replace parameters by stored weights."""
 
 
 SCHEMES: Registry[type[Scheme]] = Registry("quantization scheme")

@@ -102,6 +102,7 @@ class ChatEncoder:
         if not messages:
             raise RequestError("messages must hold at least one message", param="messages")
         variables = variables or {}
+        # either name, as chat templates of other models use both
         effort = variables.get("reasoning_effort")
         is_thinking = bool(variables.get("thinking", variables.get("enable_thinking", True))) and effort != CHAT_EFFORT
         turns = fold_tool_results([_check(message) for message in messages])
@@ -130,6 +131,7 @@ class ChatEncoder:
             return REMINDER + turn["content"]
         if turn["role"] == "system":
             return turn["content"] + self._sections(turn)
+        # user and developer turns: the assistant's opening is written here, after the turn that it answers
         following = None if is_last else turns[index + 1]["role"]
         text = USER + turn["content"] + self._sections(turn)
         opening = ASSISTANT + (THINK if mode.thinks_at(index) else THOUGHT)
@@ -210,6 +212,7 @@ def _write_call(function: dict[str, Any]) -> str:
             ) from error
     if not isinstance(arguments, dict):
         raise RequestError(f"the arguments of a call to {function.get('name')} must be a JSON object", param="messages")
+    # strings are written as they are, other values as JSON; the attribute tells the parser which
     parameters = "\n".join(
         f'<{DSML}parameter name="{name}" string="{"true" if isinstance(value, str) else "false"}">'
         f"{value if isinstance(value, str) else _to_json(value)}</{DSML}parameter>"

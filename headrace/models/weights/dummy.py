@@ -17,7 +17,7 @@ def fill_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
     so values depend on the seed, the device type, the model and its dtype alone. Integer parameters become zero.
     Each `EncodedWeight` fills itself.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+    generators: dict[torch.device, torch.Generator] = {}  # a generator is bound to one device
 
     def on(device: torch.device) -> torch.Generator:
         if device not in generators:
