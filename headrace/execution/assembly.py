@@ -198,6 +198,7 @@ def _attention_by_layer(model: ServedModel, groups: list[CacheGroup]) -> dict[in
     """The attention layers of the groups that attention backends read."""
     cached = sorted(layer for group in groups if group.spec.kind not in CACHE_BACKENDS for layer in group.layers)
     attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    # By order: the i-th attention module in the model is of the i-th layer with a cache.
     assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
     return dict(zip(cached, attentions, strict=True))
 

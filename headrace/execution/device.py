@@ -48,6 +48,7 @@ def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> to
     text = config.get("text_config") or {}
     stated = next((part[name] for part in (config, text) for name in ("dtype", "torch_dtype") if part.get(name)), None)
     dtype = getattr(torch, str(stated).removeprefix("torch."), None)
+    # A quantised checkpoint may state a storage type (int8, float8): activations need a wider one.
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         dtype = torch.bfloat16
     if device.type != "cpu":
@@ -99,5 +100,6 @@ def _read_group(folder: Path) -> float | None:
             quota, period = " ".join((folder / name).read_text().strip() for name in names).split()[:2]
         except (OSError, ValueError):
             continue
+        # "max" (v2) and -1 (v1) mean no limit
         return float(quota) / float(period) if quota.isdigit() and float(period) > 0 else None
     return None

@@ -100,6 +100,7 @@ class LocalExecutor:
 
     def reset(self) -> None:
         """Wait for the device after a failed step. Rows need no clearing: whatever still runs is started anew."""
+        # Steps in flight still use the memory that is given back here.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -156,6 +157,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
     free, reserve = free_bytes(device), assembly.graph_reserve(measured.captured)
+    # What torch holds from the measurement counts as taken: the largest step will need it again.
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     progress("running a first step", 0.9)

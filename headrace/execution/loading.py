@@ -87,6 +87,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
     try:
+        # From here on a RuntimeError may mean that the device is full; see below.
         schemes = _choose_schemes(source, config, dtype, device)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,

@@ -42,6 +42,7 @@ class Logprobs:
 
     def records(self, top_counts: list[int]) -> list[TokenLogprobs]:
         """One record per position with its own number of best tokens; for tensors on the host."""
+        # One conversion per column: reading elements one by one would be far slower.
         columns = (tensor.tolist() for tensor in self.tensors)
         return [
             TokenLogprobs(token, logprob, rank, top_ids[:count], top_logprobs[:count])
@@ -52,6 +53,7 @@ class Logprobs:
 def compute_logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> Logprobs:
     """Logprobs of ``ids`` [n] under logits [n, V] float32. The rank counts tokens strictly more likely, plus one."""
     logprobs = logits.log_softmax(-1)
+    # [n, 1]
     chosen = logprobs.gather(1, ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(-1) + 1
     top = logprobs.topk(min(k, logits.shape[1]), dim=-1)
@@ -88,6 +90,7 @@ class PromptScorer:
             if count > 0:
                 top_count = known.sampling.num_prompt_logprobs
                 spans.append(PromptSpan(row, begin + 1, count, int(shape.query_start[i]), top_count))
+                # The last target may lie in the next chunk; the host knows the whole prompt.
                 targets.append(known.token_ids[begin + 1 : begin + 1 + count])
         upload.add("prompt_targets", np.concatenate(targets))
         return spans

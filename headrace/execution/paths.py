@@ -76,6 +76,7 @@ class PlainPath:
     def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
         hidden = self._model.forward(self._inputs.build(step.shape, sent, step.samples if is_pruned else None))
         if is_pruned:
+            # hidden [S, D]: the sampled positions already
             return StepOutput(self._model.compute_logits(hidden) if len(step.samples) else None)
         return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
 

@@ -49,6 +49,7 @@ class Profiler:
         """A step begins. The trace is written once it has ``num_steps`` of them."""
         if self._running is None or self._options is None or self._options.num_steps is None:
             return
+        # At the beginning of the next step, as only then all of the last one has been launched.
         if self._num_steps >= self._options.num_steps:
             self._write()
         self._num_steps += 1

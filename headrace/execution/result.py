@@ -96,6 +96,7 @@ class PendingSample:
         ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
         logprobs = self._spread_logprobs(len(ids))
         if self._order is not None:
+            # back to plan order, as the scheduler's spans are
             ids = [ids[index] for index in self._order]
             logprobs = logprobs and [logprobs[index] for index in self._order]
         # Failures are by row, so they need no reordering.

@@ -69,6 +69,7 @@ class Rows:
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
         self.reals_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
+        # top_k is -1 or 0 for no limit; the kernels know 0 alone
         self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
         # With a grammar the bitmasks enforce the minimum length: no rule is left then if that was the only one.
         is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)

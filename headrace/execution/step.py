@@ -169,6 +169,7 @@ class Step:
 
 def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeature:
     features, flags = StepFeature(0), rows.flags_np[shape.rows]  # flags [R]
+    # A decode of one token takes its input from the device; any other span counts as prefill.
     if shape.num_decodes < len(flags):
         features |= StepFeature.PREFILL
     if not batch.is_greedy:

@@ -147,6 +147,7 @@ def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
         return demand.max_model_len
     fits = (min(g.num_pages for g in short) - 1) * demand.page_size
     if demand.is_len_fixed or fits < SHORTEST_CONTEXT:
+        # The advice is left out where even that would be too short to serve.
         shorter = f"set max_model_len to {fits} or less, or " if fits >= SHORTEST_CONTEXT else ""
         raise ConfigError(
             f"max_model_len {demand.max_model_len} does not fit the KV cache, which holds {fits} tokens: "
@@ -190,6 +191,7 @@ def _pages_needed(group: CacheGroup, demand: CacheDemand) -> int:
     whole = -(-demand.max_model_len // page) + 1
     if not group.spec.window:
         return whole
+    # Two chunks of max_step_tokens behind the window; 3: the null page, and pages shared at chunk borders.
     return min(whole, -(-(group.spec.window + 2 * demand.max_step_tokens) // page) + 3)
 
 

@@ -58,6 +58,7 @@ def audit_pages(ledger: CacheLedger, running_set: RunningSet) -> None:
                 request
             )
             pins.update(pinned)
+            # Entries behind the stored prefix are the request's own; those before it were checked as pins.
             owned += table[max(first, stored) :]
         everything = sorted(account.free_pages() + owned + in_tree)
         assert everything == list(range(1, account.num_pages)), (

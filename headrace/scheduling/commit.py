@@ -167,6 +167,7 @@ class Committer:
     @staticmethod
     def _take_prompt_logprobs(request: Request, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs] | None:
         """The part of a chunk that was not reported yet: after a retraction the prompt is computed again."""
+        # Positions up to prompt_logprobs_len were reported before a retraction.
         fresh = entries[max(0, request.prompt_logprobs_len - start) :]
         request.prompt_logprobs_len = max(request.prompt_logprobs_len, start + len(entries))
         return fresh or None

@@ -137,6 +137,7 @@ class Retraction:
 
     def _choose_victim(self) -> Request:
         running = list(self._running)
+        # By arrival, not by admission: a retracted request keeps its age.
         oldest = min(running, key=lambda request: request.seq)
         others = [request for request in running if request is not oldest]
         assert others, f"{oldest} runs alone and does not fit; it should have been refused on arrival"

@@ -95,6 +95,7 @@ class RowBitmasks:
         """Write the new bitmasks into the table; returns its tensor [N, W] and ``slot_of_row`` [S] on the device. One
         copy, or none when the same rows use the same slots as last time. Waits for nothing."""
         table, key = self.table, self.slot_of_row.tobytes()
+        # Steady state: every bitmask is in the table and the rows use the same slots as in the last step.
         if not len(self.new) and table.last_sent is not None and table.last_sent[0] == key:
             return table.tensor, table.last_sent[1]
         sent = self.words.to(table.tensor.device, non_blocking=True)

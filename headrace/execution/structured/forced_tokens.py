@@ -55,6 +55,7 @@ class ForcedTokens:
         except UnicodeDecodeError:
             return None
         count, written = 0, b""
+        # Skip the tokens of the context; they must end exactly where the context does.
         while len(written) < len(context) and count < len(ids):
             written += self._tokens[ids[count]]
             count += 1
@@ -72,5 +73,6 @@ class ForcedTokens:
 
     def _can_reach_beyond(self, rest: bytes) -> bool:
         """Whether a longer token begins with ``rest``."""
+        # Tokens with a prefix are neighbours in sorted order: the first beyond ``rest`` is one, or none is.
         index = bisect_right(self._sorted, rest)
         return index < len(self._sorted) and self._sorted[index].startswith(rest)

@@ -295,6 +295,7 @@ def _end_name(level: Level, spec: ObjectSpec, written: bytes | None) -> JsonConf
     known = json.dumps(name) if name in spec.named else OTHER
     if value is None:
         return None
+    # In order of appearance. All unlisted names are one: how many there are does not matter.
     names = level.done if known == OTHER and OTHER in level.done else (*level.done, known)
     return JsonConfig(level._replace(done=names), "colon", (value, b""))
 
@@ -351,6 +352,7 @@ def read_schema(schema: Any) -> ValueSpec:
 class _SchemaReader:
     def __init__(self, root: Any):
         self._root = root
+        # By identity: the same subschema, reached twice or by recursion, is one value.
         self._values: dict[int, ValueSpec] = {}
 
     def read(self, schema: Any) -> ValueSpec:

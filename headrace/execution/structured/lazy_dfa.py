@@ -81,6 +81,7 @@ class LazyDfa:
 
     def __init__(self, automaton: Automaton, tokens: Sequence[bytes], *, max_weight: int = MAX_WEIGHT):
         self._automaton, self._tokens, self._max_weight, self._weight = automaton, tokens, max_weight, 0
+        # Hash-consed: equal configurations are one state, whichever way an output came to them.
         self._states: dict[Any, DfaState] = {}
         self._mask_keys: dict[Hashable, object] = {}
         self.start = self._find(automaton.start)
@@ -94,6 +95,7 @@ class LazyDfa:
         if not text:
             return None
         classes = self._automaton.byte_classes
+        # The hot loop: one dict lookup per byte once the states are known.
         for byte in text if classes is None else text.translate(classes):
             following = state.next
             after = following[byte] if byte in following else self._advance(state, byte)
@@ -117,6 +119,7 @@ class LazyDfa:
         found = self._states.get(config)
         if found is None:
             self._weight += self._automaton.weigh(config)
+            # Before the new state is added: it must survive, as its caller holds on to it.
             if self._weight > self._max_weight:
                 self._forget()
             found = self._states[config] = DfaState(config)

@@ -144,6 +144,7 @@ class GrammarStore:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         name, factory = self._choose(grammar)
         with self._lock:
+            # Compiling runs outside of the lock: it may take long, and several grammars compile at once.
             library = self._libraries.get(name) or self._open(name, factory)
         return library.compile(grammar)
 

@@ -111,6 +111,7 @@ class GuidanceLibrary:
         )
         adapter.split_greedily = self._tokenizer.greedy_tokenize
         special_ids = vocabulary.special_ids
+        # special tokens are no text to an automaton
         self._texts = [b"" if i in special_ids else token for i, token in enumerate(adapter.tokens)]
         self._reach = Reach(self._texts)
         self._limits = llguidance.LLParserLimits(**LIMITS)
@@ -131,6 +132,7 @@ class GuidanceLibrary:
         began = time.perf_counter()
         origins = [self._open(grammar, text)]
         if time.perf_counter() - began < SHORT_S:
+            # Only quick ones: for the others a request would wait too long.
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
         automaton = build_automaton(grammar, self._reach, self._special_ids.keys())
         return GuidanceGrammar(self, origins, None if automaton is None else LazyDfa(automaton, self._texts))

@@ -291,6 +291,7 @@ class _Parser:
         self.at += is_negated
         bits, previous = 0, ""
         is_first = True
+        # Nested classes, operators and a leading ``]`` mean different things in different dialects: refused.
         while (character := self._take()) != "]" or is_first:
             if (
                 character in ("", "[") or (character in "&~-" and self._peek() == character)

@@ -99,6 +99,7 @@ def check_schema(schema: Any, param: str) -> None:
             _check_values(node, param)
             targets.update(target for target in (node.get("$ref"),) if isinstance(target, str))
             pending.extend((child, depth + 1) for child in _subschemas(node))
+    # After the loop: the size is bounded now, and so is the cost of following references.
     for target in targets:
         _check_end(schema, target, param)
     if sum(_measure_depth(_find(schema, target)) for target in targets) > MAX_REFERRED_DEPTH:
