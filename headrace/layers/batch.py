@@ -20,7 +20,8 @@ class GroupStep:
 @dataclass(slots=True)
 class WantedTokens:
     """The S tokens of a step whose hidden states are needed, at most the last one of each request: ``indices`` [S]
-    int64 among the T. ``inputs[g]`` has their queries alone, each a decode; its ``slots`` are still those of all T."""
+    int64 among the T. ``inputs[g]`` describes only their queries, each a decode, to cache group g; its ``slots`` are
+    still those of all T tokens, whose keys and values are written in any case."""
 
     indices: torch.Tensor
     inputs: list[AttentionInputs]
@@ -55,7 +56,7 @@ class ForwardBatch:
     queries: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
-        """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens alone.
+        """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.
 
         Side effect: prepares the group's backend again. Earlier layers of the group must have attended before, and no
         layer may use the original batch afterwards."""

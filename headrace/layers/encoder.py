@@ -1,8 +1,8 @@
 """`Encoder`: a transformer of the BERT line from an `EncoderSpec`; Devlin et al., arXiv:1810.04805. T tokens, D hidden
 size.
 
-n texts of a batch, L tokens of the longest of them. Attention is bidirectional within each text. Refuses: knowing any
-family, and keeping anything between steps.
+n texts of a batch, L tokens of the longest of them. Attention is bidirectional within each text. Knows no families, and
+caches nothing between steps.
 """
 
 from __future__ import annotations

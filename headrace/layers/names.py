@@ -76,7 +76,7 @@ class CheckpointNames:
     ``renames`` is replaced in tensor names, in order; tensors whose names begin with one of ``ignored`` are left out.
 
     ``stacked_experts``: how one tensor of all experts holds gate and up: ``gate_first`` is [X, 2F, D] with the gate's
-    rows before those of up, ``alternating`` is [X, D, 2F] with their columns by turns. ``has_draft_layers``: layers
+    rows before those of up, ``alternating`` is [X, D, 2F] with alternating columns. ``has_draft_layers``: layers
     numbered after the last one draft tokens, and are left out.
     """
 

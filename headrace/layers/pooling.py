@@ -32,7 +32,7 @@ class EmbeddingHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         for layer, activate in zip(self.dense, self._activations, strict=True):
-            states = activate(layer(states.to(self._dtype)))
+            states = activate(layer(states.to(self._dtype)))  # weights have the model's dtype, states come in float32
         states = states.float()
         return F.normalize(states, dim=-1) if self._normalise else states
 

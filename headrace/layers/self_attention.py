@@ -37,7 +37,8 @@ class AttentionLayer(Branch):
         self.pages: KvPages | None = None
 
     def bind(self, pages: KvPages | None, group: int | None) -> None:
-        """Attach this layer's pages and the cache group they belong to; None lets go of them."""
+        """Attach this layer's pages and the index of their cache group; None drops the references, so that the pages'
+        memory can be freed."""
         self.pages, self.group = pages, -1 if group is None else group
 
 

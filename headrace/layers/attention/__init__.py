@@ -1,7 +1,8 @@
-"""Attention backends and their contract, registered here with the geometries they support. Imports kernels alone: the
-layers stand above.
+"""Attention backends and their contract, registered here with the geometries they support. Imports kernels only, no
+other layers.
 
-The predicates are evaluated before a backend is imported, so they import none.
+The predicates return the reason why a geometry is not supported, or None. They run before a backend is imported, so
+they import none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
-    """Any shape on a CPU; queries and pages in three float types, pages in int8 too."""
+    """Any shape on a CPU; queries in three float types, pages in these or int8."""
     if geometry.device != "cpu":
         return "needs a cpu device"
     if not {geometry.dtype, geometry.kv_dtype} <= {"float32", *HALF_TYPES, "int8"} or geometry.dtype == "int8":
@@ -24,7 +25,7 @@ def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
 
 
 def reason_against_triton(geometry: AttentionGeometry) -> str | None:
-    """Any head dim up to 256 on a GPU, with keys and values in the type of the queries."""
+    """Any head dim up to 256 on a GPU, with keys and values in the dtype of the queries."""
     if geometry.device != "cuda":
         return "needs a cuda device"
     if find_spec("triton") is None:
@@ -39,7 +40,7 @@ def reason_against_triton(geometry: AttentionGeometry) -> str | None:
 
 
 def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
-    """The same on devices with programmatic dependent launch."""
+    """As `reason_against_triton`, on devices with programmatic dependent launch (Hopper and later)."""
     if geometry.device == "cuda" and geometry.capability < (9, 0):
         return "needs compute capability 9.0"
     return reason_against_triton(geometry)
@@ -48,7 +49,8 @@ def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
 def _reason_against_library(
     geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]
 ) -> str | None:
-    """What half-precision kernels of another package require; ``missing`` is the reason if it is not installed."""
+    """Requirements shared by the half-precision kernels of other packages. ``module`` must be importable, else the
+    reason is ``missing``; ``capability`` is the least compute capability."""
     if geometry.device != "cuda":
         return "needs a cuda device"
     if find_spec(module) is None:

@@ -58,7 +58,7 @@ class AttentionInputs:
     captured graph they are those of the capture, and only ``max_kv_len`` bounds the real ones.
 
     ``has_dynamic_lengths``: the step is captured with room for T tokens and R requests, and the real lengths are known
-    on the device alone. A request of one token is a decode at any index, one of none is padding; ``num_decodes`` and
+    on the device only. A request of one token is a decode at any index, one of none is padding; ``num_decodes`` and
     the lists of host lengths are meaningless. Only backends with ``supports_dynamic_lengths`` are given such steps.
 
     ``last_run``: the first page of the last request, if the host knows that its pages are contiguous.

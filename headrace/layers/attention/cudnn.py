@@ -29,7 +29,7 @@ LEAST_KEYS = 1024  # keys are padded at least to this, so that short contexts sh
 LEAST_QUERIES = 512
 """Fewest query tokens in the longest chunk: below it the Triton kernel is faster."""
 EXACT_STEP = 1024
-"""Exact graphs exist for multiples of this length alone: building one takes tens of milliseconds."""
+"""Exact graphs are built only for multiples of this length, in tokens: building one takes tens of milliseconds."""
 
 READY_HEAD_DIM = 128
 """The head dim for which cuDNN ships compiled kernels."""

@@ -90,8 +90,9 @@ class ReferenceAttention(AttentionBackend):
         for bucket in self._buckets:
             out[bucket.rows] = self._attend_bucket(q[bucket.rows], bucket, pages, params.scale)
         for span in self._spans:
+            # [length, K, E]: the last page's unwritten rows are cut off, as they may hold NaN
             k, v = (t[: span.length].to(q.dtype) for t in self._gather(pages, span.page_ids))
-            if self._is_written_out:
+            if self._is_written_out:  # then the span has no tiles
                 out[span.queries] = attend_densely(
                     q[span.queries], k, v, scale=params.scale, window=params.window, softcap=params.softcap,
                     sinks=params.sinks
@@ -123,6 +124,7 @@ class ReferenceAttention(AttentionBackend):
         page_size, window = self.geometry.page_size, self.geometry.window
         indices = slice(0, len(rows)) if is_all else torch.tensor(rows, device=self.device)
         firsts = [self._first_page(inputs.kv_lens_cpu[row] - 1) for row in rows]
+        # pages of the longest, after its first visible one; shorter ones gather padding that the mask hides
         count = max(
             (inputs.kv_lens_cpu[row] - 1) // page_size + 1 - first for row, first in zip(rows, firsts, strict=True)
         )
@@ -153,6 +155,7 @@ class ReferenceAttention(AttentionBackend):
         page_size, kv_len = self.geometry.page_size, inputs.kv_lens_cpu[request]
         begin = kv_len - (queries.stop - queries.start)
         first = self._first_page(begin)
+        # pages before the first visible one may have been freed, and given to another request
         page_ids = inputs.page_table[request, first : (kv_len - 1) // page_size + 1]
         offset = first * page_size
         tiles = self._make_tiles(queries, begin - offset, kv_len - offset) if with_tiles else []

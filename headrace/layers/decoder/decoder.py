@@ -1,6 +1,6 @@
 """`Decoder`: a decoder-only transformer from a `DecoderSpec`, fulfilling the contract of a served model.
 
-Refuses: knowing any family; a family brings its spec and its checkpoint names. T tokens, D hidden size, V vocabulary.
+Knows no families: a family provides its spec and its checkpoint names. T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS
 
 
 def reason_against_many_ranks(query: KernelQuery) -> str | None:
-    """For dispatchers that move no tokens between devices."""
+    """For dispatchers that do not move tokens between devices."""
     ranks = query.shape.get("ranks", 1)
     return f"keeps tokens on one device, and the experts are on {ranks}" if ranks > 1 else None
 
@@ -22,19 +22,19 @@ def reason_against_encoded(query: KernelQuery) -> str | None:
 
 
 def reason_against_plain(query: KernelQuery) -> str | None:
-    """For experts that take MXFP4 alone."""
+    """For experts that take MXFP4 only."""
     return None if query.shape.get("mxfp4") else "takes experts that are kept in MXFP4"
 
 
 def reason_against_fused(query: KernelQuery) -> str | None:
-    """For own GPU kernels: half precision, on a device that has a solution for the whole of it."""
+    """For the fused GPU kernels: on devices and dtypes for which `RUN_EXPERTS` has one."""
     if query.device != "cuda" or RUN_EXPERTS.reason_against("triton_pdl", query):
         return "has no kernels for this device and dtype"
     return reason_against_encoded(query)
 
 
 def reason_against_stored(query: KernelQuery) -> str | None:
-    """For matrices in packed layout: on a CPU, in whole panels."""
+    """For packed matrices on a CPU: kernels address an expert by its first panel, so sizes are multiples of `PANEL`."""
     if query.device != "cpu" or query.dtype not in ("float32", "bfloat16"):
         return "takes float32 and bfloat16 on a CPU"
     if any(width % PANEL for width in (query.shape.get("width", 1), 2 * query.shape.get("expert_width", 1))):

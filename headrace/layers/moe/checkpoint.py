@@ -67,7 +67,7 @@ STACKED_EXPERTS: dict[str, dict[str, Split]] = {
     "gate_first": {
         **_MATRICES, "gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor},
     },
-    # gate_up_proj [X, D, 2F], columns of gate and up by turns; down_proj [X, F, D]; biases likewise
+    # gate_up_proj [X, D, 2F], columns of gate and up alternating; down_proj [X, F, D]; biases likewise
     "alternating": {
         **_MATRICES,
         "gate_up_proj": lambda tensor: _split_turns(tensor.transpose(1, 2), "weight"),

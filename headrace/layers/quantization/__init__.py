@@ -1,6 +1,6 @@
 """How layers keep their weights: quantization schemes, packed storage, blocks of GGUF files. Schemes are registered
 here with the queries they support; other packages add theirs by entry points of group ``headrace.schemes``. Imports
-kernels alone: the layers stand above.
+kernels only, no layers.
 """
 
 from headrace.layers.quantization.chain import (

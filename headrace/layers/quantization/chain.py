@@ -90,9 +90,9 @@ def add_installed_schemes() -> None:
 def chain_schemes(query: SchemeQuery) -> SchemeChain:
     """The schemes that support a query.
 
-    Raises `ConfigError` when no scheme reads what is stored or makes what is wanted, and `PluginError` with the
-    original error when a scheme that is needed cannot be loaded; one that the query does not name is left out with a
-    warning.
+    Raises `ConfigError` if no scheme reads the checkpoint's method or makes the one the user wants, and `PluginError`
+    with the original error if a scheme that is needed cannot be loaded. A scheme that fails to load and that the query
+    does not name is left out with a warning.
     """
     add_installed_schemes()
     # names come highest priority first; the chain runs innermost (lowest) first

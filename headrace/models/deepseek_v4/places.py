@@ -66,7 +66,8 @@ class Place:
         self._pages: KvPages | None = None
 
     def bind(self, pages: KvPages | None, group: int | None) -> None:
-        """Attach the pages and the cache group they belong to; None lets go of them."""
+        """Attach the pages and the index of their cache group; None drops the references, so that the pages' memory can
+        be freed."""
         self._pages, self.group = pages, -1 if group is None else group
 
     @property

@@ -16,7 +16,7 @@ DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings"
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """``attention_bias`` is for q, k and v alone."""
+    """``attention_bias`` applies to q, k and v, not to the output projection."""
     fields = Fields({**DEFAULTS, **config})
     rope = read_rope(fields, partial=0.5, interleaved=True)
     return read_decoder(
