@@ -43,7 +43,6 @@ class PrefixTree:
         self._roots: dict[str, Node] = {}
         self._queues = [EvictionQueue() for _ in policies]
         self._clock = 0
-        # refs[g][page]: pins. Meaningful only for pages in the tree.
         self.refs = [[0] * account.num_pages for account in accounts]
         self.num_evictable = [0] * len(policies)
         self.num_evicted = 0
@@ -206,8 +205,8 @@ class PrefixTree:
         return leaf
 
     def _merge(self, node: Node, group: int, offer: list[int], offer_end: int, spare: list[int]) -> None:
-        """Merge an offer into a stored node with the same tokens: fill the node's tombstone from the offer, and put the
-        node's pages in place of the offer's others, which go to ``spare``. See `insert`."""
+        """Merge an offer into a node with the same tokens: fill the node's tombstone from it, and put the node's pages
+        in place of the offer's others, which go to ``spare``."""
         shift = offer_end - len(offer)  # the page number of offer[0]
         low, have = max(node.start, shift), node.first_intact(group)
         if low >= node.end:
@@ -237,8 +236,7 @@ class PrefixTree:
         node.parent, node.key, node.start = head, node.key[cut:], at
         node.pages = [pages[len(kept) :] for pages, kept in zip(node.pages, heads, strict=True)]
         head.children[node.key[: self._page_bytes]] = node
-        # The head has a child, so only window groups, which evict anywhere, may evict from it.
-        for group in self._windowed:
+        for group in self._windowed:  # chained groups evict from leaves alone, and the head is none
             self._queues[group].push(head)
         return head
 
@@ -274,8 +272,7 @@ class PrefixTree:
             pending.extend(node.children.values())
 
     def _cut_tail(self, leaf: Node, group: int, most: int) -> int:
-        """Evict at most ``most`` unpinned pages from the end of a leaf, in all groups at once: without this group's
-        page the prefix cannot be hit, so theirs are of no use."""
+        """Evict at most ``most`` unpinned pages from the end of a leaf, in all groups: no use of one group's alone."""
         if leaf.children:
             return 0  # queued as a leaf, has grown since; it comes back when it is one again
         pages, refs = leaf.pages[group], self.refs[group]
@@ -296,8 +293,7 @@ class PrefixTree:
         return count
 
     def _drop_head(self, node: Node, group: int, most: int) -> int:
-        """Evict at most ``most`` unpinned pages from the head of a node's run in one group, leaving a tombstone. A
-        window reads the latest pages, so the head is of the least use."""
+        """Evict at most ``most`` unpinned pages from the head of a node's run in one group, leaving a tombstone."""
         pages, refs = node.pages[group], self.refs[group]
         count, most = 0, min(most, len(pages))
         while count < most and refs[pages[count]] == 0:
@@ -315,8 +311,7 @@ class PrefixTree:
         self._accounts[group].give(pages)
 
     def _prune(self, node: Node) -> None:
-        """Remove a node without children, holders and pages, and its ancestors while the same is true of them. The
-        parent that stays may have become a leaf, and is queued for eviction as one."""
+        """Remove a node without children, holders and pages, and such ancestors; the one that stays may be a leaf."""
         while not (node.children or node.holders or any(node.pages)):
             parent = node.parent
             for queue in self._queues:
