@@ -179,7 +179,8 @@ class Planner:
             end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
             if end <= begin:
                 return 0
-            assert ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))
+            has_pages = ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))  # may evict
+            assert has_pages
             ledger.grow(holding, end)
         ledger.take_appends(holding, request.row, draft.appends)
         request.planned_len = end
