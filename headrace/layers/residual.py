@@ -28,7 +28,7 @@ class Residual:
     def __init__(self, stream: torch.Tensor, pending: torch.Tensor | None = None):
         self.stream, self.pending = stream, pending
 
-    def settle(self) -> torch.Tensor:
+    def add_pending(self) -> torch.Tensor:
         """The stream after the pending output has been added, by a kernel of its own; for norms without a fused one."""
         x, self.pending = self.pending, None
         if x is not None:
@@ -48,7 +48,7 @@ class Norm(nn.Module):
     def add(self, residual: Residual) -> torch.Tensor:
         """Add the pending output to the stream and return the normalised stream [T, D]. The result may be the stream
         itself (`NoNorm`)."""
-        return self(residual.settle())
+        return self(residual.add_pending())
 
 
 class Branch(nn.Module):

@@ -95,8 +95,9 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class IgnoredFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Accepted without effect, except that ``include`` may request logprobs."""
+class RequestDetails(Struct, kw_only=True, forbid_unknown_fields=True):
+    """``store: false`` keeps no copy of the response, ``metadata`` is returned in it, and ``include`` may request
+    logprobs. The other fields are accepted without effect."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -110,7 +111,7 @@ class IgnoredFields(Struct, kw_only=True, forbid_unknown_fields=True):
     truncation: Literal["disabled"] | None = None  # "auto" would drop items of long conversations
 
 
-class ResponsesRequest(IgnoredFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True):
     """A conversation."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
