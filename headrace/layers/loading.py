@@ -8,6 +8,7 @@ does not have (an optional norm, say) are skipped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,6 +20,8 @@ from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, f
 
 NUM_NAMED = 6
 """Most tensors that an error lists per fault."""
+
+logger = logging.getLogger(__name__)
 
 
 class Targets(dict[str, torch.Tensor]):
@@ -81,25 +84,34 @@ def fill_targets(
     """Copy each tensor into its target, converting dtype and device; tensors may come in any order.
 
     Unknown tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming tensors
-    that are missing, unknown, given twice, or of the wrong shape.
+    that are missing, unknown, given twice, of the wrong shape, or integers where weights are floats, and if all weights
+    are zero; warns of single weights that are all zero, as a file that was not fetched to its end has them.
     """
     filled: set[str] = set()
-    faults: dict[str, list[str]] = {"missing": [], "not expected": [], "given twice": [], "of the wrong shape": []}
+    blank: list[str] = []
+    faults: dict[str, list[str]] = {
+        "missing": [], "not expected": [], "given twice": [], "of the wrong shape": [], "stored as no floats": [],
+    }
     for name, tensor in tensors:
         target = targets.get(name)
         if target is None:
             if not name.endswith(harmless or ("\0",)):
                 faults["not expected"].append(name)
-        elif name in filled:
+            continue
+        if name in filled:
             faults["given twice"].append(name)
-        elif tensor.shape != target.shape:
+            continue
+        filled.add(name)
+        if tensor.shape != target.shape:
             faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
-            filled.add(name)
+        elif target.is_floating_point() and not tensor.is_floating_point():
+            faults["stored as no floats"].append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
         else:
+            if not name.endswith("bias") and _is_all_zero(tensor):
+                blank.append(name)
             # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
             if not targets.take_blocks(name, tensor):
                 target.detach().copy_(tensor)
-            filled.add(name)
     for intake in targets.intakes.values():
         intake.finish()
     faults["missing"] = [name for name in targets if name not in filled]
@@ -108,6 +120,24 @@ def fill_targets(
             "the checkpoint does not fit the model: "
             + "; ".join(_describe(fault, names) for fault, names in faults.items() if names)
         )
+    _judge_blank(blank, sum(not name.endswith("bias") for name in filled))
+
+
+def _is_all_zero(tensor: torch.Tensor) -> bool:
+    values = torch.atleast_1d(tensor.blocks.raw if isinstance(tensor, BlockTensor) else tensor)
+    values = values.view(torch.uint8) if values.dtype.itemsize == 1 else values  # float8 lacks operators
+    # nearly always the first row tells; the whole tensor is read only where that is zero (padding tokens)
+    return values.numel() > 0 and not values[:1].any().item() and not values.any().item()
+
+
+def _judge_blank(blank: list[str], num_weights: int) -> None:
+    """Warn of weights that are all zero; raise `WeightError` if no others are there."""
+    if not blank:
+        return
+    told = _describe("all zero", blank)
+    if len(blank) == num_weights:
+        raise WeightError(f"the checkpoint holds no weights: {told}; fetch it again")
+    logger.warning("the checkpoint may be damaged: %s; if outputs make no sense, fetch it again", told)
 
 
 def _describe(fault: str, names: list[str]) -> str:

@@ -108,6 +108,32 @@ MOE_CONFIG = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint16, torch.bool, torch.complex64])
+def test_floats_declared_as_something_else_are_refused(dtype: torch.dtype):
+    model = build()
+    tensors = checkpoint(model)
+    tensors["model.norm.weight"] = torch.ones(16).to(dtype)
+    with pytest.raises(WeightError, match=rf"stored as no floats \(1\): model.norm.weight is {str(dtype)[6:]}"):
+        model.load_weights(tensors.items())
+
+
+def test_weights_that_are_all_zero_are_told_and_a_file_of_zeros_is_refused(caplog: pytest.LogCaptureFixture):
+    model = build(attention_bias=True)
+    tensors = checkpoint(model)
+    for name in tensors:
+        if name.endswith("bias"):  # many checkpoints have such
+            tensors[name].zero_()
+    tensors["model.embed_tokens.weight"][0] = 0  # padding
+    model.load_weights(tensors.items())
+    assert not caplog.records
+    tensors["model.layers.1.mlp.down_proj.weight"].zero_()
+    tensors["lm_head.weight"] = torch.zeros(31, 16)
+    model.load_weights(tensors.items())
+    assert "may be damaged: tensors all zero (2): lm_head.weight, model.layers.1.mlp.down_proj.weight;" in caplog.text
+    with pytest.raises(WeightError, match=r"no weights: tensors all zero \(21\): .* and 15 more"):
+        model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in tensors.items())
+
+
 def build_moe(architecture: str) -> Any:
     family = find_family(architecture)
     return family.build_model(

@@ -112,6 +112,56 @@ def test_damage_is_named(tmp_path, header, message):
         read_header(path)
 
 
+def write_raw(path, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spans", "size", "message"),
+    [
+        ({"a": (0, 24), "b": (0, 24)}, 24, "'a' and 'b' overlap, at bytes"),
+        ({"a": (0, 24), "b": (20, 44)}, 44, "'a' and 'b' overlap"),
+        ({"b": (0, 48), "a": (12, 36)}, 48, "'b' and 'a' overlap"),
+        ({"a": (0, 24), "b": (32, 56)}, 56, "before tensor 'b', belong to no tensor"),
+        ({"a": (8, 32)}, 32, "before tensor 'a', belong to no tensor"),
+        ({"a": (0, 24)}, 40, "its last 16 bytes belong to no tensor"),
+    ],
+)
+def test_bytes_belong_to_one_tensor(tmp_path, spans, size, message):
+    header = {
+        name: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+        for name, (start, stop) in spans.items()
+    }
+    path = write_raw(tmp_path / "bad.safetensors", header, bytes(size))
+    with pytest.raises(WeightError, match=message):
+        read_header(path)
+    with pytest.raises(Exception, match=r"(?i)invalid|incomplete"):  # the safetensors package refuses them too
+        load_file(path)
+
+
+def test_empty_tensors_share_an_offset(tmp_path):
+    header = {
+        "a": entry(), **{n: {"dtype": "F32", "shape": [0, 4], "data_offsets": [24, 24]} for n in "bc"},
+        "d": entry(data_offsets=[24, 48]),
+    }
+    names = [tensor.name for tensor in read_header(write_raw(tmp_path / "m.safetensors", header, bytes(48)))]
+    assert names[0] == "a" and names[-1] == "d" and sorted(names) == list("abcd")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2),
+        b'{"a": {"dtype": "I32", "dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}',
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path, header):
+    with pytest.raises(WeightError, match=r"bad\.safetensors has a corrupt.* is there twice"):
+        read_header(write_raw(tmp_path / "bad.safetensors", header, bytes(24)))
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -57,7 +57,7 @@ def read_header(path: Path) -> list[StoredTensor]:
                 raise WeightError(
                     f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -67,7 +67,41 @@ def read_header(path: Path) -> list[StoredTensor]:
     entries = [
         _read_entry(path, name, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"
     ]
-    return sorted(entries, key=lambda entry: entry.start)
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    _check_cover(path, entries, 8 + length, size)
+    return entries
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ; of equal keys Python would keep the last, other readers the first."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in made if names.count(name) > 1)
+        raise ValueError(f"the key {repeated[:200]!r} is there twice")
+    return made
+
+
+def _check_cover(path: Path, entries: list[StoredTensor], start: int, size: int) -> None:
+    """Raise `WeightError` unless the tensors, sorted by offset, cover bytes ``[start, size)`` once each, as the format
+    demands: shared bytes are a wrong offset, and so are bytes that no tensor has."""
+    owner = None
+    for entry in entries:
+        if entry.start < start and owner is not None:
+            raise WeightError(
+                f"{path} is corrupt: tensors {owner.name!r} and {entry.name!r} overlap, at bytes {entry.start} to "
+                f"{min(start, entry.stop)}; save the weights again"
+            )
+        if entry.start > start:
+            raise WeightError(
+                f"{path} is corrupt: bytes {start} to {entry.start}, before tensor {entry.name!r}, belong to no "
+                "tensor; save the weights again"
+            )
+        owner, start = entry, entry.stop
+    if start < size:
+        raise WeightError(
+            f"{path} is corrupt: its last {size - start} bytes belong to no tensor; fetch it again"
+        )
 
 
 def _read_entry(path: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
