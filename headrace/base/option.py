@@ -14,11 +14,15 @@ from headrace.base.errors import ConfigError
 
 def option(
     default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None,
-    high: float | None = None, metavar: str | None = None
+    high: float | None = None, metavar: str | None = None, letter: str | None = None
 ) -> Any:
-    """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive."""
+    """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive. ``letter``: of a short flag.
+    """
     return dataclasses.field(
-        default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar}
+        default=default,
+        metadata={
+            "doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar, "letter": letter
+        }
     )
 
 
@@ -36,6 +40,7 @@ class OptionInfo:
     low: float | None
     high: float | None
     metavar: str | None
+    letter: str | None = None
 
     @property
     def flag(self) -> str:
@@ -85,6 +90,7 @@ def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:
             section=section, name=item.name, type=typing.get_origin(hint) or hint, optional=optional,
             default=item.default,
             doc=meta["doc"], choices=meta["choices"], low=meta["low"], high=meta["high"], metavar=meta["metavar"],
+            letter=meta["letter"],
         )
 
 

@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.base.cache import CACHE_BACKENDS, CACHE_POLICIES, CACHE_POOLS
@@ -17,6 +18,7 @@ from headrace.base.registry import PLUGINS, Registry, start_plugins
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
 
 OK, UNAVAILABLE, BROKEN = "ok", "unavailable", "broken"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,43 @@ def find_machine() -> Machine:
     """Look at the machine through torch."""
     import platform
 
+    import psutil
     import torch
 
+    from headrace.memory.plan import free_bytes
+
     devices: list[tuple[str, str, tuple[int, int]]] = [("cpu", "float32", (0, 0))]
+    total = psutil.virtual_memory().total
     description = {
         "python": platform.python_version(), "torch": torch.__version__,
-        "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"
+        "cpu": f"{_processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "memory": f"{_gib(free_bytes(torch.device('cpu')))} of {_gib(total)} GiB free",
     }
     if torch.cuda.is_available():
         devices.append(("cuda", "bfloat16", torch.cuda.get_device_capability(0)))
-        description["cuda"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        free, total = torch.cuda.mem_get_info(0)
+        description["cuda"] = (
+            f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {_gib(free)} of {_gib(total)} GiB free"
+        )
     else:
-        description["cuda"] = "no GPU that torch can use"
+        description["cuda"] = "no GPU that torch can use" + (
+            f": there is an NVIDIA driver, but torch {torch.__version__} cannot use it; install a CUDA build of torch"
+            if NVIDIA_DRIVER.exists() else ""
+        )
     return Machine(tuple(devices), description)
+
+
+def _processor() -> str | None:
+    """The processor's name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def take_inventory(machine: Machine) -> list[Finding]:

@@ -176,11 +176,13 @@ def test_check_explains_what_is_broken_and_disabled(tmp_path: Path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[headrace.families]\nbroken = broken_family:FAMILY\n")
     variables = {"PYTHONPATH": str(tmp_path), "HEADRACE_DISABLE_PLUGINS": "granite", "COLUMNS": "300"}
-    done = run_headrace("check", "--strict", **variables)
-    lines = {line.split()[2]: line for line in done.stdout.splitlines() if line.startswith("model family")}
+    done = run_headrace("check", "--strict", "-v", **variables)
+    summary, _, families = done.stdout.partition("\nmodel family\n")
+    lines = {line.split()[0]: line for line in families.partition("\n\n")[0].splitlines()}
     assert done.returncode == 1
-    assert "raised at import" in lines["broken"] and "broken " in lines["broken"]
-    assert "unavailable" in lines["granite"] and "HEADRACE_DISABLE_PLUGINS" in lines["granite"]
+    assert "Broken" in summary and "raised at import" in summary and "granite" not in summary
+    assert "raised at import" in families and "broken: " in lines["broken"]
+    assert "unavailable" in lines["granite"] and "HEADRACE_DISABLE_PLUGINS" in families
 
 
 def write_tiny_llama(folder: Path) -> Path:

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding
+from headrace.base import VERSION
+from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding, Machine
 from headrace.serving.cli.flags import Invocation
+from headrace.serving.cli.layout import Block, lay_out, print_blocks, terminal_width
 
 KIND = "library"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A package of an extra, required from version ``lowest`` on."""
+    """A package of an extra, required from version ``lowest`` on. ``device``: the device type without which it is of no
+    use."""
 
     package: str
     extra: str
     lowest: str
     gives: str
+    device: str | None = None
 
 
 LIBRARIES = (
     Library("llguidance", "structured", "1.9", "structured outputs and forced tool calls"),
-    Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs"),
+    Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs", "cuda"),
     Library(
         "flashinfer-python", "flashinfer", "0.6.15",
-        "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)"
+        "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)", "cuda"
     ),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
     Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "exports traces to a collector"),
@@ -59,36 +67,95 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, release[0].split("."))) if release else ()
 
 
-STYLES = {"ok": "green", "unavailable": "yellow", "broken": "bold red"}
-
-
 def run(invocation: Invocation) -> int:
     """Print the report; 1 with ``--strict`` if anything is broken."""
-    from headrace.service.inventory import BROKEN, find_machine, take_inventory
+    from headrace.service.inventory import find_machine, take_inventory
 
     options = invocation.section("check")
     machine = find_machine()
     findings = [*take_inventory(machine), *find_libraries()]
-    num_broken = sum(finding.status == BROKEN for finding in findings)
     if options.json:
         print(
             json.dumps({"machine": machine.description, "plugins": [dataclasses.asdict(f) for f in findings]}, indent=2)
         )
-        return 1 if num_broken and options.strict else 0
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    else:
+        width = terminal_width()
+        blocks = list(summarize(machine, findings, width))
+        print_blocks([*blocks, *(details(findings, width) if options.verbose else ())])
+        counts = {status: sum(f.status == status for f in findings) for status in (OK, UNAVAILABLE, BROKEN)}
+        print(f"\n{counts[OK]} parts work, {counts[UNAVAILABLE]} are not for this machine, {counts[BROKEN]} are broken"
+              + ("" if options.verbose else "; -v lists them"))
+    return 1 if options.strict and any(finding.status == BROKEN for finding in findings) else 0
 
-    console = Console()
-    for name, what in machine.description.items():
-        console.print(f"{name}: {what}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("kind", "name", "status", "on", "description or reason"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        status = Text(finding.status, style=STYLES[finding.status])
-        table.add_row(Text(finding.kind), Text(finding.name), status, ", ".join(finding.devices), Text(finding.detail))
-    console.print(table)
-    counts = {status: sum(f.status == status for f in findings) for status in STYLES}
-    console.print(", ".join(f"{count} {status}" for status, count in counts.items()), highlight=False)
-    return 1 if num_broken and options.strict else 0
+
+def summarize(machine: Machine, findings: Sequence[Finding], width: int) -> Iterator[Block]:
+    """What the machine has, what Headrace can do with it, what a command would add, and what is broken."""
+    about = machine.description
+    yield Block("This machine", list(lay_out([
+        ("processor", about["cpu"]), ("memory", about["memory"]), ("GPU", about["cuda"]),
+        ("software", f"Headrace {VERSION}, Python {about['python']}, torch {about['torch']}"),
+    ], width)))
+    families = _names(findings, "model family")
+    yield Block("Headrace here", list(lay_out([
+        ("families", ", ".join(families)),
+        ("weights", f"safetensors and GGUF files; {', '.join(_names(findings, 'quantization scheme'))}"),
+        ("attention", ", ".join(_names(findings, "attention backend"))),
+        *((f.name.upper() + " kernels", _native_state(f)) for f in findings if f.kind == "native kernels"),
+        ("libraries", ", ".join(
+            f"{f.name} {f.detail.partition(':')[0]}" for f in findings if f.kind == KIND and f.status == OK
+        ) or "none of the optional ones"),
+    ], width)))
+    yield Block("Not here", list(_missing(machine, findings, width)))
+    yield Block("Broken", list(lay_out(
+        ((f"{f.kind} {f.name}", f.detail) for f in findings if f.status == BROKEN), width
+    )))
+
+
+def _names(findings: Sequence[Finding], kind: str) -> list[str]:
+    return [finding.name for finding in findings if finding.kind == kind and finding.status == OK]
+
+
+def _native_state(finding: Finding) -> str:
+    status, _, detail = finding.detail.partition(": ")
+    return f"compiled, {detail}" if status == "ready" else f"{status}: {detail}"
+
+
+def _missing(machine: Machine, findings: Sequence[Finding], width: int) -> Iterator[str]:
+    """The optional libraries of use on this machine, each with what it gives, and the one command that installs them.
+    """
+    devices = {device for device, _, _ in machine.devices}
+    absent = {finding.name for finding in findings if finding.kind == KIND and finding.status != OK}
+    wanted = [
+        library for library in LIBRARIES if library.package in absent and library.device in (None, *devices)
+    ]
+    if wanted:
+        yield from lay_out([(library.package, library.gives) for library in wanted], width)
+        extras = ",".join(dict.fromkeys(library.extra for library in wanted))
+        yield ""
+        yield f"  {pip()} install 'headrace[{extras}]'"
+
+
+def pip() -> str:
+    """The command of this Python's pip, as the user would type it here."""
+    folder = Path(sys.executable).parent
+    if shutil.which("pip") == str(folder / "pip"):
+        return "pip"
+    python = Path(sys.executable)
+    with contextlib.suppress(ValueError):  # not below the current folder
+        python = python.relative_to(Path.cwd())
+    return f"{python} -m pip"
+
+
+def details(findings: Sequence[Finding], width: int) -> Iterator[Block]:
+    """Every finding, by kind."""
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        entries = [
+            (finding.name, f"{finding.status}{_on(finding)}: {finding.detail}" if finding.detail else
+             f"{finding.status}{_on(finding)}")
+            for finding in findings if finding.kind == kind
+        ]
+        yield Block(kind, list(lay_out(entries, width)))
+
+
+def _on(finding: Finding) -> str:
+    return f" on {', '.join(finding.devices)}" if finding.devices else ""

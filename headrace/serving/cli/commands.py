@@ -147,18 +147,18 @@ _ALL = (
         ), quiet=True,
     ),
     Command(
-        "check", "list the model families, kernels, backends and optional libraries that work here",
-        ("check",), "headrace.serving.cli.check:run",
+        "check", "say what works on this machine and what is missing", ("check",), "headrace.serving.cli.check:run",
         (
+            ("every model family, kernel, backend and library", "headrace check -v"),
             ("in a container build", "headrace check --strict"),
-        ),
+        ), quiet=True,
     ),
     Command(
-        "show-config", "show every option with its value and source", ("show", *ENGINE, *SERVING),
+        "show-config", "show the options of serve with their values and sources", ("show", *ENGINE, *SERVING),
         "headrace.serving.cli.serve:run_show_config",
         (
-            ("the effective options of a file", "headrace show-config --config prod.toml --changed"),
-        ), "model",
+            ("the options that a file changes", "headrace show-config --config prod.toml --changed"),
+        ), "model", quiet=True,
     ),
 )
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}

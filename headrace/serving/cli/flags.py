@@ -218,11 +218,12 @@ def _epilog(command: Command) -> str | None:
 
 def _add_flag(group: Any, info: OptionInfo) -> None:
     help_text = describe(info).replace("%", "%%")
+    names = [f"-{info.letter}", info.flag] if info.letter else [info.flag]
     if info.type is bool:
-        group.add_argument(info.flag, dest=info.name, action=argparse.BooleanOptionalAction, help=help_text)
+        group.add_argument(*names, dest=info.name, action=argparse.BooleanOptionalAction, help=help_text)
     else:
         action = "append" if info.type is list else "store"
-        group.add_argument(info.flag, dest=info.name, action=action, metavar=value_name(info), help=help_text)
+        group.add_argument(*names, dest=info.name, action=action, metavar=value_name(info), help=help_text)
 
 
 def value_name(info: OptionInfo) -> str:

@@ -17,6 +17,7 @@ from headrace.base import VERSION, env
 from headrace.base.errors import HeadraceError
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command, print_error
+from headrace.serving.cli.layout import lay_out, terminal_width, wrap
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 LAST_STREAM = 2
@@ -114,15 +115,16 @@ def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def overview(first_word: str = "") -> str:
     """The list of commands."""
+    width = terminal_width()
     chosen = [c for c in COMMANDS.values() if c.name.startswith(first_word)]
     lines = [f"usage: headrace {first_word or 'COMMAND'} [flags]", "", "Serve large language models.", "", "commands:"]
-    lines += [f"  {c.name:14} {c.summary}" for c in chosen]
-    lines += [
-        "", "headrace COMMAND --help documents every flag; headrace --version prints the version.", "", "start here:"
-    ]
-    lines += [f"  {c.examples[0][1]:68} # {c.examples[0][0]}" for c in chosen[:3] if c.examples]
-    lines += ["", "environment:"] if not first_word else []
-    lines += [f"  {name:26} {doc}" for name, doc in sorted(env.VARIABLES.items())] if not first_word else []
+    lines += lay_out(((c.name, c.summary) for c in chosen), width)
+    lines += ["", *wrap("headrace COMMAND --help documents every flag; headrace --version prints the version.", width)]
+    lines += ["", "start here:"]
+    for command in chosen[:3]:
+        lines += [line for comment, example in command.examples[:1] for line in (f"  # {comment}", f"  {example}")]
+    if not first_word:
+        lines += ["", "environment:", *lay_out(sorted(env.VARIABLES.items()), width)]
     return "\n".join(lines)
 
 

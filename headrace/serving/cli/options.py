@@ -22,7 +22,7 @@ class GeneralOptions(Section):
     )
     log_level: str = option(
         "info",
-        "minimum level of log messages (default of generate, chat, batch and replay: warning); debug also shows "
+        "minimum level of log messages (default of commands other than serve and bench: warning); debug also shows "
         "tracebacks",
         choices=("debug", "info", "warning", "error"),
     )
@@ -100,6 +100,7 @@ class ChatOptions(Section):
 class CheckOptions(Section):
     """The report."""
 
+    verbose: bool = option(False, "every plug-in, with the reason where one cannot be used", letter="v")
     json: bool = option(False, "print JSON")
     strict: bool = option(False, "exit with 1 if anything that should work here does not load")
 
@@ -108,5 +109,6 @@ class CheckOptions(Section):
 class ShowOptions(Section):
     """The output."""
 
+    verbose: bool = option(False, "what every option does, also those with their default", letter="v")
     json: bool = option(False, "print JSON")
     changed: bool = option(False, "only options that differ from the defaults")

@@ -9,6 +9,7 @@ from headrace.base.config import EngineConfig, ServeConfig, all_options, flatten
 from headrace.service.spawn import spawn_engine
 from headrace.serving.cli.commands import ENGINE, SERVING
 from headrace.serving.cli.flags import Invocation
+from headrace.serving.cli.layout import Block, print_blocks, terminal_width, wrap
 
 
 def serve_config(invocation: Invocation) -> ServeConfig:
@@ -39,8 +40,7 @@ SECRET = {"api_key", "admin_api_key"}
 
 
 def effective_options(invocation: Invocation) -> list[dict[str, Any]]:
-    """``section``, ``name``, ``value``, ``source`` and ``doc`` of each option; secrets are masked. None: decided at
-    start, as the option's documentation says."""
+    """``section``, ``name``, ``value``, ``source`` and ``doc`` of each option; secrets are masked."""
     values = flatten(serve_config(invocation))
     rows = []
     for info in all_options():
@@ -61,26 +61,45 @@ def run_show_config(invocation: Invocation) -> int:
     if show.json:
         print(json.dumps([{key: row[key] for key in ("section", "name", "value", "source")} for row in rows], indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("section", "option", "value", "from", "what it is"):
-        table.add_column(column, overflow="fold", style="dim" if column == "what it is" else None)
-    for row in rows:
-        cells = [
-            Text(cell) for cell in (row["section"], row["name"], show_value(row["value"]), row["source"], row["doc"])
-        ]
-        table.add_row(*cells, style="bold" if row["source"] != "default" else None)
-    Console().print(table)
+    width = terminal_width()
+    blocks = [Block("Changed", [line for row in rows if row["source"] != "default" for line in _explain(row, width)])]
+    for section in dict.fromkeys(row["section"] for row in rows):
+        at_default = [row for row in rows if row["section"] == section and row["source"] == "default"]
+        lines = (
+            [line for row in at_default for line in _explain(row, width)] if show.verbose else _list(at_default, width)
+        )
+        blocks.append(Block(f"Defaults: {section}", lines))
+    print_blocks(blocks)
+    if not show.verbose:
+        print("\n-v explains each option")
     return 0
 
 
+def _explain(row: dict[str, Any], width: int) -> list[str]:
+    source = f" ({row['source']})" if row["source"] != "default" else ""
+    return [
+        *wrap(f"{row['name']} = {show_value(row['value'])}{source}", width, first="  ", indent=6),
+        *wrap(row["doc"], width, first=" " * 6, indent=6)
+    ]
+
+
+def _list(rows: list[dict[str, Any]], width: int) -> list[str]:
+    """Names and values alone, those that are not set last."""
+    texts = [
+        ", ".join(f"{row['name']}={show_value(row['value'])}" for row in rows if row["value"] is not None),
+        ", ".join(row["name"] for row in rows if row["value"] is None)
+    ]
+    texts[1] = texts[1] and f"{NOT_SET}: {texts[1]}"
+    return [line for text in texts if text for line in wrap(text, width, first="  ", indent=2)]
+
+
+NOT_SET = "not set"
+
+
 def show_value(value: Any) -> str:
-    """An option's value as text for the table."""
+    """An option's value as text."""
     if value is None:
-        return "(decided at start)"
+        return NOT_SET
     if isinstance(value, bool):
         return "on" if value else "off"
-    return str(value) if value != "" else "(empty)"
+    return str(value) if value != "" else '""'
