@@ -178,6 +178,10 @@ class AccessConfig(Section):
         None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY"
     )
     cors_origins: str = option("", "comma-separated origins of browser pages that may send requests; * for any")
+    allowed_hosts: str = option(
+        "", "comma-separated names (of a proxy, say) under which admin routes without a key may be reached on loopback",
+        metavar="NAMES"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

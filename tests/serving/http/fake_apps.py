@@ -26,7 +26,7 @@ async def http_for(
     """An HTTP client on an application of its own, without a socket."""
     app = create_app(client, ServerConfig(**options), operations)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         http.app = app
         yield http
 

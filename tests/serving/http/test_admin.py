@@ -85,6 +85,76 @@ async def test_pages_of_other_sites_stay_outside(http, path):
         assert (await http.post(path, headers={"Sec-Fetch-Site": site})).status_code == status
 
 
+HERE = "localhost:8000"
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_open"),
+    [
+        ({"Host": HERE, "Origin": f"http://{HERE}"}, True),
+        ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
+        ({"Host": "[::1]:8000", "Origin": "http://[::1]:8000"}, True),
+        ({"Host": "127.0.0.1:8000"}, True),
+        ({"Host": "LOCALHOST"}, True),
+        ({"Host": HERE, "Origin": "https://evil.example"}, False),
+        ({"Host": HERE, "Origin": "http://localhost:3000"}, False),
+        ({"Host": HERE, "Origin": "http://localhost:8000.evil.example"}, False),
+        ({"Host": HERE, "Origin": "null"}, False),
+        ({"Host": HERE, "Origin": ""}, False),
+        ({"Host": HERE, "Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"}, False),
+        # DNS rebinding: to the browser this is one site
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000", "Sec-Fetch-Site": "same-origin"}, False),
+        ({"Host": "evil.example"}, False),
+        ({"Host": "localhost.evil.example:8000"}, False),
+        ({"Host": "127.0.0.1.evil.example"}, False),
+        ({"Host": "localhost@evil.example"}, False),
+        ({"Host": "[::1"}, False),
+        ({"Host": "192.168.0.9:8000"}, False),
+    ],
+)
+async def test_only_pages_of_this_server_get_in(headers, is_open):
+    async with http_for(FakeClient(), port=8000) as http:
+        for path in ("/pause_generation", "/flush_cache"):
+            answer = await http.post(path, headers=headers)
+            assert answer.status_code == (200 if is_open else 403), answer.text
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+    async with http_for(FakeClient(), admin_api_key="a") as http:  # a page does not know the key
+        assert (await http.post("/pause_generation", headers=headers | bearer("a"))).status_code == 200
+
+
+async def test_a_proxy_names_the_server():
+    proxied = {"Host": "llm.example", "Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}
+    async with http_for(FakeClient()) as http:
+        refused = await http.post("/pause_generation", headers=proxied)
+        assert refused.status_code == 403 and "--allowed-hosts" in refused.json()["error"]["message"]
+    async with http_for(FakeClient(), allowed_hosts="other.example, LLM.example") as http:
+        assert (await http.post("/pause_generation", headers=proxied)).status_code == 200
+        # it may replace Host by the address that it calls
+        assert (await http.post("/pause_generation", headers={**proxied, "Host": "127.0.0.1:8000"})).status_code == 200
+        assert (await http.post("/pause_generation", headers={**proxied, "Host": "evil.example"})).status_code == 403
+        assert (await http.post("/pause_generation", headers={**proxied, "Origin": "null"})).status_code == 403
+    async with http_for(FakeClient(), host="127.0.0.2") as http:
+        assert (await http.post("/pause_generation", headers={"Host": "127.0.0.2:8000"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", ADMIN)
+async def test_bodies_are_declared_as_json(http, path):
+    for declared in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None):
+        headers = {} if declared is None else {"Content-Type": declared}
+        answer = await http.post(path, content=b"{}", headers=headers)
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    assert (await http.post(path, headers={"Content-Type": "text/plain"})).status_code == 415
+    for declared in ("application/json", "Application/JSON; charset=utf-8"):
+        assert (await http.post(path, content=b"{}", headers={"Content-Type": declared})).status_code == DONE[path]
+
+
+async def test_chunked_bodies_are_declared_as_json(http):
+    async def pieces():
+        yield b"{}"
+
+    assert (await http.post("/pause_generation", content=pieces())).status_code == 415
+
+
 async def test_the_admin_key_is_no_secret_told():
     async with http_for(FakeClient(), admin_api_key="hidden") as http:
         assert "hidden" not in (await http.get("/server_info")).text

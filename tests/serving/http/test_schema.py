@@ -30,7 +30,7 @@ MAX_STREAM_EVENTS = 20
 
 @functools.cache
 def application():
-    return create_app(FakeClient(max_len=128), ServerConfig(max_batch_prompts=16))
+    return create_app(FakeClient(max_len=128), ServerConfig(max_batch_prompts=16, allowed_hosts="testserver"))
 
 
 schema = schemathesis.openapi.from_asgi("/openapi.json", application())

@@ -28,8 +28,8 @@ PAUSE_BODY, PROFILE_BODY = JsonBody(wire.PauseRequest), JsonBody(wire.ProfileReq
 SLEEP_MODES: dict[str, SleepMode] = {"refuse": "refuse", "abort": "abort", "wait": "wait"}
 PAUSE_MODES = ("abort", "keep")
 NO_PROFILES = "profiles need a folder: start the server with --profile-folder"
-ADMIN_ERRORS = (401, 403, 503)
-CHANGE_ERRORS = (400, 401, 403, 408, 409, 413, 503)
+ADMIN_ERRORS = (401, 403, 415, 503)
+CHANGE_ERRORS = (400, 401, 403, 408, 409, 413, 415, 503)
 
 
 def _done(message: str) -> JsonResponse:

@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import re
 import time
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,7 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
 from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN
-from headrace.serving.http.transport.errors import method_of, path_of, respond_error, route_of
+from headrace.serving.http.transport.errors import (
+    UnsupportedMediaType,
+    is_json,
+    method_of,
+    path_of,
+    respond_error,
+    route_of,
+)
 from headrace.serving.http.transport.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -78,22 +85,58 @@ def owner_of(headers: Headers) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
+def _name_in(netloc: str) -> str:
+    """The lower-case host name of ``name:port``; empty if there is none."""
+    try:
+        return urlsplit(f"//{netloc}").hostname or ""
+    except ValueError:  # such as an unclosed bracket
+        return ""
+
+
+class OwnNames:
+    """The names under which a server on a loopback address is reached: those of loopback itself, ``host``, and
+    ``allowed_hosts``. Where a browser believes to be under another one, its page is of another site."""
+
+    def __init__(self, server: ServerConfig):
+        self._allowed = frozenset(n.strip().lower() for n in server.allowed_hosts.split(",") if n.strip())
+        self._host = server.host.lower()
+
+    def reason_against(self, headers: Headers) -> str | None:
+        """Why a request must be taken for one from a page of another site; None if there is no sign of that."""
+        # Browsers set these headers and pages cannot. Other clients send neither Origin nor Sec-Fetch-Site.
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return "the request comes from a page of another site"
+        # DNS rebinding: the attacker's own name leads to this address, and the browser takes the page for ours.
+        foreign = [host for host in headers.getlist("host") if not self._is_own(_name_in(host))]
+        if foreign:
+            return f"Host {foreign[0][:100]!r} is not this server's; allow its name with --allowed-hosts"
+        for origin in headers.getlist("origin"):
+            netloc = origin.partition("://")[2].lower()  # the scheme may differ: a proxy may speak TLS
+            if netloc != headers.get("host", "none").lower() and _name_in(netloc) not in self._allowed:
+                return f"Origin {origin[:100]!r} is not this server's; allow its name with --allowed-hosts"
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        return is_loopback(name) or name == self._host or name in self._allowed
+
+
 class AdminGate:
     """Guards routes that affect the server and all its users. With an admin key, only that key opens them. Without one
-    they are closed, unless the server listens on a loopback address; then browsers' requests from pages of other sites
-    are refused."""
+    they are closed, unless the server listens on a loopback address; then requests from pages of other sites are
+    refused, see `OwnNames`. A body must be declared as JSON, which such pages cannot do without being asked for."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig, paths: frozenset[str]):
         self._app, self._paths = app, paths
         key = server.admin_api_key
         self._key = None if key is None else check_key(key, "admin_api_key").strip().encode()
-        self._is_local = is_loopback(server.host)
+        self._names = OwnNames(server) if is_loopback(server.host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or path_of(scope) not in self._paths:
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        refusal = self._refusal(headers) or _refuse_media_type(headers)
         if refusal is not None:
             await respond_error(refusal, scope)(scope, receive, send)
         else:
@@ -105,12 +148,20 @@ class AdminGate:
             if _has_key(headers, self._key):
                 return None
             return Unauthorized("the admin key is missing or wrong; send Authorization: Bearer KEY")
-        if not self._is_local:
+        if self._names is None:
             return Forbidden("admin routes are closed: the server is open to the network and has no --admin-api-key")
-        # Browsers set this header and pages cannot: it stops other sites from reaching a local server (CSRF).
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return Forbidden("admin routes are closed to pages of other sites")
+        reason = self._names.reason_against(headers)
+        return None if reason is None else Forbidden(f"admin routes are closed here: {reason}")
+
+
+def _refuse_media_type(headers: Headers) -> HeadraceError | None:
+    """A 415 for a body, or a declared type, that is not JSON. A request without both passes, as ``curl -X POST`` sends
+    it: from a page it would have an Origin."""
+    declared = headers.get("content-type")
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if (declared is None and not has_body) or is_json(declared or ""):
         return None
+    return UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
 
 
 class KeyGate:

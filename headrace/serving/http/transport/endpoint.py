@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED, MEANINGFUL_WHEN_EMPTY, MEDIA, RESTRICTED
-from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
+from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -64,11 +64,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def _check_media_type(request: Request, *, is_lenient: bool) -> None:
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    declared = request.headers.get("content-type", "")
     # Browsers let pages of other sites send any type but JSON without a preflight; such requests have an Origin.
     accepts_any = is_lenient and "origin" not in request.headers
-    is_json = declared == "application/json" or (declared.startswith("application/") and declared.endswith("+json"))
-    if not is_json and not accepts_any:
+    if not is_json(declared) and not accepts_any:
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding != "identity":

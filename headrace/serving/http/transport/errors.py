@@ -51,6 +51,12 @@ class UnsupportedMediaType(RequestError):
     kind = "unsupported_media_type"
 
 
+def is_json(media_type: str) -> bool:
+    """Whether a ``Content-Type`` declares JSON."""
+    declared = media_type.partition(";")[0].strip().lower()
+    return declared == "application/json" or (declared.startswith("application/") and declared.endswith("+json"))
+
+
 class ModelNotFound(NotFound):
     """The request names a model that is not served."""
 
