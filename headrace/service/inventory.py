@@ -147,13 +147,14 @@ def _schemes(machine: Machine) -> Iterator[Finding]:
 def _engine_parts(machine: Machine) -> Iterator[Finding]:
     from headrace.base.config import engine_config
     from headrace.base.hooks import HOOKS, add_installed_hooks
+    from headrace.execution.structured.library import GRAMMAR_LIBRARIES
     from headrace.service import build  # noqa: F401  registers the hooks that are here
     from headrace.service.coordination import COORDINATORS, add_installed_coordinators
 
     add_installed_hooks()
     add_installed_coordinators()
     queries = {device: engine_config() for device, _, _ in machine.devices}
-    for registry in (HOOKS, COORDINATORS):
+    for registry in (HOOKS, COORDINATORS, GRAMMAR_LIBRARIES):
         yield from _entries(registry.noun, registry, queries)
 
 

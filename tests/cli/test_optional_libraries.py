@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.execution.structured.library import GRAMMAR_LIBRARIES
 from headrace.serving.cli import check as libraries
 
-EXTRAS = tomllib.loads(
-    (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-)["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def test_they_are_the_extras():
@@ -23,6 +23,13 @@ def test_they_are_the_extras():
         lines in EXTRAS.items() if extra != "test" for line in lines
     }
     assert ours == theirs
+
+
+def test_what_any_request_may_need_is_no_extra():
+    """JSON mode and forced tool calls are answered after a plain installation."""
+    core = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}
+    assert {entry.target.partition(":")[0].rpartition(".")[2] for entry in GRAMMAR_LIBRARIES} <= core
+    assert "structured" not in EXTRAS
 
 
 @pytest.mark.parametrize(("installed", "status", "says"), [

@@ -12,8 +12,6 @@ import openai
 import pytest
 from live import LiveServer
 
-pytest.importorskip("llguidance")
-
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -12,8 +12,6 @@ from headrace import LLM, SamplingParams
 from headrace.base.errors import RequestError
 from headrace.base.sampling import ThinkingBudget
 
-pytest.importorskip("llguidance")
-
 TOOLS = [
     {"type": "function", "function": {"name": "set_lamp", "description": "Switch a lamp", "strict": True,
      "parameters": {

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from samples import PAIRS, parser, run, summary
 
-pytest.importorskip("llguidance")
-
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary

@@ -9,12 +9,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("llguidance")
-
-import torch
 from test_structured_engine import BASE, folder  # noqa: F401
 from walks import EOS, NUM_WORDS, TOKENS, allowed, library
 

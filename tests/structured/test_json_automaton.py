@@ -12,8 +12,6 @@ from walks import check_states, library
 from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 
-pytest.importorskip("llguidance")
-
 S, INT, N = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 

@@ -15,8 +15,6 @@ from headrace.execution.structured.lazy_dfa import LazyDfa, NotReadError
 from headrace.execution.structured.regex_automaton import MAX_ACTIVE, RegexAutomaton
 from headrace.execution.structured.rows import Constraint
 
-pytest.importorskip("llguidance")
-
 atoms = st.sampled_from([
     "a", "b", "ab", ".", r"\d", r"\w", r"\s", r"\S", r"\W", r"\D", r"\.", r"\-", "[a-c]", "[^a]", r"[\d_-]", r"[^\w]",
     "é", "-", " ", "[a\\]b]", "[é-ü0-3]", r"\n", "<", "#",

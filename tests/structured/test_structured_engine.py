@@ -17,8 +17,6 @@ from tiny_models import write_tiny_model
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
 
-pytest.importorskip("llguidance")
-
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 32,
     "intermediate_size": 48,

@@ -8,10 +8,6 @@ import re
 from typing import Any
 
 import jsonschema
-import pytest
-
-pytest.importorskip("llguidance")
-
 from walks import EOS, accepts, allowed, library, walk, walks
 
 from headrace.base.errors import RequestError

@@ -20,7 +20,7 @@ from headrace.base.registry import Registry
 from headrace.execution.structured.forced_tokens import ForcedTokens
 from headrace.execution.structured.lazy_dfa import LazyDfa
 
-INSTALL = "pip install 'headrace[structured]'"
+INSTALL = "pip install llguidance, which headrace depends on"
 MAX_COMPILED = 256
 NUM_WORKERS = 2
 

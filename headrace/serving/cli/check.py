@@ -34,7 +34,6 @@ class Library:
 
 
 LIBRARIES = (
-    Library("llguidance", "structured", "1.9", "structured outputs and forced tool calls"),
     Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs", "cuda"),
     Library(
         "flashinfer-python", "flashinfer", "0.6.15",
