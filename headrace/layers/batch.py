@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.residual import Residual
 
 
 @dataclass(slots=True)
@@ -27,6 +28,55 @@ class WantedTokens:
     inputs: list[AttentionInputs]
 
 
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which hidden states of a target model a drafter reads. ``layers``: layers whose input is read, numbered from 0:
+    the residual stream that enters them, with the output of the branch before added; for a model of n layers, n is
+    what enters the final norm. ``has_final``: the states after the final norm are read too, behind those."""
+
+    layers: tuple[int, ...] = ()
+    has_final: bool = False
+
+    @property
+    def count(self) -> int:
+        """Hidden states per token."""
+        return len(self.layers) + self.has_final
+
+    def needs_last_layer(self, num_layers: int) -> bool:
+        """Whether the last layer must be computed for all tokens."""
+        return self.has_final or num_layers in self.layers
+
+
+@dataclass(slots=True)
+class Features:
+    """Asks a forward to copy hidden states: it sets ``values`` [T, spec.count * D] in the model's dtype, of all T
+    tokens whatever ``ForwardBatch.wanted`` says. In a captured graph every replay writes that tensor again."""
+
+    spec: FeatureSpec
+    values: torch.Tensor = field(init=False)
+
+    def begin(self, x: torch.Tensor) -> None:
+        """Make room, for embedded tokens ``x`` [T, D]."""
+        self.values = x.new_empty(len(x), self.spec.count * x.shape[1])
+
+    def take(self, layer: int, residual: Residual) -> None:
+        """Copy what enters ``layer``, if it is read. The residual stays as it is, so that the model computes the same
+        numbers with and without a drafter."""
+        if layer in self.spec.layers:
+            for place, wanted in enumerate(self.spec.layers):
+                if wanted == layer:
+                    residual.copy_sum(self._column(place))
+
+    def take_final(self, hidden: torch.Tensor) -> None:
+        """Copy the states after the final norm [T, D], if they are read."""
+        if self.spec.has_final:
+            self._column(self.spec.count - 1).copy_(hidden)
+
+    def _column(self, place: int) -> torch.Tensor:
+        """The view [T, D] of one hidden state."""
+        return self.values.unflatten(1, (self.spec.count, -1))[:, place]
+
+
 @dataclass(slots=True)
 class StepContext:
     """Gives layers access to the current step's batch. A model has one, made with its `Build`, and sets ``batch`` when
@@ -45,7 +95,8 @@ class ForwardBatch:
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
     ``text_kinds`` [T] int64: which text of a pair each token belongs to (None: all to the first). Only models without
     cache groups read these two. ``wanted``: for models with ``prunes_last_layer``, which then return hidden states
-    [S, D]; in their last layer, ``queries`` [S] int64 are the indices of the tokens that still attend."""
+    [S, D]; in their last layer, ``queries`` [S] int64 are the indices of the tokens that still attend.
+    ``features``: hidden states to copy for a drafter, for models with ``captures_features``."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -54,6 +105,7 @@ class ForwardBatch:
     text_kinds: torch.Tensor | None = None
     wanted: WantedTokens | None = None
     queries: torch.Tensor | None = None
+    features: Features | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

@@ -14,6 +14,7 @@ from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.pooling import PoolingHead
 from headrace.layers.quantization.storage import StorableModel
+from headrace.layers.vocabulary import Embedding, Head
 
 
 class ServedModel(StorableModel):
@@ -22,12 +23,14 @@ class ServedModel(StorableModel):
     ``load_weights`` and ``bind_cache`` are called, and ``forward`` any number of times.
 
     Capabilities are attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as
-    CUDA graphs; False for a model that waits for the device or reads host lengths. ``scores``: the classifier, [S, D]
+    CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_features``: `forward`
+    fills ``ForwardBatch.features``, which drafters that read hidden states need. ``scores``: the classifier, [S, D]
     to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling
     model.
     """
 
     is_capturable: bool = True
+    captures_features: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +42,11 @@ class ServedModel(StorableModel):
     def prunes_last_layer(self) -> bool:
         """Whether `forward` obeys ``ForwardBatch.wanted``: computes the last layer for the wanted tokens only."""
         return False
+
+    @property
+    def vocabulary(self) -> tuple[Embedding, Head] | None:
+        """Embedding and head, for drafters that share them; None if the model has no such layers."""
+        return None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs in any order. A tensor is valid only until the

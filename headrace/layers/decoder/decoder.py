@@ -6,13 +6,14 @@ Knows no families: a family provides its spec and its checkpoint names. T tokens
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
-from headrace.layers.batch import ForwardBatch
+from headrace.layers.batch import Features, ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
@@ -33,6 +34,8 @@ HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 class Decoder(ServedModel):
     """The model class of all families whose decoder a `DecoderSpec` describes; see `ServedModel` for the order of
     calls."""
+
+    captures_features = True
 
     def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
@@ -89,9 +92,25 @@ class Decoder(ServedModel):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm, or [S, D] of the wanted tokens where the batch names them."""
+        if batch.features is not None:
+            return self._forward_with_features(batch, batch.features)
         self.step.batch = batch
         x = self.embedding(batch.token_ids)
         return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
+
+    def _forward_with_features(self, batch: ForwardBatch, features: Features) -> torch.Tensor:
+        wanted = batch.wanted
+        if wanted is not None and features.spec.needs_last_layer(len(self._blocks)):
+            batch = replace(batch, wanted=None)
+        self.step.batch = batch
+        x = self.embedding(batch.token_ids)
+        features.begin(x)
+        residual = None if features.spec.layers else self._run_together(x, batch)
+        residual = residual or self._run_layers(x, batch)
+        features.take(len(self._blocks), residual)
+        hidden = self.norm.add(residual)
+        features.take_final(hidden)
+        return hidden if wanted is None or batch.wanted is wanted else hidden.index_select(0, wanted.indices)
 
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
         """All layers in one native CPU call. None, with ``x`` unchanged, where the layers or the step do not allow it.
@@ -113,14 +132,23 @@ class Decoder(ServedModel):
         return self._table
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> Residual:
-        residual = Residual(x)
+        residual, features = Residual(x), batch.features
         *others, last = self._blocks
-        for layer in others:
+        for i, layer in enumerate(others):
+            if features is not None:
+                features.take(i, residual)
             layer(residual)
+        if features is not None:
+            features.take(len(others), residual)
         # prepares the last layer's backend again, so only once all layers before it have attended
         self.step.batch = batch.for_last_layer(last.attention.group)
         last(residual)
         return residual
+
+    @property
+    def vocabulary(self) -> tuple[Embedding, Head] | None:
+        """See `ServedModel`."""
+        return None if self.head is None else (self.embedding, self.head)
 
     @property
     def prunes_last_layer(self) -> bool:
