@@ -1,8 +1,8 @@
 """`HttpClient`: sends HTTP/1.1 requests to one server over kept connections and records when response data arrives.
-Also `loop_factory`, the event loop of processes with many connections.
+Also `EventSplitter`, and `loop_factory`, the event loop of processes with many connections.
 
-Made for load generators, which often share the server's cores: response data costs one callback and wakes no task.
-Refuses: redirects, compression, proxies.
+`HttpClient.send` is made for load generators, which often share the server's cores: response data costs one callback
+and wakes no task. `HttpClient.stream` wakes its reader. Refuses: redirects, compression, proxies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,16 +43,36 @@ class BrokenExchange(ConnectionError):
 @dataclass
 class HttpResponse:
     """``pieces``: the body in ``(arrival time, bytes)`` pairs, times in `time.perf_counter` seconds; pieces of one
-    socket read share one time. ``status`` is 0 until the head has arrived. ``is_complete``: the body has ended."""
+    socket read share one time. ``status`` is 0 until the head has arrived. ``is_complete``: the body has ended.
+    ``on_piece`` is called after each piece."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
     is_complete: bool = False
+    on_piece: Callable[[], object] | None = field(default=None, repr=False)
 
     @property
     def body(self) -> bytes:
         """The body received so far."""
         return b"".join(piece for _, piece in self.pieces)
+
+
+class EventSplitter:
+    """Splits a stream of server-sent events, however the network cuts it."""
+
+    def __init__(self) -> None:
+        self._pending: list[bytes] = []  # the parts of a line that is not complete yet
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The data of each event that ends in this piece; comments and other fields are skipped."""
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
+            self._pending.append(line)
+            line = b"".join(self._pending)
+            self._pending.clear()
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        self._pending.append(rest)
 
 
 class _Connection(asyncio.Protocol):
@@ -117,6 +137,8 @@ class _Connection(asyncio.Protocol):
             self._num_bytes += len(piece)
             if self._num_bytes > MAX_RESPONSE_BYTES:
                 self._fail(ValueError(f"a response is longer than {MAX_RESPONSE_BYTES} bytes"))
+            if self._response.on_piece is not None:
+                self._response.on_piece()
 
     def on_message_complete(self) -> None:
         response, ended = self._response, self._ended
@@ -183,6 +205,28 @@ class HttpClient:
         async with asyncio.timeout(self._timeout_s):
             await self._exchange(head.encode() + b"\r\n" + (body or b""), response)
         return response
+
+    async def stream(self, method: str, route: str, body: bytes, response: HttpResponse) -> AsyncGenerator[bytes, None]:
+        """As `send`, but yields the pieces of the body as they arrive, with ``response.status`` known. A reader that
+        leaves before the end, or is cancelled, closes the connection."""
+        arrived = asyncio.Event()
+        response.on_piece = arrived.set
+        sending = asyncio.ensure_future(self.send(method, route, body, response=response))
+        sending.add_done_callback(lambda _: arrived.set())
+        num_read = 0
+        try:
+            while num_read < len(response.pieces) or not sending.done():
+                if num_read == len(response.pieces):
+                    arrived.clear()
+                    await arrived.wait()
+                    continue
+                num_read += 1
+                yield response.pieces[num_read - 1][1]
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+            await asyncio.sleep(0)  # an aborted connection is closed in the next round of the event loop
 
     async def _exchange(self, request: bytes, response: HttpResponse) -> None:
         connection = self._kept_connection()

@@ -18,6 +18,7 @@ from test_generate import EchoLLM, new_tokenizer
 
 from headrace.base.errors import ContextLengthExceeded
 from headrace.service.client.outputs import CompletionOutput, GenerationOutput
+from headrace.serving.cli.answers import LocalModel
 from headrace.serving.cli.chat import Conversation, Terminal
 from headrace.serving.cli.options import SamplingOptions
 
@@ -59,7 +60,8 @@ def talk(lines: list[str | type[BaseException]], **options: object) -> SimpleNam
         return line
 
     conversation = Conversation("sys")
-    terminal = Terminal(llm, SamplingOptions(**options), conversation, Console(file=out, width=100), read_line)
+    console = Console(file=out, width=100)
+    terminal = Terminal(LocalModel(llm, "m"), SamplingOptions(**options), conversation, console, read_line)
     with asyncio.Runner() as runner:
         terminal.run(runner)
     return SimpleNamespace(llm=llm, text=out.getvalue(), conversation=conversation)

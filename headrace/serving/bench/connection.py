@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
 from headrace.serving.bench.traffic import TrafficRequest
-from headrace.serving.http_client import HttpClient, HttpResponse
+from headrace.serving.http_client import EventSplitter, HttpClient, HttpResponse
 
 
 @dataclass
@@ -202,17 +202,10 @@ def _count_tokens(timing: Timing, usage: dict[str, Any] | None) -> None:
 
 def split_events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """``(arrival time, data)`` of each server-sent event, however the network splits them; comments are skipped."""
-    pending: list[bytes] = []
+    splitter = EventSplitter()
     for arrived, piece in pieces:
-        # `pending` holds the parts of a line that is not complete yet. A line's arrival time is that of its last part.
-        *lines, rest = piece.split(b"\n")
-        for line in lines:
-            pending.append(line)
-            line = b"".join(pending)
-            pending.clear()
-            if line.startswith(b"data:"):
-                yield arrived, line[5:].strip()
-        pending.append(rest)
+        for data in splitter.feed(piece):
+            yield arrived, data
 
 
 def _is_ids(prompt: Any) -> bool:

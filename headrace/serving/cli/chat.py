@@ -1,19 +1,21 @@
-"""``headrace chat``: a conversation in the terminal. Output streams; Ctrl-C stops it, a second one exits."""
+"""``headrace chat``: a conversation in the terminal, with a model loaded for it or with that of a running server.
+Output streams; Ctrl-C stops it, a second one exits."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, HeadraceError
+from headrace.serving.cli.answers import ChatModel, LocalModel, ServerModel
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.options import SamplingOptions
-from headrace.serving.offline import AsyncLLM
 
 HELP = """/reset          clear the conversation
 /system TEXT    set the system message and start over
@@ -40,10 +42,10 @@ class Terminal:
     """Reads lines, runs commands, streams output. ``read_line`` raises `EOFError` at the end."""
 
     def __init__(
-        self, llm: AsyncLLM, sampling: SamplingOptions, conversation: Conversation, console: Console,
+        self, model: ChatModel, sampling: SamplingOptions, conversation: Conversation, console: Console,
         read_line: Callable[[], str]
     ):
-        self._llm = llm
+        self._model = model
         self._sampling = sampling
         self._conversation = conversation
         self._console = console
@@ -84,53 +86,73 @@ class Terminal:
 
     async def _answer(self) -> None:
         """Stream one answer. Output before Ctrl-C is kept."""
-        llm = self._llm
-        assert llm.tokenizer is not None and llm.facts is not None
-        prompt = llm.tokenizer.encode(
-            llm.tokenizer.render_chat(self._conversation.messages()), add_special_tokens=False
-        )
-        room = llm.facts.max_model_len - len(prompt)
-        params = self._sampling.to_params(
-            llm.facts.default_sampling, max_tokens=max(1, min(self._sampling.max_tokens, room))
-        )
-        text, num_tokens, began, note = "", 0, time.perf_counter(), ""
+        text, num_tokens, began, note, is_reasoning = "", 0, time.perf_counter(), "", False
         try:
-            async for output in llm.generate(prompt, params):
-                choice = output.outputs[0]
-                self._console.print(choice.text[len(text):], end="", markup=False, highlight=False, soft_wrap=True)
-                text, num_tokens = choice.text, len(choice.token_ids)
-                note = ", cut at --max-tokens" if choice.finish_reason == "length" else ""
+            async for piece in self._model.answer(self._conversation.messages(), self._sampling):
+                if piece.reasoning:
+                    self._show(piece.reasoning, "dim")
+                    is_reasoning = True
+                if piece.text:
+                    self._show("\n\n" + piece.text if is_reasoning else piece.text)
+                    is_reasoning = False
+                text, num_tokens = text + piece.text, piece.num_tokens or num_tokens
+                note = ", cut at --max-tokens" if piece.finish_reason == "length" else note
         # `asyncio.Runner` turns the first Ctrl-C into a cancellation of this task; the second raises KeyboardInterrupt.
         except asyncio.CancelledError:
             note = ", stopped"
         seconds = time.perf_counter() - began
-        self._console.print(
-            f"\n{num_tokens} tokens, {num_tokens / seconds:.1f} per second{note}", style="dim", highlight=False
-        )
+        speed = f"{num_tokens} tokens, {num_tokens / seconds:.1f} per second" if num_tokens else f"{seconds:.1f} s"
+        self._console.print(f"\n{speed}{note}", style="dim", highlight=False)
         self._conversation.add("assistant", text)
+
+    def _show(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, end="", style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def run(invocation: Invocation) -> int:
-    """Start the engine, chat, stop the engine."""
+    """Start the engine or join the server, chat, stop what was started."""
     console = Console()
-    engine = invocation.given_in(ENGINE)
-    model = engine.pop("model", None) or invocation.section("model").model
-    conversation = Conversation(invocation.section("chat").system)
+    options = invocation.section("chat")
     with asyncio.Runner() as runner:
-        llm = runner.run(_start(model, engine, console))
+        opening: Coroutine[Any, Any, ChatModel] = (
+            _join(invocation) if options.url is not None else _start(invocation, console)
+        )
+        model = runner.run(opening)
         try:
-            console.print(f"Talking to {model}. /help lists commands, Ctrl-D exits.", style="dim", highlight=False)
+            console.print(
+                f"Talking to {model.title}. /help lists commands, Ctrl-D exits.", style="dim", highlight=False,
+                markup=False
+            )
             Terminal(
-                llm, invocation.section("sampling"), conversation, console, lambda: console.input("[bold cyan]> [/]")
+                model, invocation.section("sampling"), Conversation(options.system), console,
+                lambda: console.input("[bold cyan]> [/]")
             ).run(runner)
         finally:
-            runner.run(llm.close())
+            runner.run(model.close())
     return 0
 
 
-async def _start(model: str, engine: dict[str, object], console: Console) -> AsyncLLM:
-    llm = AsyncLLM(model, **engine)
-    with console.status(f"loading {model} ..."):
+async def _join(invocation: Invocation) -> ServerModel:
+    options = invocation.section("chat")
+    given = invocation.given_in(ENGINE)
+    for name in given:
+        if name != "model" and invocation.sources[name] == "flag":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of an engine, and --url takes that of a running server; "
+                "leave one of them out", param=name
+            )
+    model = ServerModel(options.url, api_key=options.api_key, model=given.get("model"))
+    await model.join()
+    return model
+
+
+async def _start(invocation: Invocation, console: Console) -> LocalModel:
+    from headrace.serving.offline import AsyncLLM  # half a second, which joining a server need not cost
+
+    engine = invocation.given_in(ENGINE)
+    name = engine.pop("model", None) or invocation.section("model").model
+    llm = AsyncLLM(name, **engine)
+    with console.status(f"loading {name} ..."):
         try:
             await llm.start()
         except asyncio.CancelledError:
@@ -138,5 +160,5 @@ async def _start(model: str, engine: dict[str, object], console: Console) -> Asy
             raise
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         await llm.close()
-        raise ConfigError(f"{model} has no chat template; use headrace generate for plain prompts")
-    return llm
+        raise ConfigError(f"{name} has no chat template; use headrace generate for plain prompts")
+    return LocalModel(llm, name)

@@ -34,7 +34,8 @@ _HOMES = {
 class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` are its positional
     arguments: ``model`` (a model's name), ``prompts`` (any number), ``files`` (an input and an output), ``folder``, or
-    none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
+    none. ``about``: help text below the summary. ``sections``: in the order of the help text. A ``quiet`` command logs
+    from level warning by default: its standard output is the result."""
 
     name: str
     summary: str
@@ -42,6 +43,7 @@ class Command:
     run: str
     examples: tuple[tuple[str, str], ...] = ()
     words: str = ""
+    about: str = ""
     quiet: bool = False
 
     def section_types(self) -> dict[str, type]:
@@ -67,7 +69,7 @@ _ALL = (
         ), "model",
     ),
     Command(
-        "generate", "complete prompts; writes JSON lines", (*ENGINE, "generate", "sampling"),
+        "generate", "complete prompts; writes JSON lines", ("generate", "sampling", *ENGINE),
         "headrace.serving.cli.generate:run",
         (
             ("one prompt", 'headrace generate "The capital of France is" --max-tokens 16 --temperature 0'),
@@ -80,13 +82,18 @@ _ALL = (
         ), "prompts", quiet=True,
     ),
     Command(
-        "chat", "chat with a model in the terminal", (*ENGINE, "chat", "sampling"), "headrace.serving.cli.chat:run", (
+        "chat", "chat with a model in the terminal", ("chat", "sampling", *ENGINE), "headrace.serving.cli.chat:run", (
             ("the default model", "headrace chat"),
+            ("the model of a running server", "headrace chat --url http://127.0.0.1:8000"),
             ("with a system message", 'headrace chat --system "You are a pirate." --temperature 0.8'),
-        ), "model", quiet=True,
+        ), "model",
+        "In the chat, /help lists the commands (/reset, /system TEXT, /exit); Ctrl-C stops an answer, Ctrl-D exits. "
+        "The model is loaded in a process of its own with the options of the groups model, cache, scheduler and "
+        "device; with --url a running server answers, and these groups do not apply.",
+        quiet=True,
     ),
     Command(
-        "batch", "run a file of requests in OpenAI's batch format", (*ENGINE, "batch"),
+        "batch", "run a file of requests in OpenAI's batch format", ("batch", *ENGINE),
         "headrace.serving.cli.batch:run",
         (
             (

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
 import tomllib
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from headrace.base import env
 from headrace.base.errors import ConfigError
 from headrace.base.option import OptionInfo, options_of
 from headrace.serving.cli.commands import Command
+from headrace.serving.cli.layout import terminal_width, wrap
 
 MAX_FILE_BYTES = 1 << 20
 # option: (variable, reader); only these options can be set by the environment
@@ -178,9 +178,11 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(command: Command) -> argparse.ArgumentParser:
     """The parser of one command, with a group of flags per section. Values stay text, and nothing has a default: only
     options that the user set appear in the result."""
-    width = min(shutil.get_terminal_size().columns, 120)
+    width = terminal_width()
+    summary = command.summary[0].upper() + command.summary[1:] + "."
     parser = _Parser(
-        prog=f"headrace {command.name}", description=command.summary[0].upper() + command.summary[1:] + ".",
+        prog=f"headrace {command.name}",
+        description="\n".join([summary, *(["", *wrap(command.about, width)] if command.about else [])]),
         allow_abbrev=False, add_help=False,
         argument_default=argparse.SUPPRESS, epilog=_epilog(command),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),

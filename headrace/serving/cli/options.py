@@ -91,8 +91,13 @@ class BatchOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(Section):
-    """The conversation."""
+    """The conversation, and the server to join."""
 
+    url: str | None = option(
+        None, "join the OpenAI-compatible server at this address instead of loading a model; --model names one of "
+        "several", metavar="URL"
+    )
+    api_key: str | None = option(None, "key of that server", metavar="KEY")
     system: str | None = option(None, "system message to start with", metavar="TEXT")
 
 
