@@ -196,7 +196,16 @@ class KeepingConfig(AccessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(KeepingConfig):
+class ToleranceConfig(KeepingConfig):
+    """What requests may hold beyond the documented fields."""
+
+    lenient: bool = option(
+        False, "ignore unknown fields of requests, named in the response header Warning, instead of refusing them"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(ToleranceConfig):
     """The HTTP process."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")

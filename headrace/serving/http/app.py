@@ -103,7 +103,7 @@ def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str])
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"]
+            expose_headers=["X-Request-Id", "Retry-After", "Warning"]
         )
     if context.tracing is not None:
         app.add_middleware(TracedRequests, tracing=context.tracing, routes=routes)

@@ -137,20 +137,21 @@ async def test_deadlines_reach_the_engine(http, client):
     assert client.deadlines == [2.5, 3, 4, None]
 
 
-@pytest.mark.parametrize("path, body", [
-    ("/generate", {"text": "once", "sampling_params": {"max_new_tokens": 2}}),
-    ("/v1/completions", {"prompt": "once", "max_tokens": 2}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+@pytest.mark.parametrize("path, prefix, body", [
+    ("/generate", "", {"text": "once", "sampling_params": {"max_new_tokens": 2}}),
+    ("/v1/completions", "cmpl-", {"prompt": "once", "max_tokens": 2}),
+    ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
 ])
-async def test_request_ids_come_back(http, client, path, body):
+async def test_request_ids_come_back_with_the_prefix_of_the_api(http, client, path, prefix, body):
     for stream in (False, True):
         answer = await http.post(path, json={**body, "stream": stream}, headers={"X-Request-Id": "trace-1:2.3"})
         assert answer.headers.get_list("x-request-id") == ["trace-1:2.3"] and answer.status_code == 200
-        assert client.submitted[-1][0] == "trace-1:2.3" and '"trace-1:2.3"' in answer.text
+        assert client.submitted[-1][0] == f"{prefix}trace-1:2.3" and f'"{prefix}trace-1:2.3"' in answer.text
         own = (await http.post(path, json={**body, "stream": stream})).headers["x-request-id"]
-        assert own == client.submitted[-1][0] and own != "trace-1:2.3"
-    named = await http.post(path, json={**body, "rid": "mine"})
-    assert named.headers["x-request-id"] == client.submitted[-1][0] == "mine"
+        assert own == client.submitted[-1][0] and own.startswith(prefix or "gen-")
+    for given in ("mine", prefix + "mine"):
+        named = await http.post(path, json={**body, "rid": given})
+        assert named.headers["x-request-id"] == given and client.submitted[-1][0] == prefix + "mine"
     refused = await http.post(path, json={**body, "zzz": 1}, headers={"X-Request-Id": "r"})
     assert refused.status_code == 400 and refused.headers["x-request-id"] == "r"
     assert (await http.post(path, json={**body, "rid": "a\n"})).status_code == 400, "a line break would end the header"
@@ -158,7 +159,7 @@ async def test_request_ids_come_back(http, client, path, body):
         answer = await http.post(path, json=body, headers=[(b"x-request-id", wrong.encode("latin-1"))])
         assert (
             answer.status_code == 400 and answer.json()["error"]["param"] == "X-Request-Id"
-            and "x-request-id" not in answer.headers
+            and answer.headers["x-request-id"].startswith("req_")
         )
 
 
@@ -169,7 +170,8 @@ async def test_a_repeated_header_is_no_reason_to_refuse(http, client):
     while not client.submitted:
         await asyncio.sleep(0.01)
     second = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
-    assert second.status_code == 200 and second.headers["x-request-id"] == "again" and second.json()["id"] != "again"
+    assert second.status_code == 200 and second.headers["x-request-id"] == "again"
+    assert second.json()["id"].startswith("cmpl-") and second.json()["id"] != "cmpl-again"
     assert (await http.post("/abort_request", json={"rid": "again"})).json() == {"aborted": 1}
     assert (await first).json()["choices"][0]["finish_reason"] == "abort"
 

@@ -79,7 +79,7 @@ async def test_a_request_has_a_span_for_each_stage(traced: Traced):
     told = dict(root.attributes)
     assert (
         told["http.response.status_code"], told["http.route"], told["gen_ai.request.id"]
-    ) == (200, "/v1/completions", "me")
+    ) == (200, "/v1/completions", "cmpl-me")
     assert (
         told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"], told["gen_ai.response.finish_reasons"]
     ) == (13, 4, ("length",))

@@ -139,7 +139,7 @@ def _refuse_budget(reason: str) -> NoReturn:
     raise UnsupportedFeature(f"thinking_budget cannot be enforced: {reason}", param="thinking_budget")
 
 
-def _read_budget(body: ChatRequest) -> int | None:
+def _read_budget(body: ChatRequest, formats: Formats) -> int | None:
     switch = None if body.thinking is None else body.thinking.budget_tokens
     given = {body.thinking_budget, body.thinking_token_budget, body.max_thinking_tokens, switch} - {None}
     if len(given) > 1:
@@ -147,6 +147,9 @@ def _read_budget(body: ChatRequest) -> int | None:
             "thinking_budget, thinking_token_budget, max_thinking_tokens and thinking.budget_tokens are the same "
             "field; give one", param="thinking_budget"
         )
+    is_switch_alone = (body.thinking_budget, body.thinking_token_budget, body.max_thinking_tokens) == (None,) * 3
+    if is_switch_alone and formats.reasoning is None:
+        return None  # clients switch reasoning on for every model; of one without reasoning nothing comes
     return given.pop() if given else None
 
 
@@ -171,7 +174,7 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
         is_parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
         prompt=prompt, continued=continued, separates=body.separate_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False, includes_reasoning=body.include_reasoning is not False,
-        max_thinking=_read_budget(body),
+        max_thinking=_read_budget(body, formats),
     )
 
 

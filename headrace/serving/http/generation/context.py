@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from headrace.base import VERSION
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
@@ -32,6 +34,9 @@ UNAVAILABLE = {
     "starting": "the model is still loading", "restarting": "the engine is restarting",
     "draining": "the server is shutting down",
 }
+DEFAULT_MODEL = "default"
+"""Names the served model, whatever it is called."""
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -81,6 +86,14 @@ class AppContext:
         facts = self.client.facts
         return self.server.served_model_name or (facts.model if facts else "")
 
+    @property
+    def system_fingerprint(self) -> str:
+        """Identifies what output depends on beside the request: version, model, its weights, dtype and device."""
+        facts, model = self.client.facts, self.client.config.model
+        named = (VERSION, facts and (facts.model, facts.dtype, facts.device), model.quantization, model.load_format)
+        weights = self.admin.weight_version
+        return "fp_" + hashlib.sha256(repr((named, weights)).encode()).hexdigest()[:12]
+
     def facts(self) -> ModelFacts:
         """The model's facts; raises `EngineUnavailable` until the model is loaded."""
         if self.client.facts is None:
@@ -104,8 +117,8 @@ class AppContext:
         raise EngineUnavailable(reason, retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` for another model's name; None means the served model."""
-        if name and name != self.model_name:
+        """Raise `ModelNotFound` for another model's name; None and "default" mean the served model."""
+        if name and name not in (self.model_name, DEFAULT_MODEL):
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
 
     def check_request(self, model: str | None) -> None:
@@ -130,8 +143,10 @@ class AppContext:
         return self.client.tokenizer
 
     def abort(self, request_id: str) -> int:
-        """Abort the running request with this id; returns the number of engine requests aborted."""
-        streams = self.running.get(request_id, [])
+        """Abort the running requests with this id, whole or as the client gave it (without the prefix of its API);
+        returns the number of engine requests aborted."""
+        names = (request_id, *(prefix + request_id for prefix in ID_PREFIXES))
+        streams = [stream for name in names for stream in self.running.get(name, ())]
         for stream in streams:
             stream.abort()
         return len(streams)
@@ -150,4 +165,5 @@ def context_of(request: Request) -> AppContext:
 async def read_request(request: Request, body: JsonBody[T]) -> tuple[AppContext, T]:
     """The context and the decoded body; raises `RequestError` (400, 408, 413 or 415)."""
     context = context_of(request)
-    return context, await body.read(request, context.server.max_body_bytes)
+    server = context.server
+    return context, await body.read(request, server.max_body_bytes, is_lenient=server.lenient)

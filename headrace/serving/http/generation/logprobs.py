@@ -23,14 +23,17 @@ MIN_LOGPROB = -9999.0
 
 
 class TokenNames:
-    """Text and bytes of single tokens; without a tokenizer, token 7 is written ``token_id:7``."""
+    """Text and bytes of single tokens. ``as_ids``, or without a tokenizer: token 7 is written ``token_id:7``; its bytes
+    stay those of its text."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False):
+        self._tokenizer, self._as_ids = tokenizer, as_ids
 
     def text(self, token_id: int) -> str:
         """The token's text; incomplete UTF-8 becomes replacement characters."""
-        return self._tokenizer.token_text(token_id) if self._tokenizer else f"token_id:{token_id}"
+        if self._tokenizer is None or self._as_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
 
     def exact_text(self, token_id: int) -> str:
         """The token's text as in OpenAI's completions: incomplete UTF-8 by its bytes, ``bytes:\\xe6\\x97``, so that
@@ -46,7 +49,11 @@ class TokenNames:
     def num_chars(self, token_id: int, text: str) -> tuple[int, bool]:
         """``(n, is_continuation)``: characters that begin in the token, and whether its first byte continues the
         character of the previous token. ``text`` is the token's `exact_text`."""
-        if self._tokenizer is None or not text.startswith("bytes:"):
+        if self._tokenizer is not None and self._as_ids:
+            text = self._tokenizer.token_text(token_id)
+            if "\ufffd" not in text:
+                return len(text), False
+        elif self._tokenizer is None or not text.startswith("bytes:"):
             return len(text), False
         # UTF-8: continuation bytes are 10xxxxxx, all others begin a character.
         begins = [byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id)]

@@ -28,6 +28,7 @@ COPIED_FIELDS = (
     "skip_special_tokens", "spaces_between_special_tokens",
 )
 """Fields of `OutputFields` that `SamplingParams` has under the same names."""
+NATIVE_PREFIX = "gen-"
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GrammarField = tuple[str, Callable[..., Grammar | None], object]
 """Request field, constructor taking the value and ``param``, value."""
@@ -74,15 +75,25 @@ def body_request_id(fields: IdentityFields) -> str | None:
 
 
 def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
-    """The client's id (``given`` in the body, then the header ``X-Request-Id``), else a new one. Proxies set the header
-    and repeat it on retries: while a request with that id runs, another one gets a new id."""
+    """The API's ``prefix`` with the client's id (``given`` in the body, then the header ``X-Request-Id``), else with a
+    new one. Proxies set the header and repeat it on retries: while a request with that id runs, another one gets a new
+    id."""
     header = request.headers.get("x-request-id")
     if header and read_request_id(header) is None:
         raise RequestError("X-Request-Id must be 1 to 128 letters, digits and . _ : -", param="X-Request-Id")
     # The client's own id in the body is not replaced: `open_generation` refuses one that is in use.
-    if given is None and header and header not in context_of(request).running:
-        given = header
-    return given or new_request_id(prefix)
+    if given is not None:
+        state = request.scope.setdefault("state", {})
+        state["request_id"] = state.get("request_id") or given  # the response header has it as it was given
+        return _with_prefix(given, prefix)
+    if header and _with_prefix(header, prefix) not in context_of(request).running:
+        return _with_prefix(header, prefix)
+    return new_request_id(prefix)
+
+
+def _with_prefix(name: str, prefix: str) -> str:
+    # SGLang's own route returns ids as they were given.
+    return name if prefix == NATIVE_PREFIX or name.startswith(prefix) else prefix + name
 
 
 def check_stream_options(fields: IdentityFields) -> tuple[bool, bool]:
@@ -147,6 +158,13 @@ def _read_response_format(given: ResponseFormat, *, param: str) -> Grammar | Non
         raise RequestError(
             f"{param}.json_schema belongs to the type json_schema, not {given.type}", param=f"{param}.json_schema"
         )
+    if given.schema is not None and (given.json_schema is not None or given.type not in ("json_object", "json_schema")):
+        raise RequestError(
+            f"{param}.schema belongs to the types json_object and json_schema, and excludes json_schema",
+            param=f"{param}.schema"
+        )
+    if given.schema is not None:
+        return Grammar.json_schema(given.schema, param=f"{param}.schema")
     match given.type:
         case "json_object":
             return Grammar.json_object()

@@ -24,7 +24,7 @@ StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS * 4)]
 BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BIASED_TOKENS)]
 LogitBias = Annotated[
-    dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+    dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(max_length=MAX_BIASED_TOKENS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
 Count = Annotated[int, Meta(ge=0, le=INT32)]
@@ -59,12 +59,13 @@ class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's output format: ``text`` is unconstrained; ``json_object`` is any JSON object; ``json_schema`` follows
-    the schema; ``structural_tag`` is free text with structured parts, given by ``format`` or ``structures`` and
-    ``triggers``."""
+    """OpenAI's output format: ``text`` is unconstrained; ``json_object`` is any JSON object, or one that follows
+    ``schema`` (llama.cpp's form); ``json_schema`` follows the schema, given by either field; ``structural_tag`` is free
+    text with structured parts, given by ``format`` or ``structures`` and ``triggers``."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: Schema | None = None
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -141,10 +142,16 @@ class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
     rid: RequestId | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+
+
+class AnswerFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
+    """What the answer shows besides. ``return_tokens_as_token_ids`` writes the tokens of logprobs as ``token_id:7``."""
+
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
-class OpenAIFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
+class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
     """Fields of both OpenAI routes. ``deadline_s``: seconds from arrival after which the request fails with 504.
     ``truncate_prompt_tokens``: keep the last so many prompt tokens; -1: as many as leave room for the output.
     ``response_format`` is OpenAI's, ``structured_outputs`` and ``guided_*`` are vLLM's."""
@@ -185,7 +192,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("lora_path lora_id lora_request", ADAPTERS),
     (
         "return_hidden_states return_routed_experts return_indexer_topk return_entropy return_meta_info "
-        "return_sampling_mask token_ids_logprob logprob_token_ids return_tokens_as_token_ids", INTERNALS
+        "return_sampling_mask token_ids_logprob logprob_token_ids", INTERNALS
     ),
     (
         "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key routed_dp_rank data_parallel_rank routing_key "

@@ -15,8 +15,8 @@ CacheControl = dict[str, Any]
 """``cache_control`` is accepted without effect: every prefix is cached."""
 
 
-# Requests are strict (`forbid_unknown_fields`): a field that has no effect here must be declared to be accepted.
-class TextOnlyBlock(Struct, kw_only=True, forbid_unknown_fields=True):
+# Requests are strict (`forbid_unknown_fields`), but for messages and their blocks: there unknown keys are ignored.
+class TextOnlyBlock(Struct, kw_only=True):
     """Text in a place that takes no other block."""
 
     type: Literal["text"]
@@ -25,7 +25,7 @@ class TextOnlyBlock(Struct, kw_only=True, forbid_unknown_fields=True):
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-class TextBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     """Text."""
 
     text: str
@@ -33,7 +33,7 @@ class TextBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="typ
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-class ThinkingBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
+class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
     """The assistant's reasoning; the signature is ignored."""
 
     thinking: str
@@ -41,7 +41,7 @@ class ThinkingBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field=
     cache_control: CacheControl | None = None
 
 
-class ToolUseBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A call the assistant made."""
 
     id: CallId
@@ -51,7 +51,7 @@ class ToolUseBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="
     caller: dict[str, Any] | None = None
 
 
-class ToolResultBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: CallId
@@ -63,7 +63,7 @@ class ToolResultBlock(Struct, kw_only=True, forbid_unknown_fields=True, tag_fiel
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class Turn(Struct, kw_only=True, forbid_unknown_fields=True):
+class Turn(Struct, kw_only=True):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]

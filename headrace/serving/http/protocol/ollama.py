@@ -28,15 +28,14 @@ Format = Literal["json", ""] | dict[str, Any]
 """A JSON object, no constraint (an empty string), or a JSON schema."""
 
 
-class OllamaFunction(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call's function; ``index`` is ignored."""
+class OllamaFunction(Struct, kw_only=True):
+    """A call's function; unknown keys are ignored, as in the whole message."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: dict[str, Any]
-    index: int | None = None
 
 
-class OllamaCall(Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaCall(Struct, kw_only=True):
     """A call in an earlier assistant message."""
 
     function: OllamaFunction
@@ -44,7 +43,7 @@ class OllamaCall(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"] | None = None
 
 
-class OllamaMessage(Struct, kw_only=True, forbid_unknown_fields=True):
+class OllamaMessage(Struct, kw_only=True):
     """One message; ``tool_name`` and ``tool_call_id`` name the call of a result."""
 
     role: Literal["system", "user", "assistant", "tool"]

@@ -9,6 +9,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAIFields, TokenId
 from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
+Verbosity = Literal["low", "medium", "high"]
+
 
 # In responses UNSET leaves a field out of the JSON, None sends null. Times named ``created`` are seconds since the
 # epoch.
@@ -64,14 +66,14 @@ class ModelList(Struct):
     object: Literal["list"] = "list"
 
 
-class TextPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(Struct, kw_only=True, tag_field="type", tag="text"):
     """A text part of a message. ``cache_control`` is accepted without effect: every prefix is cached."""
 
     text: str
     cache_control: dict[str, Any] | None = None
 
 
-class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+class RefusalPart(Struct, kw_only=True, tag_field="type", tag="refusal"):
     """A refusal that another server returned; treated as text."""
 
     refusal: str
@@ -82,10 +84,10 @@ class RefusalPart(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="t
         return self.refusal
 
 
-class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message. ``reasoning`` is another name of ``reasoning_content``. Clients send back the assistant messages
-    they received: ``refusal`` to ``function_call`` must be null or empty, the fields from ``provider_specific_fields``
-    on are accepted without effect."""
+class ChatMessage(Struct, kw_only=True):
+    """One message. ``reasoning`` is another name of ``reasoning_content``. ``audio`` and ``function_call`` must be null
+    or empty. Unknown keys are ignored: clients send back the messages they received, with fields of their own or of
+    other servers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | RefusalPart] | None = None
@@ -98,21 +100,19 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
-    provider_specific_fields: dict[str, Any] | None = None
-    thinking_blocks: list[Any] | None = None
-    reasoning_details: list[Any] | None = None
 
 
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation. ``max_completion_tokens`` and ``max_tokens`` are the same limit; the default is the rest of the
-    context. ``continue_final_message`` continues the last message instead of starting a new one."""
+    context. ``continue_final_message`` continues the last message instead of starting a new one. ``verbosity`` is
+    accepted without effect."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -172,6 +172,7 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -210,6 +211,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     # with ``include_usage`` null in all chunks but the last, as OpenAI does it; otherwise left out
     usage: Usage | UnsetType | None = UNSET
@@ -262,5 +264,6 @@ class Completion(Struct):
     created: int
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET

@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import ModelName, NumTop, Positive, Schema, TopP
+from headrace.serving.http.protocol.openai import Verbosity
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A text part. ``annotations`` and ``logprobs`` are copied by clients from responses and ignored."""
+class InputPart(Struct, kw_only=True, omit_defaults=True):
+    """A text part. ``annotations``, ``logprobs`` and unknown keys are ignored: clients copy them from responses."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
     text: str | None = None
@@ -23,10 +24,10 @@ class InputPart(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=
     logprobs: list[Any] | None = None
 
 
-class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class InputItem(Struct, kw_only=True, omit_defaults=True):
     """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``,
-    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` are copied by clients from
-    responses and ignored."""
+    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` and unknown ones are
+    ignored: clients copy them from responses."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -79,7 +80,7 @@ class TextOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of the output text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # OpenAI's default; other values could not be honoured
+    verbosity: Verbosity | None = None  # accepted without effect
 
 
 class ReasoningOptions(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -61,22 +61,19 @@ class AllowedTools(Struct, tag_field="type", tag="allowed_tools", kw_only=True, 
     allowed_tools: AllowedSet
 
 
-class FunctionCall(Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionCall(Struct, kw_only=True):
     """A call in the conversation so far. ``arguments`` is JSON text, or the object itself."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: str | dict[str, Any] | None = None
 
 
-class CallRecord(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call in an earlier assistant message. ``index`` and ``provider_specific_fields`` are accepted without effect:
-    clients copy them from responses."""
+class CallRecord(Struct, kw_only=True):
+    """A call in an earlier assistant message. Unknown keys are ignored: clients copy them from responses."""
 
     function: FunctionCall
     id: CallId | None = None
     type: Literal["function"] | None = None
-    index: int | None = None
-    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):

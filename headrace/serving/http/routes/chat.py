@@ -12,7 +12,7 @@ from headrace.service.parsing.events import CallArguments, CallStart, Event, Tex
 from headrace.service.parsing.message import MessageBuilder, ParsedMessage
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.chat import OutputPlan, prepare_chat
-from headrace.serving.http.generation.context import read_request
+from headrace.serving.http.generation.context import AppContext, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.sampling import check_stream_options
@@ -125,10 +125,12 @@ def _add_call(added: ChatDelta, event: Event) -> None:
 class ChatEvents(Events):
     """Stream events: a role chunk per choice, then its deltas, then usage if requested."""
 
-    def __init__(self, body: ChatRequest, generation: Generation, plan: OutputPlan, model: str, names: TokenNames):
+    def __init__(
+        self, body: ChatRequest, generation: Generation, plan: OutputPlan, context: AppContext, names: TokenNames
+    ):
         self._generation = generation
         self._plan = plan
-        self._model = model
+        self._model, self._fingerprint = context.model_name, context.system_fingerprint
         self._names = names
         self._created = int(time.time())
         self._choices: dict[int, _ChoiceReader] = {}
@@ -140,7 +142,7 @@ class ChatEvents(Events):
         """Chunks of one delta; nothing while its text is held back."""
         opening, reader = b"", self._choices.get(delta.index)
         if reader is None:
-            opening = self._open_choice(delta.index)
+            opening = self._open_choice(delta)
             reader = self._choices[delta.index] = _ChoiceReader(self._plan)
         added = reader.read(delta)
         has_content = (
@@ -162,8 +164,12 @@ class ChatEvents(Events):
             choice.token_ids = delta.token_ids
         return opening + frame(self._chunk([choice]))
 
-    def _open_choice(self, index: int) -> bytes:
-        chunk = self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+    def _open_choice(self, delta: ChoiceDelta) -> bytes:
+        chunk = self._chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))])
+        if self._has_running_usage and chunk.usage:
+            # The delta is counted already, but this chunk shows none of it.
+            chunk.usage.completion_tokens -= len(delta.token_ids)
+            chunk.usage.total_tokens -= len(delta.token_ids)
         if not self._choices and self._has_ids:
             chunk.prompt_token_ids = self._generation.streams[0].prompt_token_ids
         return frame(chunk)
@@ -180,7 +186,8 @@ class ChatEvents(Events):
         return frame(self._chunk([], usage=self._generation.usage())) if self._has_usage else b""
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        chunk = ChatChunk(self._generation.request.request_id, self._created, self._model, choices)
+        name = self._generation.request.request_id
+        chunk = ChatChunk(name, self._created, self._model, choices, self._fingerprint)
         if self._has_running_usage:
             chunk.usage = self._generation.usage()
         elif self._has_usage:
@@ -193,14 +200,14 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
     context, body = await read_request(request, BODY)
     check_stream_options(body)
     chat = await prepare_chat(request, context, body, id_prefix="chatcmpl-")
-    plan, names = chat.plan, TokenNames(context.client.tokenizer)
+    plan, names = chat.plan, TokenNames(context.client.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
     if body.stream:
-        return await start_stream(request, chat.request, lambda g: ChatEvents(body, g, plan, context.model_name, names))
+        return await start_stream(request, chat.request, lambda g: ChatEvents(body, g, plan, context, names))
     generation, (output,) = await collect_generation(request, chat.request)
     return await generation.respond(lambda: ChatCompletion(
         id=chat.request.request_id, created=int(time.time()), model=context.model_name,
         choices=[whole_choice(c, plan, names, has_ids=bool(body.return_token_ids)) for c in output.outputs],
-        usage=generation.usage(),
+        usage=generation.usage(), system_fingerprint=context.system_fingerprint,
         prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, names) if output.prompt_logprobs else UNSET,
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
     ))

@@ -70,7 +70,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     return await generation.respond(lambda: Completion(
         id=generation_request.request_id, created=int(time.time()), model=context.model_name,
         choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
-        usage=generation.usage(),
+        usage=generation.usage(), system_fingerprint=context.system_fingerprint,
     ))
 
 
@@ -82,7 +82,7 @@ class ChoiceWriter:
         self._body = body
         self._generation = generation
         self._tokenizer = context.client.tokenizer
-        self._names = TokenNames(self._tokenizer)
+        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         # by the number of the choice in the response
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         # prompt logprobs by prompt index; they come with the prompt's first choice
@@ -146,7 +146,7 @@ class CompletionEvents(Events):
 
     def __init__(self, body: CompletionRequest, generation: Generation, context: AppContext):
         self._generation = generation
-        self._model = context.model_name
+        self._model, self._fingerprint = context.model_name, context.system_fingerprint
         self._writer = ChoiceWriter(body, generation, context)
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)
@@ -193,7 +193,8 @@ class CompletionEvents(Events):
 
     def _chunk(self, choices: list[CompletionChoice]) -> Completion:
         usage = None if self._has_usage else UNSET
-        return Completion(self._generation.request.request_id, self._created, self._model, choices, usage=usage)
+        name = self._generation.request.request_id
+        return Completion(name, self._created, self._model, choices, self._fingerprint, usage=usage)
 
 
 ENDPOINTS = (

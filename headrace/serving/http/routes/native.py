@@ -15,7 +15,7 @@ from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.logprobs import TokenNames, native_top, native_triples
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
-from headrace.serving.http.generation.sampling import grammar_field, pick_request_id, sampling_params
+from headrace.serving.http.generation.sampling import NATIVE_PREFIX, grammar_field, pick_request_id, sampling_params
 from headrace.serving.http.generation.stream import Events, EventStream, frame, start_stream
 from headrace.serving.http.protocol.native import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -85,7 +85,7 @@ def _discards_output(sampling: list[NativeSampling]) -> bool:
 def _request_ids(body: GenerateRequest, request: Request, num_prompts: int) -> tuple[str, list[str] | None]:
     """``(id of the HTTP request, id of each prompt or None if the client gave none)``."""
     if not isinstance(body.rid, list):
-        return pick_request_id(body.rid, request, "gen-"), None
+        return pick_request_id(body.rid, request, NATIVE_PREFIX), None
     if len(body.rid) != num_prompts:
         raise RequestError(f"rid must be one, or one for each of the {num_prompts} prompts", param="rid")
     # The whole HTTP request runs under the first id: aborting that aborts all prompts.

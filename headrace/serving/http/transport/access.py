@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import re
 import time
+import uuid
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -29,6 +30,8 @@ from headrace.serving.http.transport.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+MAX_WARNED = 16
+"""Ignored fields named in a response header."""
 OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/metrics"})
 """Served without a key; compared exactly. The page asks the user for the key itself."""
 
@@ -188,9 +191,18 @@ def read_request_id(header: str | None) -> str | None:
     return header if header and REQUEST_ID.fullmatch(header) else None
 
 
+def _warning(names: list[str]) -> bytes:
+    """The header ``Warning`` (RFC 7234, section 5.5) for ignored fields. The names are the client's: anything that does
+    not belong into a quoted header value is replaced."""
+    shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:64]) for name in names[:MAX_WARNED]]
+    more = f" and {len(names) - MAX_WARNED} more" if len(names) > MAX_WARNED else ""
+    return f'299 headrace "ignored unknown fields: {", ".join(shown)}{more}"'.encode()
+
+
 class RequestLedger:
     """Counts requests by method, route and status, and logs a line for each if ``has_log``. Adds ``X-Request-Id`` to
-    the response: the client's own id, else the one that the route set."""
+    the response: the client's own id, else the one that the route set, else a new one; and ``Warning`` if fields were
+    ignored."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], *, has_log: bool):
         self._app, self._metrics, self._routes, self._has_log = app, metrics, routes, has_log
@@ -208,8 +220,11 @@ class RequestLedger:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Read when the response starts: `open_generation` may have set it since.
-                if state["request_id"] is not None:
-                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
+                state["request_id"] = state["request_id"] or f"req_{uuid.uuid4().hex}"
+                added = [(b"x-request-id", state["request_id"].encode())]
+                if state.get("ignored_fields"):
+                    added.append((b"warning", _warning(state["ignored_fields"])))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         self._metrics.http_active.inc()

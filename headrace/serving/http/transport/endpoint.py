@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.serving.http.protocol.fields import DEFERRED, MEANINGFUL_WHEN_EMPTY, MEDIA, RESTRICTED
+from headrace.serving.http.protocol.fields import DEFERRED, MEDIA, RESTRICTED, LogitBias
+from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -32,6 +33,7 @@ GAP_TIMEOUT_S = 60.0
 """Seconds without any data of a body, after which the request fails. A slow upload that makes progress is accepted."""
 NESTED = "sampling_params"
 """The field whose objects are checked for unknown fields like the body itself."""
+BIAS = "logit_bias"
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
@@ -63,10 +65,10 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _check_media_type(request: Request, *, is_lenient: bool) -> None:
+def _check_media_type(request: Request, *, takes_any_type: bool) -> None:
     declared = request.headers.get("content-type", "")
     # Browsers let pages of other sites send any type but JSON without a preflight; such requests have an Origin.
-    accepts_any = is_lenient and "origin" not in request.headers
+    accepts_any = takes_any_type and "origin" not in request.headers
     if not is_json(declared) and not accepts_any:
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {declared or 'none'}")
     coding = request.headers.get("content-encoding", "identity").lower()
@@ -75,29 +77,35 @@ def _check_media_type(request: Request, *, is_lenient: bool) -> None:
 
 
 class JsonBody(Generic[T]):
-    """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A known field of an unsupported
-    feature is refused by name unless it requests nothing (null, false or empty). ``is_lenient``: accepts any declared
-    media type, for APIs whose clients declare none."""
+    """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of an
+    unsupported feature is refused by name unless it requests nothing (`is_neutral`). ``takes_any_type``: accepts any
+    declared media type, for APIs whose clients declare none."""
 
-    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, is_lenient: bool = False):
+    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, takes_any_type: bool = False):
         self.record = record
-        self._is_lenient = is_lenient
+        self._takes_any_type = takes_any_type
         self._decode = msgspec.json.Decoder(record).decode
         self._fields = _fields_of(record)
         self._nested_fields = _fields_of(nested) if nested else frozenset()
 
-    async def read(self, request: Request, limit: int) -> T:
-        """The decoded body; raises `RequestError` (400, 408, 413 or 415)."""
-        _check_media_type(request, is_lenient=self._is_lenient)
-        return self.decode(await read_body(request, limit))
+    async def read(self, request: Request, limit: int, *, is_lenient: bool = False) -> T:
+        """The decoded body; raises `RequestError` (400, 408, 413 or 415). ``is_lenient``: unknown fields are ignored;
+        their names are in the request's state as ``ignored_fields``, for the response header."""
+        _check_media_type(request, takes_any_type=self._takes_any_type)
+        ignored: list[str] | None = [] if is_lenient else None
+        decoded = self.decode(await read_body(request, limit), ignored)
+        if ignored:
+            request.scope.setdefault("state", {})["ignored_fields"] = ignored
+        return decoded
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
         body = await read_body(request, limit)
         return self.decode(body if body.strip() else b"{}")
 
-    def decode(self, body: bytes) -> T:
-        """Decode ``body``; raises `RequestError`, with the field's name if one is wrong."""
+    def decode(self, body: bytes, ignored: list[str] | None = None) -> T:
+        """Decode ``body``; raises `RequestError`, with the field's name if one is wrong. Unknown fields are appended to
+        ``ignored`` instead if it is given."""
         if not body.strip():
             raise RequestError("the body is empty; send a JSON object")
         # One strict pass for valid bodies; only bodies with unknown fields pay for a second one.
@@ -105,7 +113,7 @@ class JsonBody(Generic[T]):
             return self._decode(body)
         except msgspec.ValidationError as error:
             if "unknown field" not in str(error):
-                raise _explain(error, self.record) from None
+                raise _explain(error, self.record, body) from None
         except msgspec.DecodeError as error:
             if body.startswith(BYTE_ORDER_MARKS):
                 raise RequestError("the body begins with a byte order mark; send it as UTF-8 without one") from None
@@ -114,22 +122,22 @@ class JsonBody(Generic[T]):
             raise RequestError("the body is not valid UTF-8") from None
         except RecursionError:
             raise RequestError("the body is nested too deeply") from None
-        return self._decode_without_deferred(body)
+        return self._decode_known(body, ignored)
 
-    def _decode_without_deferred(self, body: bytes) -> T:
-        """Second pass over a body with unknown fields: drop those that request nothing, refuse the others by name."""
+    def _decode_known(self, body: bytes, ignored: list[str] | None) -> T:
+        """Second pass over a body with unknown fields: drop those that request nothing, refuse or ignore the others."""
         try:
             document = msgspec.json.decode(body)
             # A JSON object: otherwise the strict pass would have reported another error. Fields are deleted in place.
-            _refuse_fields(document, self._fields)
+            _drop_fields(document, self._fields, ignored)
             inner = document.get(NESTED)
             for item in inner if isinstance(inner, list) else [inner]:
                 if self._nested_fields and isinstance(item, dict):
-                    _refuse_fields(item, self._nested_fields, within=NESTED + ".")
+                    _drop_fields(item, self._nested_fields, ignored, within=NESTED + ".")
             # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
         except msgspec.ValidationError as error:
-            raise _explain(error, self.record) from None
+            raise _explain(error, self.record, body) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
@@ -140,14 +148,18 @@ def _fields_of(record: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(f.encode_name for f in msgspec.structs.fields(record))
 
 
-def _refuse_fields(document: dict[str, Any], known: frozenset[str], *, within: str = "") -> None:
+def _drop_fields(
+    document: dict[str, Any], known: frozenset[str], ignored: list[str] | None, *, within: str = ""
+) -> None:
     # a copy of the names: fields are deleted in the loop
     for name in [n for n in document if n not in known]:
         value = document[name]
-        if name not in DEFERRED:
-            raise _unknown_field(name, known, within)
-        if value is not None and value is not False and (value not in ([], {}) or name in MEANINGFUL_WHEN_EMPTY):
-            raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
+        if not is_neutral(name, value):
+            if name in DEFERRED:
+                raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
+            if ignored is None:
+                raise _unknown_field(name, known, within)
+            ignored.append(within + name)
         del document[name]
 
 
@@ -157,14 +169,14 @@ def _unknown_field(name: str, known: frozenset[str], within: str = "") -> Reques
     return RequestError(f"unknown field {within + name[:64]!r}{hint}", param=within + name[:64])
 
 
-def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> RequestError:
+def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body: bytes) -> RequestError:
     """Convert msgspec's error to a `RequestError` that starts with the field's path, in JSON terms."""
     text = str(error)
     part = _PART.match(text)
     if part is not None:
         return UnsupportedFeature(f"{part['path']}: {part['kind']!r} is not supported: {MEDIA}", param=part["path"])
     where = _WHERE.search(text)
-    path = where["path"] if where else ""
+    path = _name_entry(where["path"], body) if where else ""
     reason = text[: where.start()] if where else text
     owner = re.split(r"[.\[]", path, maxsplit=1)[0]
     if owner in RESTRICTED:
@@ -183,6 +195,21 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct]) -> Re
         reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{given}"
     reason = reason.replace("`", "").replace("Expected", "expected")
     return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
+
+
+def _name_entry(path: str, body: bytes) -> str:
+    """The path; within a ``logit_bias`` that of its first wrong entry, by its key, which msgspec's errors lack."""
+    if path.removeprefix(NESTED + ".") not in (BIAS, BIAS + "[...]"):
+        return path
+    path, found = path.removesuffix("[...]"), msgspec.json.decode(body)
+    for name in path.split("."):
+        found = found[name]
+    for key, value in found.items() if isinstance(found, dict) else ():
+        try:
+            msgspec.convert({key: value}, LogitBias, str_keys=True)
+        except msgspec.ValidationError:
+            return f"{path}[{key[:64]!r}]"
+    return path
 
 
 def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:

@@ -1,0 +1,190 @@
+"""What clients send beyond what has an effect: neutral values, keys of their own in messages, fields of other servers;
+and the small facts that they read in answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_apps import events_of, http_for
+
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+USER = {"role": "user", "content": "hi"}
+BODIES = {
+    CHAT: {"messages": [USER], "max_tokens": 2}, TEXT: {"prompt": "hi", "max_tokens": 2},
+    MESSAGES: {"messages": [USER], "max_tokens": 2}, RESPONSES: {"input": "hi", "max_output_tokens": 16},
+    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
+}
+NEUTRAL = {
+    "best_of": 1, "echo": False, "suffix": "", "n": 1, "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1,
+    "min_p": 0.0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1.0, "top_k": -1,
+    "logit_bias": {}, "documents": [], "lora_path": None, "return_hidden_states": False, "chat_template": None,
+    "parallel_tool_calls": True, "mirostat": 0, "background": False, "stop": [],
+    "separate_reasoning": True, "top_logprobs": 0, "min_tokens": 0, "guided_decoding_backend": "auto",
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", NEUTRAL)
+async def test_neutral_values_of_known_fields_are_taken_on_every_route(http, path, name):
+    answer = await http.post(path, json={**BODIES[path], name: NEUTRAL[name]})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path, name, value", [
+    (CHAT, "echo", True), (CHAT, "best_of", 2), (CHAT, "best_of", True), (MESSAGES, "presence_penalty", 0.5),
+    (MESSAGES, "enable_thinking", False), (MESSAGES, "n", 2), (TEXT, "parallel_tool_calls", False),
+    (TEXT, "typical_p", 0.5), (RESPONSES, "echo", True), (TEXT, "never_heard_of", None), (TEXT, "never_heard_of", 0),
+])
+async def test_other_values_are_refused_by_name(http, client, path, name, value):
+    answer = await http.post(path, json={**BODIES[path], name: value})
+    assert answer.status_code == 400 and name in answer.text and not client.submitted
+
+
+async def test_verbosity_is_taken(http):
+    for value in ("low", "medium", "high"):
+        assert (await http.post(CHAT, json={**BODIES[CHAT], "verbosity": value})).status_code == 200
+        body = {**BODIES[RESPONSES], "text": {"verbosity": value}}
+        assert (await http.post(RESPONSES, json=body)).status_code == 200
+    assert (await http.post(CHAT, json={**BODIES[CHAT], "verbosity": "loud"})).status_code == 400
+
+
+@pytest.mark.parametrize("path, body", [
+    (CHAT, {"messages": [{**USER, "id": "m1", "timestamp": 5}], "max_tokens": 2}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "lang": "en"}]}]}),
+    (CHAT, {"messages": [
+        USER,
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "x": 1, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed": {}}, "extra": {}}
+        ]},
+        {"role": "tool", "tool_call_id": "c", "content": "1", "is_error": False},
+    ], "max_tokens": 2}),
+    (MESSAGES, {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "x": 1}], "id": "m"}
+    ], "max_tokens": 2}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi", "x": 1}], "y": 2}]}),
+    ("/api/chat", {"model": "fake-model", "messages": [{**USER, "x": 1}], "stream": False}),
+    ("/tokenize", {"messages": [{**USER, "x": 1}]}),
+], ids=lambda v: v if isinstance(v, str) else None)
+async def test_unknown_keys_inside_messages_are_taken(http, path, body):
+    answer = await http.post(path, json={**body, **({} if path == "/tokenize" else {"model": "fake-model"})})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_lenient_takes_unknown_fields_and_says_so(client):
+    async with http_for(client, lenient=True) as http:
+        for path, body in BODIES.items():
+            answer = await http.post(path, json={**body, "max_tokns": 5, "zzz": {"a": [1]}})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["warning"] == '299 headrace "ignored unknown fields: max_tokns, zzz"'
+        answer = await http.post(TEXT, json={**BODIES[TEXT], "stream": True, 'x"\r\ny: z': 1})
+        assert answer.headers["warning"].endswith(': x???y??z"') and answer.text.endswith("[DONE]\n\n")
+        answer = await http.post(TEXT, json={**BODIES[TEXT], **{f"u{i}": 1 for i in range(20)}})
+        assert answer.headers["warning"].endswith('u15 and 4 more"')
+        nested = {"text": "hi", "sampling_params": {"max_new_tokens": 1, "max_tokens": 1}}
+        answer = await http.post("/generate", json=nested)
+        assert answer.headers["warning"].endswith(': sampling_params.max_tokens"')
+        assert "warning" not in (await http.post(TEXT, json=BODIES[TEXT])).headers
+        # a feature that would change the output is still refused, and so are wrong values
+        for wrong in ({"lora_path": "x"}, {"use_beam_search": True}, {"temperature": -1}):
+            assert (await http.post(TEXT, json={**BODIES[TEXT], **wrong, "zzz": 1})).status_code == 400
+    async with http_for(client) as http:
+        answer = await http.post(TEXT, json={**BODIES[TEXT], "max_tokns": 5})
+        assert answer.status_code == 400 and "did you mean max_tokens" in answer.text
+
+
+THINK = {"type": "enabled", "budget_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_on_a_model_without_reasoning_is_taken(http, client, stream):
+    answer = await http.post(MESSAGES, json={**BODIES[MESSAGES], "thinking": THINK, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    assert client.submitted[0][1].thinking_budget is None and "thinking" not in answer.text
+    chat = await http.post(CHAT, json={**BODIES[CHAT], "thinking": THINK})
+    assert chat.status_code == 200
+    # a limit that the client asked for by name is not dropped silently
+    refused = await http.post(CHAT, json={**BODIES[CHAT], "thinking_budget": 5})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "thinking_budget"
+
+
+async def test_anthropics_client_thinks_on_a_model_without_reasoning(http):
+    anthropic = pytest.importorskip("anthropic")
+    try:
+        api = anthropic.AsyncAnthropic(base_url="http://server", api_key="none", http_client=http, max_retries=0)
+    except TypeError:
+        pytest.skip("the client needs an httpx of its own")
+    message = await api.messages.create(
+        model="default", max_tokens=2048, messages=[USER], thinking={"type": "enabled", "budget_tokens": 1024}
+    )
+    assert [block.type for block in message.content] == ["text"]
+
+
+async def test_json_object_with_a_schema(http, client):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for kind in ("json_object", "json_schema"):
+        body = {**BODIES[CHAT], "response_format": {"type": kind, "schema": schema}}
+        assert (await http.post(CHAT, json=body)).status_code == 200
+        grammar = client.submitted[-1][1].grammar
+        assert grammar.kind == "json_schema" and json.loads(grammar.text) == schema
+    for wrong in ({"type": "text", "schema": {}}, {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}):
+        answer = await http.post(CHAT, json={**BODIES[CHAT], "response_format": wrong})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format.schema"
+
+
+async def test_fingerprint_model_and_id(http, client):
+    prints = set()
+    for path in (CHAT, TEXT):
+        for stream in (False, True):
+            answer = await http.post(path, json={**BODIES[path], "model": "default", "stream": stream})
+            assert answer.status_code == 200
+            parts = events_of(answer.text)[:-1] if stream else [answer.text]
+            prints |= {json.loads(part)["system_fingerprint"] for part in parts}
+    assert len(prints) == 1 and prints.pop().startswith("fp_")
+    assert (await http.get("/v1/models/default")).json()["id"] == "fake-model"
+    assert (await http.post(CHAT, json={**BODIES[CHAT], "model": "other"})).status_code == 404
+    # every answer has an id for the log, also those of routes without a generation, and errors
+    ids = [(await http.get(path)).headers["x-request-id"] for path in ("/health", "/v1/models", "/nope")]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize("bias, words", [
+    ({"97": 1, "5x": 2}, "logit_bias['5x']"), ({"97": 1, "98": 101}, "logit_bias['98']"),
+    ({"97": "1"}, "logit_bias['97']"), ({"": 1}, "logit_bias['']"), ({"9" * 300: 1}, "logit_bias['999"),
+    ({"97": None}, "logit_bias['97']"), ([97], "logit_bias: expected"),
+])
+async def test_errors_of_logit_bias_name_the_key(http, bias, words):
+    for extra in ({}, {"lora_path": None}):  # in one pass, and with a field to drop
+        answer = await http.post(TEXT, json={**BODIES[TEXT], "logit_bias": bias, **extra})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["message"].startswith(words) and len(error["message"]) < 300
+        assert error["param"].startswith("logit_bias")
+    answer = await http.post("/generate", json={"text": "hi", "sampling_params": {"logit_bias": bias}})
+    assert words in answer.json()["error"]["message"]
+
+
+async def test_tokens_as_token_ids(http, api):
+    extra = {"return_tokens_as_token_ids": True}
+    chat = await api.chat.completions.create(
+        model="default", messages=[USER], max_tokens=2, logprobs=True, top_logprobs=2, extra_body=extra
+    )
+    entry = chat.choices[0].logprobs.content[0]
+    token = entry.bytes[0]
+    assert entry.token == entry.top_logprobs[0].token == f"token_id:{token}"
+    assert entry.top_logprobs[1].token == "token_id:256"
+    plain = await api.completions.create(
+        model="default", prompt="hé", max_tokens=2, logprobs=1, echo=True, seed=3
+    )
+    text = await api.completions.create(
+        model="default", prompt="hé", max_tokens=2, logprobs=1, echo=True, seed=3, extra_body=extra
+    )
+    logprobs = text.choices[0].logprobs
+    assert all(t.startswith("token_id:") for t in logprobs.tokens)
+    assert [int(t[9:]) for t in logprobs.tokens[1:4]] == list("hé".encode())
+    assert logprobs.text_offset == plain.choices[0].logprobs.text_offset
+    assert text.choices[0].text == plain.choices[0].text
+    assert set(logprobs.top_logprobs[-1]) == {logprobs.tokens[-1]}
+    streamed = await http.post(CHAT, json={**BODIES[CHAT], "stream": True, "logprobs": True, **extra})
+    assert '"token":"token_id:' in streamed.text
+
+
