@@ -1,0 +1,135 @@
+"""`StepCosts`: how long a decode step takes, by its number of entries, learned from measured steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+
+MEMORY = 9
+"""Measured steps whose median counts: up to four outliers in a row are ignored."""
+SCALE_RATE = 0.2
+"""How fast all sizes follow one step: contexts grow, clocks change. The size itself follows as the mean of many."""
+TABLE_WEIGHT, MOST_WEIGHT = 16.0, 64.0
+"""Steps that an entry of the table counts as, and that count at most."""
+STALE_NOTES = 1024
+"""Notes without one of its own after which a size is taken as in the table again, or as not known: what was measured
+badly once would else never be tried again."""
+UNKNOWN_SLOPE = 0.25
+"""Beyond the largest known size twice as many entries are taken to cost so much more. Optimistic enough to be tried,
+and corrected as soon as it is."""
+REFRESH = 16
+"""Notes after which the curve is made anew."""
+
+
+def round_size(num_entries: int) -> int:
+    """The size that a step counts as: sizes far apart from one are measured in groups, which keeps the table small."""
+    step = 1 if num_entries <= 64 else 8 if num_entries <= 512 else 64
+    return -(-num_entries // step) * step
+
+
+class _Knot:
+    """A measured size. ``seconds`` is relative to the common scale; ``recent`` are ratios of measured to expected."""
+
+    __slots__ = ("noted", "recent", "seconds", "weight")
+
+    def __init__(self, seconds: float, weight: float, noted: int):
+        self.seconds = seconds
+        self.weight = weight
+        self.noted = noted
+        self.recent: deque[float] = deque(maxlen=MEMORY)
+
+
+class StepCosts:
+    """Seconds by number of entries: a curve through measured sizes that never falls, linear between them.
+
+    A step's time depends on more than its entries (above all on the lengths of contexts), and those sizes that are not
+    used now were measured under other conditions. So a measured step moves the whole curve quickly, and its own size
+    against the others slowly.
+    """
+
+    def __init__(self, table: Iterable[tuple[int, float]] = ()):
+        """``table``: known ``(entries, seconds)``, for instance of the sizes that were captured."""
+        self._scale = 1.0
+        self._table = {round_size(entries): seconds for entries, seconds in table}
+        self._knots = {size: _Knot(seconds, TABLE_WEIGHT, 0) for size, seconds in self._table.items()}
+        self._sizes: list[int] = []
+        self._values: list[float] = []
+        self._num_notes = 0
+        self._refresh()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any size has been measured."""
+        return bool(self._knots)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The measured sizes, ascending; the curve bends there alone."""
+        return self._sizes
+
+    def seconds(self, num_entries: float) -> float:
+        """Expected seconds of a step with so many entries; 0 when nothing has been measured."""
+        sizes, values = self._sizes, self._values
+        if not sizes:
+            return 0.0
+        index = bisect_left(sizes, num_entries)
+        if index == len(sizes):
+            return self._scale * values[-1] * (1.0 + UNKNOWN_SLOPE * (num_entries / sizes[-1] - 1.0))
+        if index == 0 or sizes[index] == num_entries:
+            return self._scale * values[index]
+        low, high = sizes[index - 1], sizes[index]
+        share = (num_entries - low) / (high - low)
+        return self._scale * (values[index - 1] + share * (values[index] - values[index - 1]))
+
+    @property
+    def scale(self) -> float:
+        """How much slower steps are now than when the table was made."""
+        return self._scale
+
+    def note_time(self, num_entries: int, seconds: float, *, apart: float = 0.0) -> None:
+        """A step of so many entries, without prefill, took so long, ``apart`` of it for something else."""
+        if seconds <= 0.0 or num_entries <= 0:
+            return
+        size = round_size(num_entries)
+        knot = self._knots.get(size)
+        if knot is None:
+            knot = self._knots[size] = _Knot((self.seconds(size) or seconds) / self._scale, 0.0, 0)
+            self._refresh()
+        knot.recent.append(seconds / (knot.seconds + apart / self._scale))
+        ratio = sorted(knot.recent)[len(knot.recent) // 2] / self._scale
+        # A size that is new is put where it was measured; the others stay where they are.
+        self._scale *= 1.0 + SCALE_RATE * (ratio - 1.0) * knot.weight / (knot.weight + 4.0)
+        knot.seconds *= 1.0 + (ratio - 1.0) / (knot.weight + 1.0)
+        knot.weight = min(knot.weight + 1.0, MOST_WEIGHT)
+        self._num_notes += 1
+        knot.noted = self._num_notes
+        if self._num_notes % REFRESH == 0 or knot.weight < MEMORY:
+            self._refresh()
+        if self._num_notes % STALE_NOTES == 0:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        for size, knot in list(self._knots.items()):
+            if self._num_notes - knot.noted > STALE_NOTES:
+                if size in self._table:
+                    self._knots[size] = _Knot(self._table[size], TABLE_WEIGHT, self._num_notes)
+                else:
+                    del self._knots[size]
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Fit a curve that never falls, by weighted least squares: pool adjacent sizes while an earlier one is
+        slower."""
+        pools: list[list[float]] = []  # mean seconds, weight, number of sizes
+        for size in sorted(self._knots):
+            knot = self._knots[size]
+            pools.append([knot.seconds, knot.weight + 1.0, 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, weight, count = pools.pop()
+                last = pools[-1]
+                last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
+                last[1] += weight
+                last[2] += count
+        self._sizes = sorted(self._knots)
+        self._values = [mean for mean, _, count in pools for _ in range(int(count))]
