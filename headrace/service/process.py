@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +58,8 @@ PAUSED_WAIT_MS = 20
 """Wait per round while paused with requests: bounds how late a deadline is noticed, without a busy loop."""
 STATS_PERIOD_S = 0.25
 PARENT_POLL_S = 1.0
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) that sets the signal which a process gets when its parent dies."""
 START_UP_TOKENS = 16
 """Prompt length of the warm-up request. The time of a one-token step would be a poor bound for a full step, see
 `headrace.service.engine.StepTimes`."""
@@ -174,6 +177,14 @@ def die_with_parent(channel: EngineChannel, parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def continue_when_orphaned() -> None:
+    """On Linux, have the system continue this process when its parent dies: one that was stopped (SIGSTOP) would
+    otherwise hold its memory and device for ever, as `die_with_parent` cannot run. SIGCONT and not SIGKILL, because
+    the system sends it as well when only the thread that started this process has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
 def leave(code: int) -> NoReturn:
     """Kill all child processes (kernel compilers) and exit without finalizers: a normal exit would wait for them and
     for threads."""
@@ -237,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         # Ctrl-C and service managers reach the whole group; the parent decides when we end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(END_SIGNAL, _leave_before_serving)
+    continue_when_orphaned()
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
     # takes seconds; the configuration comes meanwhile

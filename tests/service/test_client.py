@@ -342,3 +342,27 @@ def test_the_engine_dies_with_its_parent_and_the_client_needs_no_torch(config_on
             parent.kill()
     assert has_torch == "False"
     asyncio.run(until(lambda: name_of(engine) is None))  # it does not outlive its parent
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+async def test_a_stopped_engine_ends_with_its_parent(config_only: Path):
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # in a session of its own: the system continues what is stopped in a terminal's when that is left without a parent
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(config_only)], stdout=subprocess.PIPE, env=environment,
+        start_new_session=True,
+    )
+    engine = psutil.Process(int((await asyncio.to_thread(parent.stdout.readline)).split()[0]))
+    try:
+        engine.suspend()
+        await until(lambda: engine.status() == psutil.STATUS_STOPPED)
+        parent.kill()
+        parent.wait()
+        async with asyncio.timeout(20):
+            while name_of(engine) is not None:
+                await asyncio.sleep(0.05)
+    finally:
+        parent.stdout.close()
+        if engine.is_running():
+            engine.kill()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import resource
 import stat
 import threading
@@ -18,6 +20,7 @@ from starlette.datastructures import Headers
 
 from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
+from headrace.serving.http.transport import recording
 from headrace.serving.http.transport.recording import (
     MAX_KEPT_BODY,
     MAX_LOGGED_TEXT,
@@ -196,9 +199,43 @@ def test_a_full_disk_costs_the_lines_that_do_not_fit(tmp_path: Path, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (
         [int(r.at) for r in read_records(str(tmp_path))] == [0, 1, 6]
-        and caplog.text.count("cannot be written to the dump") == 4
+        and caplog.text.count("a request cannot be written to the dump: [Errno 28]") == 1
+        and caplog.text.count("3 further requests were not written to the dump") == 1
     )
     assert all(path.read_bytes().endswith(b"}\n") for path in tmp_path.glob("*.jsonl"))
+
+
+def test_a_full_disk_is_logged_once_a_minute(tmp_path: Path, monkeypatch, caplog):
+    dump, now = DumpFolder(str(tmp_path), 10**6), 1000.0
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now)
+
+    def fail(_: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(dump, "_append", fail)
+    for number in range(100):
+        now += 2.5
+        dump._write(exchange(number, 10))
+    told = [r.getMessage() for r in caplog.records if "cannot be written to the dump" in r.getMessage()]
+    assert [line.split(" cannot")[0] for line in told] == ["a request", *["24 requests"] * 4]
+    dump.close()
+
+
+def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path, monkeypatch):
+    dump = DumpFolder(str(tmp_path), NUM_FILES)  # a file for each exchange
+    real, refusals = os.open, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 2
+
+    def open_or_fail(*args):
+        if refusals:
+            raise refusals.pop()
+        return real(*args)
+
+    dump._write(exchange(0, 10))
+    monkeypatch.setattr(recording.os, "open", open_or_fail)
+    for number in (1, 2, 3):
+        dump._write(exchange(number, 10))
+    dump.close()
+    assert not refusals and [int(r.at) for r in read_records(str(tmp_path))][-1] == 3
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path):

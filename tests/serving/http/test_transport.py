@@ -253,6 +253,81 @@ async def test_a_connection_goes_on_behind_a_body_that_was_not_read(port):
     assert answer.startswith(b"HTTP/1.1 404") and TEXT in answer and not is_closed
 
 
+async def half_close(port: int, *pieces: bytes) -> bytes:
+    """The whole response to a client that shuts down its side once it has sent, in the same moment."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces[:-1]:
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        writer.write(pieces[-1])
+        writer.write_eof()
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
+    finally:
+        writer.close()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+STREAMED = json.dumps({"prompt": "once", "max_tokens": 40, "stream": True}).encode()
+
+
+@pytest.mark.parametrize(("pieces", "found"), [
+    ((SIZED + b"\r\n" + ASK,), TEXT),
+    ((SIZED + b"\r\n", ASK), TEXT),
+    ((SIZED + b"Connection: close\r\n\r\n" + ASK + b"\r\n",), TEXT),
+    ((SIZED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + ASK,), TEXT),
+    ((POST + b"Content-Length: %d\r\n\r\n" % len(STREAMED) + STREAMED,), b"[DONE]"),
+    ((HEALTH,), b'"ok"'),
+    ((b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",), b'"error"'),
+])
+async def test_who_sends_no_more_is_answered(port, client, pieces, found):
+    client.delay_s = 0.01
+    for _ in range(10):
+        answer = await half_close(port, *pieces)
+        assert answer.startswith(b"HTTP/1.1 ") and answer.count(found) == 1
+
+
+async def test_pipelined_requests_are_all_answered(port):
+    answer = await half_close(port, (SIZED + b"\r\n" + ASK) * 3 + HEALTH)
+    assert answer.count(TEXT) == 3 and answer.endswith(b"}") and b'"ok"' in answer
+
+
+@pytest.mark.parametrize("broken_off", [b"", b"GET /hea", SIZED + b"\r\n" + ASK[:5]])
+async def test_what_was_broken_off_is_closed(port, client, broken_off):
+    assert await half_close(port, broken_off) == b"" and not client.submitted
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEALTH)
+    await reader.readuntil(b"}")
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), 5) == b"", "between requests"
+    writer.close()
+
+
+async def test_who_sends_no_more_and_waits_is_told_to_go_on(port, client, monkeypatch):
+    monkeypatch.setattr(connection, "FIRST_PROBE_S", 0.3)
+    client.delay_s = 0.4
+    answer = await half_close(port, SIZED + b"\r\n" + ASK)
+    assert answer.startswith(connection.PROBE) and answer.count(connection.PROBE) == 2  # after 0.3 and 0.9 s
+    assert answer.replace(connection.PROBE, b"").startswith(b"HTTP/1.1 200") and TEXT in answer
+    old = await half_close(port, SIZED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n" + ASK)
+    assert old.startswith(b"HTTP/1.1 200") and TEXT in old  # HTTP/1.0 has no interim responses
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_is_gone_is_not_served(port, client, stream):
+    ask = json.dumps({"prompt": "once", "max_tokens": 3000, "stream": stream}).encode()
+    client.delay_s = 0.01
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(ask) + ask)
+    async with asyncio.timeout(PATIENCE_S):
+        while client.num_tokens < 5:
+            await asyncio.sleep(0.01)
+        writer.close()
+        while client.children:
+            await asyncio.sleep(0.01)
+    assert client.aborted and client.num_tokens < 1500
+
+
 async def test_streams_to_clients_of_old_end_with_the_connection(port):
     ask = json.dumps({"prompt": "once", "max_tokens": 4, "stream": True}).encode()
     head = (

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
+import socket
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -27,6 +30,10 @@ END_OF_HEAD = b"\r\n\r\n"
 EXTENSION = "headrace.body"
 """The key in a scope's ``extensions`` under which a route finds the request's `BodyWriter`; absent on other servers and
 when middleware reads response bodies."""
+CHECK_S, FIRST_PROBE_S, LAST_PROBE_S = 0.25, 1.0, 8.0
+"""Seconds between two looks at a half-closed connection; until its first probe; most between two probes."""
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+KEEPALIVE_S = 15
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
@@ -45,13 +52,13 @@ class BurstWriter:
     def write(self, data: bytes) -> None:
         """Queue bytes; never blocks."""
         if not self._pending:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         # The scheduled flush runs in the next turn. The transport's high-water mark does not count `_pending`.
         self._pending.append(data)
 
     def close(self) -> None:
         """Flush, then close."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def abort(self) -> None:
@@ -62,7 +69,8 @@ class BurstWriter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is queued now."""
         # Checked: writing after `write_eof` raises. A flush scheduled before `close` finds `_pending` empty.
         if self._pending and not self.is_closing():
             self._transport.write(b"".join(self._pending))
@@ -137,7 +145,7 @@ class LingeringWriter(BurstWriter):
         if self.is_closing() or not self._lingers():
             super().close()
             return
-        self._flush()  # before `_is_ended`, which makes `_flush` drop what is pending
+        self.flush()  # before `_is_ended`, which makes `flush` drop what is pending
         self._is_ended = True
         try:
             self._transport.write_eof()
@@ -166,9 +174,45 @@ class UnframedResponse:
         await self._send(message)
 
 
+class HalfClosed:
+    """Watches a connection whose client sends nothing more but may still read. A client that has closed its socket
+    sends the same FIN, and its system resets the connection at the next byte that it gets. Streams send such bytes; for
+    other responses this sends the interim one that every HTTP/1.1 client expects (RFC 9110, section 15.2), while
+    ``may_probe``. For the rest, TCP's own probes find out within about a minute. A reset connection is aborted."""
+
+    def __init__(self, transport: asyncio.Transport, may_probe: Callable[[], bool]):
+        self._transport, self._may_probe = transport, may_probe
+        self._loop = asyncio.get_running_loop()
+        self._began, self._pause_s = self._loop.time(), FIRST_PROBE_S
+        self._next_probe = self._began + FIRST_PROBE_S
+        peer = transport.get_extra_info("socket")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            for option, value in ((socket.TCP_KEEPIDLE, KEEPALIVE_S), (socket.TCP_KEEPINTVL, KEEPALIVE_S)):
+                peer.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._events = select.poll()
+        self._events.register(peer.fileno(), 0)  # errors and hang-ups are always reported
+        self._timer = self._loop.call_later(CHECK_S, self._check)
+
+    def cancel(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._events.poll(0):  # a reset; the event loop does not read any more and would not see it
+            self._transport.abort()
+            return
+        if self._loop.time() >= self._next_probe and self._may_probe():
+            self._transport.write(PROBE)
+            self._pause_s = min(2 * self._pause_s, LAST_PROBE_S)
+            self._next_probe = self._loop.time() + self._pause_s
+        self._timer = self._loop.call_later(CHECK_S, self._check)
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Closes connections whose request line and headers exceed `MAX_HEAD_BYTES` or take longer than `HEAD_TIMEOUT_S`.
-    Drops body bytes that arrive after an early response.
+    Drops body bytes that arrive after an early response. Answers the last requests of a client that has shut down its
+    side.
 
     Removes ``Upgrade`` from a head that arrives in one piece: the parser drops the body of such requests, and Java's
     HTTP client offers HTTP/2 with every request.
@@ -179,6 +223,7 @@ class BoundedHttp(HttpToolsProtocol):
     _num_head_bytes = 0
     _num_dropped = 0
     _timer: asyncio.TimerHandle | None = None
+    _half_closed: HalfClosed | None = None
 
     def connection_made(self, transport: Any) -> None:
         writer = LingeringWriter(transport, self._drop_rest)
@@ -187,7 +232,22 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        if self._half_closed is not None:
+            self._half_closed.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes always
+        """Keep the connection until the complete requests that came are answered; close it if there are none."""
+        if not self._is_in_head or self.cycle is None or self.cycle.response_complete:
+            cast("LingeringWriter", self.transport).flush()  # or a response of this turn would be lost
+            return False
+        self._cancel_timer()
+        self._half_closed = HalfClosed(self.transport, self._may_probe)
+        return True
+
+    def _may_probe(self) -> bool:
+        # without pipelined requests, `cycle` is the one that is being answered
+        return not self.pipeline and not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
 
     def data_received(self, data: bytes) -> None:
         if self._is_dropping:
@@ -234,8 +294,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # not a pipelined one whose body is still needed
-            self._drop_rest()
+        if not self.cycle.response_complete:  # a pipelined one, whose body may still be needed
+            return
+        if self._half_closed is not None:
+            self.transport.close()
+        self._drop_rest()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what the parser rejects: respond and close."""

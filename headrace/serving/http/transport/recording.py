@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -181,6 +182,9 @@ def _line(value: Any) -> str:
 NUM_FILES = 8
 """Files that the limit is divided into; the oldest is deleted to make room."""
 
+ERROR_PERIOD_S = 60.0
+"""Least time between two log lines about exchanges that could not be written."""
+
 MAX_PENDING = 64 * 2**20
 """Bytes of exchanges that wait for a slow disk; further ones are dropped."""
 
@@ -196,6 +200,7 @@ class DumpFolder:
         self._file: FileIO | None = None
         self._lock = threading.Lock()  # guards `_num_pending`, which the event loop and the writer thread change
         self._num_pending = self._num_dropped = 0
+        self._num_lost, self._told_at = 0, -math.inf  # used by the writer thread alone
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
@@ -218,9 +223,14 @@ class DumpFolder:
     def close(self) -> None:
         """Write what is queued, then close."""
         self._writer.shutdown(wait=True)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._num_lost:
+            logger.error("%d further requests were not written to the dump", self._num_lost)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None  # first, so that an error leaves no closed file behind
+        if file is not None:
+            file.close()
 
     def _write(self, exchange: Exchange) -> None:
         try:
@@ -228,9 +238,19 @@ class DumpFolder:
                 self._open()
             self._append(msgspec.json.encode(_record(exchange)) + b"\n")
         except OSError as error:
-            logger.error("a request cannot be written to the dump: %s", error)
+            self._tell_lost(error)
         finally:
             self._count(-exchange.num_bytes)
+
+    def _tell_lost(self, error: OSError) -> None:
+        """Log that exchanges are lost, at most once in `ERROR_PERIOD_S`: a full disk stays full, and the log may be on
+        it."""
+        self._num_lost += 1
+        if time.monotonic() - self._told_at >= ERROR_PERIOD_S:
+            self._told_at = time.monotonic()
+            lost = "a request" if self._num_lost == 1 else f"{self._num_lost} requests"
+            logger.error("%s cannot be written to the dump: %s", lost, error)
+            self._num_lost = 0
 
     def _append(self, line: bytes) -> None:
         """Write the whole line or, on a full disk, nothing."""
@@ -246,8 +266,7 @@ class DumpFolder:
 
     def _open(self) -> None:
         """Start a new file; delete the oldest ones if the limit requires it."""
-        if self._file is not None:
-            self._file.close()
+        self._close_file()
         files = sorted(self._folder.glob(NAME))
         sizes = {path: path.stat().st_size for path in files}
         # room for the new file, which grows to a `NUM_FILES`-th of the limit
