@@ -6,11 +6,13 @@ A component gets the one section that it needs; only the loader sees all of them
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.errors import ConfigError
+from headrace.base.generation import parse_generation_override
 from headrace.base.option import OptionInfo, Section, option, options_of
 
 LOG_LEVELS = ("none", "line", "fields", "prompts")
@@ -78,11 +80,21 @@ class ModelConfig(Section):
         low=LEAST_CONTEXT
     )
     config_overrides: str | None = option(None, "JSON object merged into the model's config.json", metavar="JSON")
+    override_generation_config: str | None = option(
+        None,
+        "default sampling parameters over the model's own, field by field, such as {\"temperature\": 0.2, \"top_p\": "
+        "0.9}; requests that set a field keep theirs",
+        metavar="JSON"
+    )
     task: str = option(
         "auto", "task of the model; auto: by its checkpoint",
         choices=("auto", "generate", "embed", "classify")
     )
     seed: int = option(0, "seed of dummy weights and of requests without a seed", low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_generation_override(self.override_generation_config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +296,12 @@ def build_sections(options: dict[str, Any], sections: tuple[str, ...] = tuple(SE
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    """`EngineConfig` from flat keyword options, e.g. ``engine_config(model="x", page_size=32)``."""
+    """`EngineConfig` from flat keyword options, e.g. ``engine_config(model="x", page_size=32)``. Options that are JSON
+    text may be given as dicts."""
+    takes_json = {info.name for info in all_options(ENGINE_SECTIONS) if info.metavar == "JSON"}
+    for name in takes_json & options.keys():
+        if isinstance(options[name], dict):
+            options[name] = json.dumps(options[name])
     return EngineConfig(**build_sections(options, ENGINE_SECTIONS))
 
 

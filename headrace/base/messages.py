@@ -107,8 +107,16 @@ class MemoryLine(msgspec.Struct, frozen=True, array_like=True):
     note: str = ""
 
 
+class FamilyParsers(msgspec.Struct, frozen=True):
+    """The parsers of tool calls and of reasoning that a model's family names; None: as its chat template tells."""
+
+    tool: str | None = None
+    reasoning: str | None = None
+
+
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts of the loaded model for clients and routes. ``pooling`` is None for a generating model."""
+    """Facts of the loaded model for clients and routes. ``sampling_sources`` says of each field of ``default_sampling``
+    where its value came from. ``pooling`` is None for a generating model."""
 
     model: str
     architecture: str
@@ -122,8 +130,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     page_size: int
     num_kv_tokens: int
     default_sampling: dict[str, int | float] = {}
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
+    sampling_sources: dict[str, str] = {}
+    parsers: FamilyParsers = FamilyParsers()
     pooling: PoolingFacts | None = None
 
 

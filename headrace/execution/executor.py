@@ -171,7 +171,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
         weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan,
         page_size=model.layout.page_size, free=free - kv_bytes - graphs,
     )
-    facts = read_facts(loaded, model.layout, str(device))
+    facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
     return LocalExecutor(model, facts=facts, memory=memory, progress=progress)

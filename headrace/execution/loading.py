@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
-from headrace.base.messages import ModelFacts
-from headrace.base.sampling import SamplingParams
+from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.execution.device import is_out_of_memory, resolve_dtype
 from headrace.layers.build import Build
 from headrace.layers.loading import fill_targets, find_targets
@@ -33,6 +31,7 @@ from headrace.models.checkpoint import open_weights
 from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
+from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
@@ -41,8 +40,6 @@ from headrace.models.weights.safetensors_file import read_safetensors
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 AS_PLAIN, AS_STORED = "none", "stored"
 """Values of ``quantization`` that name no scheme: ``none`` dequantises everything; ``stored`` keeps a file's quantised
@@ -249,16 +246,18 @@ def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
     return head
 
 
-def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str) -> ModelFacts:
+def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: ModelConfig) -> ModelFacts:
     """Facts of a loaded model under a layout."""
+    sampling = read_sampling_defaults(loaded.source, config)
     tokens = (base_group(layout.groups).num_pages - 1) * layout.page_size if layout.groups else 0
     return ModelFacts(
         model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
         dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len,
         vocab_size=loaded.vocab_size, eos_ids=read_eos_ids(loaded.source, loaded.vocab_size),
         num_parameters=loaded.num_parameters, page_size=layout.page_size, num_kv_tokens=tokens,
-        default_sampling=read_default_sampling(loaded.source.generation_config),
-        tool_parser=loaded.family.tool_parser, reasoning_parser=loaded.family.reasoning_parser,
+        default_sampling={name: default.value for name, default in sampling.items()},
+        sampling_sources={name: default.source for name, default in sampling.items()},
+        parsers=FamilyParsers(loaded.family.tool_parser, loaded.family.reasoning_parser),
         pooling=loaded.pooling.facts(loaded.spec.hidden_size) if loaded.pooling else None,
     )
 
@@ -272,26 +271,3 @@ def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
     if any(type(token) is not int for token in found):
         raise ConfigError(f"eos_token_id must be a token id or a list of them, got {found}", param="eos_token_id")
     return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]
-
-
-def read_default_sampling(generation_config: dict[str, Any]) -> dict[str, int | float]:
-    """The sampling values a model's makers recommend, under the names of `SamplingParams`. One that requests may
-    not have is left out: it would be refused as if users had sent it."""
-    stated = {key: generation_config.get(key) for key in SAMPLING_KEYS}
-    numbers = {
-        key: value for key, value in stated.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-    return {
-        key: int(value) if key == "top_k" else float(value)
-        for key, value in numbers.items() if _is_valid_default(key, value)
-    }
-
-
-def _is_valid_default(key: str, value: float) -> bool:
-    try:
-        stated = int(value) if key == "top_k" and math.isfinite(value) else value
-        msgspec.structs.replace(SamplingParams(), **{key: stated}).validate()
-    except RequestError as error:
-        logger.warning("generation_config.json: %s; it is ignored", error)
-        return False
-    return True

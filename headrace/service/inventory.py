@@ -1,4 +1,5 @@
-"""Tries every plug-in on this machine: families, kernels, attention backends and others, each on its own.
+"""Tries every plug-in on this machine: families, kernels, attention backends and others, each on its own; and reads
+what a model states without loading it.
 
 Imports torch when called. Refuses: judging speed, and models' weights.
 """
@@ -16,6 +17,9 @@ from headrace.base.cache import CACHE_BACKENDS, CACHE_POLICIES, CACHE_POOLS
 from headrace.base.errors import ConfigError, PluginError
 from headrace.base.registry import PLUGINS, Registry, start_plugins
 from headrace.models.catalog import FAMILIES, add_out_of_tree_families, load_family
+from headrace.models.generation import find_sampling_defaults
+
+__all__ = ["Finding", "Machine", "find_machine", "find_sampling_defaults", "take_inventory"]
 
 OK, UNAVAILABLE, BROKEN = "ok", "unavailable", "broken"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -213,3 +213,21 @@ def test_generate_with_a_tiny_model(tmp_path: Path):
     assert lines[0]["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 0}
     assert "500" in lines[1]["error"]["message"]
     assert lines[2]["usage"]["completion_tokens"] == 3
+
+
+def test_show_config_tells_sampling_defaults(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20}')
+    argv = ("show-config", "--model", str(tmp_path), "--load-format", "dummy", "--override-generation-config")
+    done = run_headrace(*argv, '{"top_k": 5}', "--json")
+    rows = [row for row in json.loads(done.stdout) if row["section"] == "sampling defaults"]
+    assert [(row["name"], row["value"], row["source"]) for row in rows] == [
+        ("temperature", 0.7, "generation_config.json"), ("top_k", 5, "--override-generation-config")
+    ]
+    assert "temperature = 0.7 (generation_config.json)" in run_headrace(*argv, '{"top_k": 5}').stdout
+    done = run_headrace(*argv, '{"topk": 5}')
+    assert done.returncode == 2
+    assert "did you mean top_k" in done.stderr
+    missing = run_headrace("show-config", "--model", str(tmp_path / "gone"))
+    assert missing.returncode == 0
+    assert "no model at" in missing.stdout

@@ -20,7 +20,7 @@ from headrace.execution import device as device_module
 from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, set_threads
 from headrace.execution.executor import build_executor
-from headrace.execution.loading import _check_codes, load_model, read_default_sampling
+from headrace.execution.loading import _check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.layers.rotary import RotaryTable
 from headrace.memory.pools import KeyValuePool
@@ -67,6 +67,7 @@ def test_executor_of_a_dummy_model_runs_plans(folder: Path):
     facts = executor.facts
     assert (facts.family, facts.vocab_size, facts.num_kv_tokens, facts.eos_ids) == ("llama", 128, 39 * 16, [5, 2])
     assert facts.default_sampling == {"temperature": 0.6, "top_k": 20.0}
+    assert facts.sampling_sources == dict.fromkeys(facts.default_sampling, "generation_config.json")
     assert facts.num_parameters == 128 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 96 + 48 * 32 + 2 * 32) + 32
     lines = {line.name: line.num_bytes for line in executor.memory}
     width = torch.float32.itemsize if facts.dtype == "float32" else 2
@@ -209,19 +210,6 @@ def test_end_of_text_ids_are_ids(folder: Path, eos: object):
 def test_what_does_not_fit_a_cpus_memory_is_named(folder: Path, options: dict):
     with pytest.raises(ConfigError, match="does not fit"):
         build_executor(config_of(folder, **options))
-
-
-def test_default_sampling_takes_numbers_only():
-    assert type(read_default_sampling({"top_k": 50.0})["top_k"]) is int
-    assert read_default_sampling(
-        {"top_p": 0.9, "temperature": None, "min_p": True, "repetition_penalty": 1.1, "max_length": 20}
-    ) == {"top_p": 0.9, "repetition_penalty": 1.1}
-
-
-def test_default_sampling_takes_what_can_be_asked_for(caplog: pytest.LogCaptureFixture):
-    wrong = {"top_p": 7, "temperature": float("nan"), "repetition_penalty": -1, "top_k": float("inf"), "min_p": 0.5}
-    assert read_default_sampling(wrong) == {"min_p": 0.5}
-    assert "generation_config.json: top_p must be" in caplog.text
 
 
 def test_model_without_numbers_is_refused_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch):

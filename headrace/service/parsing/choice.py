@@ -90,7 +90,7 @@ def formats_of(
     return choose_formats(
         tool_parser=tool_parser, reasoning_parser=reasoning_parser, templates=tokenizer.chat_templates,
         takes_tools=tokenizer.takes_tools,
-        family_tools=facts.tool_parser, family_reasoning=facts.reasoning_parser,
+        family_tools=facts.parsers.tool, family_reasoning=facts.parsers.reasoning,
     )
 
 

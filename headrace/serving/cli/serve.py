@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from headrace.base.config import EngineConfig, ServeConfig, all_options, flatten
+from headrace.base.errors import HeadraceError
 from headrace.service.spawn import spawn_engine
 from headrace.serving.cli.commands import ENGINE, SERVING
 from headrace.serving.cli.flags import Invocation
@@ -54,15 +55,34 @@ def effective_options(invocation: Invocation) -> list[dict[str, Any]]:
     return rows
 
 
+def sampling_rows(invocation: Invocation) -> list[dict[str, Any]]:
+    """The same fields for each default of sampling that the model or the user states; one row with the reason as its
+    ``doc`` if the model cannot be read."""
+    from headrace.service.inventory import find_sampling_defaults
+
+    model = serve_config(invocation).engine.model
+    try:
+        found = find_sampling_defaults(model)
+    except HeadraceError as error:
+        return [{"section": SAMPLING, "name": "", "value": None, "source": "unknown", "doc": str(error)}]
+    return [
+        {"section": SAMPLING, "name": name, "value": default.value, "source": default.source, "doc": ""}
+        for name, default in found.items()
+    ]
+
+
 def run_show_config(invocation: Invocation) -> int:
     """Print the options as a table or as JSON."""
     show = invocation.section("show")
     rows = [row for row in effective_options(invocation) if not show.changed or row["source"] != "default"]
+    sampling = sampling_rows(invocation)
     if show.json:
+        rows += [row for row in sampling if row["name"]]
         print(json.dumps([{key: row[key] for key in ("section", "name", "value", "source")} for row in rows], indent=2))
         return 0
     width = terminal_width()
     blocks = [Block("Changed", [line for row in rows if row["source"] != "default" for line in _explain(row, width)])]
+    blocks.append(Block("Sampling defaults of the model", _list_sampling(sampling, width)))
     for section in dict.fromkeys(row["section"] for row in rows):
         at_default = [row for row in rows if row["section"] == section and row["source"] == "default"]
         lines = (
@@ -83,6 +103,14 @@ def _explain(row: dict[str, Any], width: int) -> list[str]:
     ]
 
 
+def _list_sampling(rows: list[dict[str, Any]], width: int) -> list[str]:
+    if not rows:
+        return wrap("none stated: temperature 1, all tokens", width, first="  ", indent=2)
+    texts = [f"{row['name']} = {show_value(row['value'])} ({row['source']})" if row["name"] else row["doc"]
+             for row in rows]
+    return [line for text in texts for line in wrap(text, width, first="  ", indent=6)]
+
+
 def _list(rows: list[dict[str, Any]], width: int) -> list[str]:
     """Names and values alone, those that are not set last."""
     texts = [
@@ -94,6 +122,7 @@ def _list(rows: list[dict[str, Any]], width: int) -> list[str]:
 
 
 NOT_SET = "not set"
+SAMPLING = "sampling defaults"
 
 
 def show_value(value: Any) -> str:

@@ -185,6 +185,7 @@ async def test_flush(http, client):
 
 async def test_information(http):
     info = (await http.get("/get_server_info")).json()
+    assert info["model"]["default_sampling"] == {} == info["model"]["sampling_sources"]
     assert info["model"]["architecture"] == "FakeForCausalLM" and info["max_total_num_tokens"] == 8192
     assert (
         info["memory"][1] == {"name": "KV cache", "num_bytes": 2**21, "note": "8192 tokens"}

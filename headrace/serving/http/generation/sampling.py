@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
+from headrace.base.generation import DEFAULT_FIELDS
 from headrace.base.grammar import Grammar
 from headrace.base.sampling import SamplingParams
 from headrace.serving.http.generation.context import context_of
@@ -29,7 +30,6 @@ COPIED_FIELDS = (
 )
 """Fields of `OutputFields` that `SamplingParams` has under the same names."""
 NATIVE_PREFIX = "gen-"
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GrammarField = tuple[str, Callable[..., Grammar | None], object]
 """Request field, constructor taking the value and ``param``, value."""
 NO_FIELDS, NO_OUTPUTS = OpenAIFields(), StructuredOutputs()
@@ -43,7 +43,7 @@ def sampling_params(
     ``fields``, then ``model_defaults`` (from the generation config), then those of `SamplingParams`. None counts as
     not set. ``max_tokens`` None: up to the context's end. ``logprobs``: number of alternatives, None for no
     logprobs. Bounds that involve several fields are checked at submission."""
-    values: dict[str, Any] = {name: float(model_defaults[name]) for name in MODEL_DEFAULTS if name in model_defaults}
+    values: dict[str, Any] = {name: float(model_defaults[name]) for name in DEFAULT_FIELDS if name in model_defaults}
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
     values |= {name: value for name in COPIED_FIELDS if (value := getattr(fields, name)) is not None}
