@@ -63,6 +63,16 @@ def group_layers(specs: list[CacheSpec | None]) -> list[CacheGroup]:
     return [CacheGroup(spec, layers) for spec, layers in groups.items()]
 
 
+def join_layers(groups: list[CacheGroup], specs: list[CacheSpec | None], first: int) -> list[CacheGroup]:
+    """The groups with further layers, numbered from ``first`` on: layers of a spec that a group has join it."""
+    joined = {group.spec: group for group in groups}
+    for group in group_layers(specs):
+        known = joined.get(group.spec, CacheGroup(group.spec, []))
+        layers = [*known.layers, *(first + layer for layer in group.layers)]
+        joined[group.spec] = msgspec.structs.replace(known, layers=layers)
+    return list(joined.values())
+
+
 CACHE_POLICIES: Registry[Any] = Registry("cache group policy")
 """By `CacheSpec.kind`, a ``scheduling.cache.groups.GroupPolicy``; torch-free."""
 

@@ -5,6 +5,7 @@ Refuses: pools and page counts. Architectures are known to the catalog alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -83,12 +84,11 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     max_model_len = _limit_context(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
-    try:
-        # From here on a RuntimeError may mean that the device is full; see below.
-        schemes = _choose_schemes(source, config, dtype, device)
+    with explain_full_device(device):
+        schemes = choose_schemes(source, config.model, dtype, device)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
-            schemes=schemes, keeps_blocks=_keeps_blocks(config.model, device, dtype),
+            schemes=schemes, keeps_blocks=keeps_blocks(config.model, device, dtype),
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -98,6 +98,16 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             store_fastest(model)
         if pooling is not None:
             _attach_pooling_head(model, pooling, build)
+    return LoadedModel(
+        source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling
+    )
+
+
+@contextlib.contextmanager
+def explain_full_device(device: torch.device) -> Iterator[None]:
+    """Turn errors of a device without memory in the body into a `ConfigError` that says what to do."""
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -105,9 +115,6 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             f"the model does not fit the memory of {device}: choose a smaller model, dtype or max_model_len, or free "
             "the device", param="model",
         ) from error
-    return LoadedModel(
-        source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling
-    )
 
 
 def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | None]:
@@ -168,17 +175,18 @@ def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> in
     return max_model_len or min(usual or native, native)
 
 
-def _choose_schemes(source: ModelSource, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
+def choose_schemes(source: ModelSource, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
     """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice."""
-    stated = {} if config.model.load_format == "dummy" else Fields(source.config).section("quantization_config")
-    wanted = config.model.quantization or ""
+    stated = {} if model.load_format == "dummy" else Fields(source.config).section("quantization_config")
+    wanted = model.quantization or ""
     return chain_schemes(SchemeQuery(
         device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
         wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,
     ))
 
 
-def _keeps_blocks(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def keeps_blocks(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers keep a file's quantised blocks."""
     if model.load_format == "dummy" or model.quantization not in (None, AS_STORED):
         return False
     return can_store_blocks(device, dtype, waits=model.quantization == AS_STORED)

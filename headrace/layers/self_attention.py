@@ -44,20 +44,21 @@ class AttentionLayer(Branch):
 
 class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
-    ``bind`` gives it before the first step."""
+    ``bind`` gives it before the first step. ``input_size``: last dim of ``x`` where that is not D."""
 
     prunes_queries = True
 
     def __init__(
         self, spec: AttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec, rotary: RotaryTable | None,
-        build: Build
+        build: Build, input_size: int | None = None
     ):
         sinks = build.parameter(spec.num_heads) if spec.sinks else None
         super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks), build)
         self.spec, self.rope, self.sinks = spec, layer.rope, sinks
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         # one product for all three; `ROPE_WRITE` expects them in this order
-        self.qkv = Linear(build, hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=spec.qkv_bias)
+        parts = {"q": q_size, "k": kv_size, "v": kv_size}
+        self.qkv = Linear(build, input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.output = Linear(build, q_size, hidden_size, bias=spec.output_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm != "none":

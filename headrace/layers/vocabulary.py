@@ -25,13 +25,16 @@ class Embedding(StorableLayer):
         self.dtype = build.dtype  # of the result, also once the weight is stored packed
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The rows without the scale, as a copy."""
         weight = plain_weight(self)
         if weight is not None:
-            x = F.embedding(token_ids, weight)
-        else:
-            assert self.stored is not None
-            x = self.stored.rows(token_ids, self.dtype)
+            return F.embedding(token_ids, weight)
+        assert self.stored is not None
+        return self.stored.rows(token_ids, self.dtype)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.look_up(token_ids)
         return x if self.scale == 1.0 else x.mul_(self.scale)  # in place: a lookup is a copy
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -19,9 +19,10 @@ MAX_THREADS = 16
 
 def open_weights(
     source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None, keeps_blocks: bool = False,
+    dtype: torch.dtype | None = None, keeps_blocks: bool = False, wants: Callable[[str], bool] | None = None,
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield every ``(checkpoint name, tensor)`` of a model; each tensor is valid until the next one is requested.
+    """Yield every ``(checkpoint name, tensor)`` of a model whose name ``wants`` accepts (None: all); each tensor is
+    valid until the next one is requested.
 
     On a CPU, tensors are views of memory-mapped files in their stored dtype. Quantised GGUF tensors are dequantised to
     ``dtype`` (None: float32) or, with ``keeps_blocks``, yielded as `BlockTensor`. On a CUDA device, tensors arrive
@@ -36,7 +37,10 @@ def open_weights(
     if source.kind == "gguf":
         family = find_gguf_family(source.gguf_metadata["general.architecture"])
         named = name_tensors(source.gguf_tensors, source.gguf_metadata, family.gguf_naming)
+        named = [tensor for tensor in named if wants is None or wants(tensor.name)]
         tensors = read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks)
     else:
         tensors = read_safetensors(source.weight_files)
+        if wants is not None:  # views of mapped files: those left out are not read
+            tensors = (pair for pair in tensors if wants(pair[0]))
     return copy_ahead(tensors, device, threads=threads) if device.type == "cuda" else tensors

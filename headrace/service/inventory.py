@@ -95,6 +95,7 @@ def take_inventory(machine: Machine) -> list[Finding]:
     return [
         *_entries(PLUGINS.noun, PLUGINS, {device: None for device, _, _ in machine.devices}),
         *_families(machine), *_attention(machine), *_caches(machine), *_experts(machine), *_schemes(machine),
+        *_drafters(machine),
         *_engine_parts(machine), *_operations(machine), _native(),
     ]
 
@@ -169,6 +170,13 @@ def _experts(machine: Machine) -> Iterator[Finding]:
     queries = {device: KernelQuery(device, dtype, capability) for device, dtype, capability in machine.devices}
     for registry in (DISPATCHERS, EXPERTS):
         yield from _entries(registry.noun, registry, queries)
+
+
+def _drafters(machine: Machine) -> Iterator[Finding]:
+    from headrace.models.drafters.contract import DRAFT_KINDS, ENTRY_POINT_GROUP
+
+    DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+    yield from _entries(DRAFT_KINDS.noun, DRAFT_KINDS, {device: None for device, _, _ in machine.devices})
 
 
 def _operations(machine: Machine) -> Iterator[Finding]:

@@ -136,6 +136,7 @@ def registered_modules() -> list[str]:
     from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS
     from headrace.layers.quantization import SCHEMES
     from headrace.models.catalog import FAMILIES
+    from headrace.models.drafters.contract import DRAFT_KINDS
     from headrace.service.coordination import COORDINATORS
 
     for name in FAMILIES.names():
@@ -146,7 +147,7 @@ def registered_modules() -> list[str]:
         for value in vars(importlib.import_module(f"headrace.kernels.{name}")).values() if isinstance(value, Operation)
     ]
     registries = [
-        ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
+        ATTENTION_BACKENDS, ADAPTERS, DISPATCHERS, DRAFT_KINDS, EXPERTS, SCHEMES, hooks.HOOKS, COORDINATORS,
         cache.CACHE_POLICIES, cache.CACHE_POOLS, cache.CACHE_BACKENDS, *operations,
     ]
     return sorted({entry.target.partition(":")[0] for registry in registries for entry in registry})

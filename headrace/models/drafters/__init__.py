@@ -1,0 +1,1 @@
+"""Drafters that compute on the device: the registry of their kinds, and one module for each."""

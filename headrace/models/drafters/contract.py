@@ -1,0 +1,116 @@
+"""`DraftKind`: what a drafter plug-in declares, and the registry of them.
+
+A kind reads a checkpoint's configuration and builds a `headrace.layers.draft.DraftModel` for a served model. Entry
+points of group ``headrace.draft_models`` add kinds, under the name by which a configuration asks for them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from headrace.base.errors import ConfigError
+from headrace.base.registry import PLUGIN_API, Registry
+from headrace.layers.batch import FeatureSpec
+from headrace.layers.build import Build
+from headrace.layers.draft import DraftModel
+from headrace.layers.model import ServedModel
+from headrace.layers.vocabulary import Embedding, Head
+from headrace.models.family import Family
+from headrace.models.source import ModelSource
+
+ENTRY_POINT_GROUP = "headrace.draft_models"
+
+
+@dataclass(frozen=True)
+class DraftTarget:
+    """The served model that tokens are drafted for; ``tokenizer``: the user's choice instead of the model's own."""
+
+    source: ModelSource
+    family: Family
+    spec: Any
+    model: ServedModel
+    tokenizer: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Of a decoder; 0 if the family counts no layers."""
+        return len(self.spec.layers) if self.model.captures_features else 0
+
+    def share_vocabulary(self, kind: str) -> tuple[Embedding, Head]:
+        """The model's embedding and head; raises `ConfigError` if it has none that can be shared."""
+        if self.model.vocabulary is None:
+            raise ConfigError(
+                f"{kind} shares embedding and head with the served model, and model family {self.family.name} has none "
+                "to share; choose another method", param="speculative_config",
+            )
+        return self.model.vocabulary
+
+    def check_features(self, kind: str, features: FeatureSpec) -> None:
+        """Raise `ConfigError` unless the model can give these."""
+        if not self.model.captures_features:
+            raise ConfigError(
+                f"{kind} reads hidden states of the served model, and model family {self.family.name} does not give "
+                "them; choose another method", param="speculative_config",
+            )
+        wrong = [layer for layer in features.layers if not 0 <= layer <= self.num_layers]
+        if wrong:
+            raise ConfigError(
+                f"{kind} reads what enters layers {', '.join(map(str, features.layers))} of the served model, which "
+                f"has {self.num_layers}: it was made for another model, or its config.json needs "
+                "eagle_aux_hidden_state_layer_ids", param="speculative_config",
+            )
+
+
+@dataclass(frozen=True)
+class DraftQuery:
+    """What a drafter is built from. ``source``: the checkpoint of the drafter, the target's own for a kind without
+    one. ``tensors``: names in that checkpoint; None for random weights, where every optional part is left out.
+    ``build``: device, dtype and context of the target, the drafter's own schemes and step. ``kv_dtype``: of caches."""
+
+    source: ModelSource
+    tensors: frozenset[str] | None
+    target: DraftTarget
+    build: Build
+    kv_dtype: str
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name or with that ending."""
+        return self.tensors is not None and any(tensor.endswith(name) for tensor in self.tensors)
+
+
+class DraftKind(ABC):
+    """A kind of drafter; the registry's entries are instances. ``has_checkpoint``: its weights are a model of their
+    own, which the user names; otherwise they are in the target's files."""
+
+    plugin_api: ClassVar[int] = PLUGIN_API
+    has_checkpoint: ClassVar[bool] = True
+
+    @abstractmethod
+    def build_model(self, query: DraftQuery) -> DraftModel:
+        """The drafter with empty parameters; raises `ConfigError` if it cannot draft for the target."""
+
+    def wants(self, query: DraftQuery) -> Callable[[str], bool] | None:
+        """Which tensors of the checkpoint `DraftModel.load_weights` is to be given; None: all."""
+        return None
+
+
+DRAFT_KINDS: Registry[DraftKind] = Registry("drafter")
+DRAFT_KINDS.add(
+    "eagle3", "headrace.models.drafters.eagle3:EAGLE3", doc="a head over hidden states of three layers (EAGLE-3)"
+)
+DRAFT_KINDS.add(
+    "mtp", "headrace.models.drafters.mtp:MTP", doc="the multi-token prediction module of the served checkpoint"
+)
+DRAFT_KINDS.add(
+    "draft_model", "headrace.models.drafters.own_model:OWN_MODEL", doc="a smaller model with the same tokenizer"
+)
+
+
+def find_draft_kind(method: str) -> DraftKind:
+    """The kind of a method; raises `PluginError` if it is unknown or cannot be loaded."""
+    if method not in DRAFT_KINDS:
+        DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+    return DRAFT_KINDS.load(method)
