@@ -13,11 +13,18 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar
 
 MAX_TOP_LOGPROBS = 50
+MAX_LOGPROBS = 2**20
+"""Logprobs in a request that asks for those of all tokens."""
+MAX_LOGPROB_IDS = 128
 MAX_STOPS = 32
 MAX_STOP_TEXT = 1024
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 128
 MAX_N = 128
+MAX_BREAKERS, MAX_BREAKER_TEXT = 32, 64
+MAX_DRY_LENGTH = 256
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Where sequences end by default, as in llama.cpp."""
 GREEDY_TEMPERATURE = 1e-5  # below, the argmax is taken, as in vLLM
 
 
@@ -30,14 +37,57 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     start: str | None = None
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class RepetitionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """DRY and XTC, with llama.cpp's names and defaults. DRY: a token that would continue a sequence of at least
+    ``dry_allowed_length`` tokens that the prompt or the output holds already loses ``dry_multiplier * dry_base **
+    (length - dry_allowed_length)``. Sequences end at ``dry_sequence_breakers``; ``dry_penalty_last_n`` is how many of
+    the latest tokens are looked at (-1: all). XTC: with the probability ``xtc_probability`` all tokens that have at
+    least ``xtc_threshold`` of the probability are excluded, except for the least likely of them; greedy requests ignore
+    it.
+    """
+
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+
+class EndParams(RepetitionParams, kw_only=True, omit_defaults=True):
+    """When output ends, and how it becomes text. ``keep_special_tokens`` are texts: special tokens that occur in them
+    are not skipped."""
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    keep_special_tokens: list[str] | None = None
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    thinking_budget: ThinkingBudget | None = None
+
+
+class ReportParams(EndParams, kw_only=True, omit_defaults=True):
+    """What is told about tokens. ``logprobs=k`` returns the sampled token's logprob and the k best, -1 all of them (at
+    most `MAX_LOGPROBS` numbers in a request); ``prompt_logprobs`` likewise for the prompt. ``logprob_token_ids``:
+    tokens whose logprobs are returned at every position where logprobs are."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+
+
+class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     """A user's sampling parameters; names and meaning as in vLLM's class of the same name.
 
-    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``logprobs=k``
-    returns the sampled token's logprob and the k best; ``prompt_logprobs`` likewise for the prompt. ``seed`` makes
-    sampling reproducible whatever else runs. ``keep_special_tokens`` are texts: special tokens that occur in them are
-    not skipped. ``grammar`` confines the output; it ends where the grammar leaves nothing to write, whatever
-    ``min_tokens`` and ``ignore_eos`` say.
+    temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``seed`` makes
+    sampling reproducible whatever else runs. ``grammar`` confines the output; it ends where the grammar leaves nothing
+    to write, whatever ``min_tokens`` and ``ignore_eos`` say.
     """
 
     n: int = 1
@@ -49,23 +99,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    keep_special_tokens: list[str] | None = None
-    spaces_between_special_tokens: bool = True
-    detokenize: bool = True
     grammar: Grammar | None = None
-    thinking_budget: ThinkingBudget | None = None
 
     def stop_strings(self) -> list[str]:
         """``stop`` as a list."""
@@ -76,6 +113,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check_types(self)
         _check_ranges(self)
         _check_amounts(self)
+        _check_repetition(self)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             _fail("grammar", "a Grammar, such as Grammar.json_schema({...})", self.grammar)
         return self
@@ -134,8 +172,10 @@ def _check_ranges(p: SamplingParams) -> None:
 def _check_amounts(p: SamplingParams) -> None:
     for param in ("logprobs", "prompt_logprobs"):
         value = getattr(p, param)
-        if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-            _fail(param, f"at least 0 and at most {MAX_TOP_LOGPROBS}", value)
+        if value is not None and not -1 <= value <= MAX_TOP_LOGPROBS:
+            _fail(param, f"at least 0 and at most {MAX_TOP_LOGPROBS}, or -1 for all tokens", value)
+    if p.logprob_token_ids and len(p.logprob_token_ids) > MAX_LOGPROB_IDS:
+        _fail("logprob_token_ids", f"at most {MAX_LOGPROB_IDS} ids", f"{len(p.logprob_token_ids)} ids")
     stops = p.stop_strings()
     if len(stops) > MAX_STOPS or any(not s or len(s) > MAX_STOP_TEXT for s in stops):
         _fail(
@@ -154,12 +194,54 @@ def _check_amounts(p: SamplingParams) -> None:
         _fail("allowed_token_ids", f"1 to {MAX_BIASED_TOKENS} ids", f"{len(p.allowed_token_ids)} ids")
 
 
+def _check_repetition(p: SamplingParams) -> None:
+    _check_number(p, "dry_multiplier", 0.0, 100.0)
+    _check_number(p, "dry_base", 1.0, 100.0)
+    _check_number(p, "dry_allowed_length", 1, MAX_DRY_LENGTH)
+    _check_number(p, "dry_penalty_last_n", -1, 2**31 - 1)
+    _check_number(p, "xtc_probability", 0.0, 1.0)
+    _check_number(p, "xtc_threshold", 0.0, 1.0)
+    breakers = p.dry_sequence_breakers or []
+    if len(breakers) > MAX_BREAKERS or any(not b or len(b) > MAX_BREAKER_TEXT for b in breakers):
+        _fail(
+            "dry_sequence_breakers",
+            f"at most {MAX_BREAKERS} non-empty strings of at most {MAX_BREAKER_TEXT} characters",
+            f"{len(breakers)} strings"
+        )
+
+
+class DryPenalty(msgspec.Struct, frozen=True, array_like=True):
+    """DRY of a row; see `RepetitionParams`. ``last_n`` -1: the whole history. ``breakers``: a bit per token of the
+    vocabulary, the least significant first; a set bit ends sequences, and such a token is never penalised."""
+
+    multiplier: float
+    base: float
+    allowed_len: int
+    last_n: int
+    breakers: bytes
+
+
+class Exclusion(msgspec.Struct, frozen=True, array_like=True):
+    """XTC of a row; see `RepetitionParams`."""
+
+    probability: float
+    threshold: float
+
+
 class Penalties(msgspec.Struct, frozen=True, array_like=True):
-    """Repetition looks at prompt and output; presence and frequency at output alone (OpenAI's definitions)."""
+    """Repetition looks at prompt and output; presence and frequency at output alone (OpenAI's definitions). ``dry`` and
+    ``xtc`` come after them, in this order."""
 
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
+    dry: DryPenalty | None = None
+    xtc: Exclusion | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on how often tokens occur."""
+        return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
@@ -192,10 +274,15 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True):
         return not (self.bias or self.allowed_ids or self.bad_words or self.thinking is not None)
 
 
+ALL_LOGPROBS = 2**31 - 1
+"""Stands for the size of the vocabulary in `SamplingSpec`."""
+
+
 class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     """What the device needs to sample a row's tokens. ``seed`` is always set: the client makes one if the user did not.
 
-    ``num_logprobs`` and ``num_prompt_logprobs``: -1 none, 0 the token itself, k the k best besides.
+    ``num_logprobs`` and ``num_prompt_logprobs``: -1 none, 0 the token itself, k the k best besides, `ALL_LOGPROBS` all.
+    ``logprob_ids``: tokens whose logprobs are told besides.
     ``penalties``, ``rules`` and ``grammar`` are None in the common case so that the sampler can skip them.
     """
 
@@ -209,6 +296,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
     penalties: Penalties | None = None
     rules: LogitRules | None = None
     grammar: Grammar | None = None
+    logprob_ids: list[int] = []
 
     @property
     def is_greedy(self) -> bool:

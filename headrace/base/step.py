@@ -71,7 +71,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities at one position, taken from the raw logits (before temperature and penalties).
 
-    ``rank`` is the 1-based rank of the token; ``top_ids``/``top_logprobs`` are the best k, most likely first.
+    ``rank`` is the 1-based rank of the token; ``top_ids``/``top_logprobs`` are the best k, most likely first;
+    ``id_logprobs`` those of `SamplingSpec.logprob_ids`, in their order.
     """
 
     token_id: int
@@ -79,6 +80,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    id_logprobs: list[float] = []
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):

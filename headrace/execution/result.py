@@ -88,7 +88,7 @@ class PendingSample:
         if self.before_result is not None:
             self.before_result(self)
         prompts = [
-            PromptLogprobs(s.row, s.start, logprobs.records([s.top_count] * s.count)) for s, logprobs in self._prompts
+            PromptLogprobs(s.row, s.start, s.records(logprobs)) for s, logprobs in self._prompts
         ]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
@@ -121,7 +121,8 @@ class PendingSample:
         if self._logprobs is None or self._batch is None:
             return None
         spread: list = [None] * num_rows
-        for index, record in zip(self._batch.logged, self._logprobs.records(self._batch.top_counts), strict=True):
+        records = self._logprobs.records(self._batch.top_counts, self._batch.id_counts)
+        for index, record in zip(self._batch.logged, records, strict=True):
             spread[index] = record
         return spread
 

@@ -68,9 +68,11 @@ class Rows:
         known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
-        self.reals_np[start.row] = (spec.temperature, spec.top_p, spec.min_p)
-        # top_k is -1 or 0 for no limit; the kernels know 0 alone
-        self.integers_np[start.row] = (max(spec.top_k, 0), spec.seed)
+        # top_k is -1 or 0 for no limit; the kernels know 0 alone. With XTC the cuts are made before it, not behind.
+        cuts = (max(spec.top_k, 0), spec.top_p, spec.min_p)
+        top_k, top_p, min_p = (0, 1.0, 0.0) if spec.penalties is not None and spec.penalties.xtc is not None else cuts
+        self.reals_np[start.row] = (spec.temperature, top_p, min_p)
+        self.integers_np[start.row] = (top_k, spec.seed)
         # With a grammar the bitmasks enforce the minimum length: no rule is left then if that was the only one.
         is_ruled = spec.rules is not None and not (spec.grammar is not None and spec.rules.is_length_only)
         self.flags_np[start.row] = (

@@ -1,5 +1,5 @@
 """State of the rows whose logits are edited before sampling: `RuleState` (bias, allowed tokens, bad words, minimum
-length, thinking limits) and `PenaltyState` (token counts). V vocabulary.
+length, thinking limits) and `PenaltyState` (token counts, and what works against repetition). V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.base.sampling import LogitRules, Penalties, ThinkingLimit
+from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
+from headrace.execution.repetition import DryState, exclude_top_choices
 from headrace.execution.rows import RowTokens
 from headrace.execution.upload import Upload, to_device
 
@@ -202,26 +203,30 @@ class RuleState:
 
 
 class PenaltyState:
-    """Token counts of the rows with penalties. Each has a slot: ``in_prompt`` [slots, V] bool and ``counts`` [slots, V]
-    int32 of its output. Slots are allocated when first needed, doubling."""
+    """Rows with penalties, DRY or XTC. Those whose penalties count tokens have a slot: ``in_prompt`` [slots, V] bool
+    and ``counts`` [slots, V] int32 of their output. Slots are allocated when first needed, doubling."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._device, self._vocab_size = device, vocab_size
         self._in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         self._slots: dict[int, int] = {}
-        self._penalties: dict[int, Penalties] = {}
+        self._specs: dict[int, SamplingSpec] = {}
         self._free: list[int] = []
+        self._dry = DryState(vocab_size, device)
 
     def start(self, row: int, known: RowTokens) -> None:
-        """Take a slot for a row and count the tokens it starts with."""
+        """Take what a row's penalties need, and count the tokens it starts with."""
         penalties = known.sampling.penalties
         assert penalties is not None
         self.release(row)
+        self._specs[row] = known.sampling
+        self._dry.start(row, known)
+        if not penalties.counts_tokens:
+            return
         if not self._free:
             self._grow()
         slot = self._slots[row] = self._free.pop()
-        self._penalties[row] = penalties
         tokens = to_device(known.token_ids, self._device)
         prompt, output = tokens[: known.prompt_len], tokens[known.prompt_len :]
         # The slot's last owner may still be read by a step in flight; the stream runs these writes behind it.
@@ -231,23 +236,40 @@ class PenaltyState:
         self._counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def release(self, row: int) -> None:
-        """Give a row's slot back, if it has one."""
+        """Give back what a row has here, if anything."""
+        self._specs.pop(row, None)
+        self._dry.release(row)
         if row in self._slots:
             self._free.append(self._slots.pop(row))
-            del self._penalties[row]
 
     def pack(self, rows: np.ndarray, upload: Upload) -> None:
         """Add what `apply` and `count` need for these rows."""
-        upload.add("penalty_slots", [self._slots[int(row)] for row in rows])
-        chosen = [self._penalties[int(row)] for row in rows]
-        upload.add(
-            "penalties", np.array([(p.repetition, p.frequency, p.presence) for p in chosen], dtype=np.float64).T.ravel()
-        )
+        counted = [index for index, row in enumerate(rows) if int(row) in self._slots]
+        if counted:
+            chosen = [self._specs[int(rows[index])].penalties or Penalties() for index in counted]
+            upload.add("counted", counted)
+            upload.add("penalty_slots", [self._slots[int(rows[index])] for index in counted])
+            columns = np.array([(p.repetition, p.frequency, p.presence) for p in chosen], dtype=np.float64)
+            upload.add("penalties", columns.T.ravel())
+        self._dry.pack(rows, upload)
+        specs = [self._specs[int(row)] for row in rows]
+        xtc = [(index, spec, spec.penalties.xtc) for index, spec in enumerate(specs) if spec.penalties]
+        excluding = [(index, spec, xtc) for index, spec, xtc in xtc if xtc is not None]
+        if excluding:
+            upload.add("xtc_indices", [index for index, _, _ in excluding])
+            upload.add("xtc_integers", np.array([(s.seed, max(s.top_k, 0)) for _, s, _ in excluding]).T.ravel())
+            reals = [(x.probability, x.threshold, s.temperature, s.top_p, s.min_p) for _, s, x in excluding]
+            upload.add("xtc_reals", np.array(reals, dtype=np.float64).T.ravel())
 
-    def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Penalise logits [n, V] of the packed rows: a positive logit of a token seen anywhere is divided by the
-        repetition penalty, a negative one multiplied (CTRL, https://arxiv.org/abs/1909.05858, section 4.1); then
-        ``frequency * count`` and ``presence * (count > 0)`` are subtracted (OpenAI's definition)."""
+    def apply(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """Penalise logits [n, V] of the packed rows in place: a positive logit of a token seen anywhere is divided by
+        the repetition penalty, a negative one multiplied (CTRL, https://arxiv.org/abs/1909.05858, section 4.1); then
+        ``frequency * count`` and ``presence * (count > 0)`` are subtracted (OpenAI's definition); then DRY."""
+        if "counted" in sent:
+            logits.index_copy_(0, sent["counted"], self._penalise(logits.index_select(0, sent["counted"]), sent))
+        self._dry.apply(logits, sent)
+
+    def _penalise(self, logits: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         slots = sent["penalty_slots"]
         # each [n, 1], against counts [n, V]
         repetition, frequency, presence = sent["penalties"].float().view(3, -1, 1)
@@ -258,8 +280,22 @@ class PenaltyState:
         logits = torch.where(is_seen, penalised, logits)
         return logits.sub_(counts * frequency).sub_(in_output * presence)
 
+    @staticmethod
+    def exclude(logits: torch.Tensor, output_lens: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
+        """XTC, on the packed rows that have it; logits [n, V], already masked, in place. ``output_lens`` [n]: the
+        indices of the sampled tokens in their outputs."""
+        indices = sent["xtc_indices"]
+        seeds, top_k = sent["xtc_integers"].view(2, -1)
+        own = logits.index_select(0, indices)
+        exclude_top_choices(own, seeds, output_lens.index_select(0, indices), sent["xtc_reals"], top_k)
+        logits.index_copy_(0, indices, own)
+
     def count(self, ids: torch.Tensor, sent: dict[str, torch.Tensor]) -> None:
         """Count the tokens [n] sampled for the packed rows."""
+        self._dry.push(ids.unsqueeze(1), sent)
+        if "counted" not in sent:
+            return
+        ids = ids.index_select(0, sent["counted"])
         ones = torch.ones_like(ids, dtype=torch.int32)
         self._counts.view(-1).index_add_(0, sent["penalty_slots"] * self._vocab_size + ids, ones)
 

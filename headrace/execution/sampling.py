@@ -1,8 +1,8 @@
 """`Sampler`: from logits to tokens. S sampled rows, V vocabulary.
 
-In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, grammar; then the argmax for
-greedy rows, and for the others temperature, min-p, top-k, top-p and a random choice (``kernels/sample``). Every
-operation is row-wise, so the token of a row does not depend on the rows beside it.
+In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, DRY, grammar; then the
+argmax for greedy rows, and for the others temperature, min-p, top-k, top-p, XTC and a random choice
+(``kernels/sample``). Every operation is row-wise, so the token of a row does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from headrace.execution.logprobs import Logprobs, compute_logprobs
+from headrace.execution.logprobs import Logprobs, compute_sampled, pack_logged
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.rules import PenaltyState, RuleState
 from headrace.execution.step import SampleBatch
@@ -20,6 +20,7 @@ from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
+from headrace.kernels.sample.reference import mask_argmax
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -99,6 +100,7 @@ class Sampler:
             upload.add("penalised", batch.penalised)
         if len(batch.logged):
             upload.add("logged", batch.logged)
+            pack_logged([self._rows[int(row)].sampling for row in batch.rows[batch.logged]], upload)
 
     def sample(
         self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
@@ -109,28 +111,37 @@ class Sampler:
         # Copied before anything edits them: what is reported is the model's own distribution.
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
         before = None
+        masks, mask_of_row = (None, None) if bitmasks is None else bitmasks.send()
         if len(batch.ruled) or len(batch.penalised):
             before, _ = self._argmax(logits)  # bans may hide NaN or infinity, so finiteness is checked first
-            self._edit(logits, batch, sent)
+            self._edit(logits, batch, sent, masks, mask_of_row)
         rows, params = self._find_params(batch, sent)
-        masks, mask_of_row = (None, None) if bitmasks is None else bitmasks.send()
         tokens = self._sample(
             logits, rows, self._rows.last_token, params=params, masks=masks, mask_of_row=mask_of_row, before=before
         )
         self._count(tokens[0], batch, sent)  # on the device: the host does not know the ids yet
         logprobs = None
         if raw is not None:
-            logprobs = compute_logprobs(raw, tokens[0].index_select(0, sent["logged"]), max(batch.top_counts))
+            logprobs = compute_sampled(raw, tokens[0].index_select(0, sent["logged"]), batch.top_counts, sent)
         return Sampled(tokens, logprobs, bitmasks.errors if bitmasks is not None else {})
 
-    def _edit(self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
+    def _edit(
+        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: torch.Tensor | None,
+        mask_of_row: torch.Tensor | None,
+    ) -> None:
         """Apply rules, then penalties, to the rows that have them; in place, through copies of those rows [n, V]."""
         if len(batch.ruled):
             edited = logits.index_select(0, sent["ruled"])
             self._rules.apply(edited, sent)
             logits.index_copy_(0, sent["ruled"], edited)
         if len(batch.penalised):
-            edited = self._penalties.apply(logits.index_select(0, sent["penalised"]), sent)
+            edited = logits.index_select(0, sent["penalised"])
+            self._penalties.apply(edited, sent)
+            if "xtc_indices" in sent:
+                # XTC chooses among what the grammar allows, or it might exclude all of that.
+                if masks is not None and mask_of_row is not None:
+                    mask_argmax(edited, masks, mask_of_row.index_select(0, sent["penalised"]))
+                self._penalties.exclude(edited, sent["sample_positions"].index_select(0, sent["penalised"]), sent)
             logits.index_copy_(0, sent["penalised"], edited)
 
     def _find_params(

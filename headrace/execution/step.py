@@ -85,7 +85,8 @@ class StepShape:
 class SampleBatch:
     """The rows that sample in a step, as host arrays: ``rows`` [S]; ``output_lens`` [S], the index of the sampled token
     in the row's output; then, per reason for more than the argmax, the indices in [0, S) of the rows concerned
-    (``constrained``: by a grammar; ``logged``: logprobs are wanted, of ``top_counts[i]`` best tokens)."""
+    (``constrained``: by a grammar; ``logged``: logprobs are wanted, of ``top_counts[i]`` best tokens and
+    ``id_counts[i]`` named ones)."""
 
     rows: np.ndarray
     output_lens: np.ndarray
@@ -95,6 +96,7 @@ class SampleBatch:
     constrained: np.ndarray
     logged: np.ndarray
     top_counts: list[int]
+    id_counts: list[int]
 
     @classmethod
     def of(cls, rows: np.ndarray, ends: np.ndarray, state: Rows) -> SampleBatch:
@@ -104,14 +106,17 @@ class SampleBatch:
             np.flatnonzero(flags & bit)
             for bit in (IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS)
         )
-        top_counts = [state[int(row)].sampling.num_logprobs for row in rows[logged]]
-        return cls(rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged, top_counts)
+        specs = [state[int(row)].sampling for row in rows[logged]]
+        return cls(
+            rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged,
+            [spec.num_logprobs for spec in specs], [len(spec.logprob_ids) for spec in specs],
+        )
 
     def advance(self) -> SampleBatch:
         """The batch of the next step if the same rows decode again."""
         return SampleBatch(
             self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged,
-            self.top_counts,
+            self.top_counts, self.id_counts,
         )
 
     @property

@@ -68,7 +68,7 @@ def test_errors_keep_their_type_across_processes():
 @pytest.mark.parametrize(("field", "value"), [
     ("temperature", -0.1), ("temperature", float("nan")), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 2), ("top_k", -2),
     ("n", 0), ("n", 10**6), ("repetition_penalty", 0.0),
-    ("presence_penalty", 2.1), ("max_tokens", 0), ("min_tokens", -1), ("logprobs", 51), ("prompt_logprobs", -1),
+    ("presence_penalty", 2.1), ("max_tokens", 0), ("min_tokens", -1), ("logprobs", 51), ("prompt_logprobs", -2),
     ("stop", ["a"] * 33), ("stop", [""]), ("seed", 2**63),
     ("logit_bias", {1: 101.0}), ("allowed_token_ids", []), ("bad_words", ["x"] * 129), ("temperature", "hot"),
     ("max_tokens", True),

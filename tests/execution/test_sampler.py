@@ -226,7 +226,7 @@ def _check_logprobs(batch: SampleBatch, sampled: Sampled, logits: dict[int, torc
     if not len(batch.logged):
         assert sampled.logprobs is None
         return
-    for place, record in zip(batch.logged, sampled.logprobs.records(batch.top_counts), strict=True):
+    for place, record in zip(batch.logged, sampled.logprobs.records(batch.top_counts, batch.id_counts), strict=True):
         oracle = logits[int(batch.rows[place])].log_softmax(-1)
         assert record.token_id == int(sampled.tokens[0, place])
         assert record.logprob == pytest.approx(float(oracle[record.token_id]), abs=1e-6)

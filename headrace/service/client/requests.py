@@ -17,6 +17,13 @@ from headrace.base.errors import ContextLengthExceeded, RequestError, Unsupporte
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import (
+    ALL_LOGPROBS,
+    DRY_BREAKERS,
+    GREEDY_TEMPERATURE,
+    MAX_LOGPROBS,
+    MAX_TOP_LOGPROBS,
+    DryPenalty,
+    Exclusion,
     LogitRules,
     Penalties,
     SamplingParams,
@@ -53,13 +60,14 @@ def build_requests(
     check_schedule(priority, deadline_s)
     prompt = list(prompt_token_ids)
     stop = _stop_spec(params, len(prompt), facts, tokenizer)
-    rules = _logit_rules(params, stop, facts, tokenizer)
+    _check_logprobs(params, len(prompt), stop.max_tokens, facts)
+    rules, penalties = _logit_rules(params, stop, facts, tokenizer), _penalties(params, facts, tokenizer)
     seed = random.getrandbits(SEED_BITS) if params.seed is None else params.seed
     return [
         EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}/{i}", prompt_token_ids=prompt,
-            sampling=_sampling_spec(params, rules, seed, i), stop=stop, namespace=namespace, priority=priority,
-            deadline_s=deadline_s,
+            sampling=_sampling_spec(params, rules, penalties, seed, i), stop=stop, namespace=namespace,
+            priority=priority, deadline_s=deadline_s,
         )
         for i in range(params.n)
     ]
@@ -215,20 +223,68 @@ def _bad_word_ids(words: list[str], tokenizer: Tokenizer, vocab_size: int) -> li
     return [list(ids) for ids in sequences]
 
 
-def _sampling_spec(params: SamplingParams, rules: LogitRules | None, seed: int, choice: int) -> SamplingSpec:
-    penalties = Penalties(
-        float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty)
-    )
+def _sampling_spec(
+    params: SamplingParams, rules: LogitRules | None, penalties: Penalties, seed: int, choice: int
+) -> SamplingSpec:
     is_first_alone = params.top_p == 0  # the smallest nucleus: one token
     # Prompt logprobs are the same for all choices: only the first asks for them.
     return SamplingSpec(
         temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0),
         top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
-        seed=_wrap_64(seed + choice), num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        num_prompt_logprobs=-1 if params.prompt_logprobs is None or choice else params.prompt_logprobs,
-        penalties=None if penalties == Penalties() else penalties, rules=rules,
-        grammar=params.grammar,
+        seed=_wrap_64(seed + choice), num_logprobs=_num_logprobs(params.logprobs),
+        num_prompt_logprobs=-1 if choice else _num_logprobs(params.prompt_logprobs),
+        penalties=None if penalties == Penalties() else penalties, rules=rules, grammar=params.grammar,
+        logprob_ids=list(params.logprob_token_ids or ()),
     )
+
+
+def _num_logprobs(wanted: int | None) -> int:
+    return -1 if wanted is None else ALL_LOGPROBS if wanted == -1 else wanted
+
+
+def _penalties(params: SamplingParams, facts: ModelFacts, tokenizer: Tokenizer | None) -> Penalties:
+    dry, xtc = None, None
+    # a window of no tokens, as in llama.cpp
+    if params.dry_multiplier > 0 and params.dry_penalty_last_n != 0:
+        dry = DryPenalty(
+            float(params.dry_multiplier), float(params.dry_base), params.dry_allowed_length, params.dry_penalty_last_n,
+            _breakers(params.dry_sequence_breakers, facts, tokenizer),
+        )
+    # Above a half no two tokens have that probability, so nothing could be excluded.
+    if params.xtc_probability > 0 and params.xtc_threshold <= 0.5 and params.temperature >= GREEDY_TEMPERATURE:
+        xtc = Exclusion(float(params.xtc_probability), float(params.xtc_threshold))
+    return Penalties(
+        float(params.repetition_penalty), float(params.presence_penalty), float(params.frequency_penalty), dry, xtc
+    )
+
+
+def _breakers(given: list[str] | None, facts: ModelFacts, tokenizer: Tokenizer | None) -> bytes:
+    """The tokens that end sequences, as `DryPenalty.breakers`."""
+    if tokenizer is None:
+        if given:
+            raise RequestError(
+                "dry_sequence_breakers cannot be made tokens: the model is served without a tokenizer",
+                param="dry_sequence_breakers"
+            )
+        return bytes(-(-facts.vocab_size // 8))
+    return tokenizer.mark_tokens(tuple(DRY_BREAKERS if given is None else given), facts.vocab_size)
+
+
+def _check_logprobs(params: SamplingParams, prompt_len: int, max_tokens: int, facts: ModelFacts) -> None:
+    """Bound what a request for all logprobs makes: numbers, not positions, are what fills memory."""
+    check_ids(params.logprob_token_ids or (), "logprob_token_ids", facts.vocab_size)
+    if params.logprob_token_ids and params.logprobs is None and params.prompt_logprobs is None:
+        raise RequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    for param, value, positions in (
+        ("logprobs", params.logprobs, params.n * max_tokens), ("prompt_logprobs", params.prompt_logprobs, prompt_len),
+    ):
+        most = MAX_LOGPROBS // facts.vocab_size
+        if value == -1 and positions > most:
+            advice = "lower max_tokens" if param == "logprobs" else "shorten the prompt"
+            raise RequestError(
+                f"{param} -1 returns {facts.vocab_size} logprobs for each of {positions} tokens; at most {most} tokens "
+                f"fit a response: {advice}, or ask for up to {MAX_TOP_LOGPROBS}", param=param
+            )
 
 
 def _wrap_64(value: int) -> int:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -85,6 +88,7 @@ class TokenBytes:
 
     def __init__(self, backend: Backend):
         self._backend = backend
+        self._size: int = backend.get_vocab_size(with_added_tokens=True)
         self._rule, self._is_byte_level, self._has_byte_tokens, self.strip_start = _read_decoder(backend)
         self.errors = _PER_BYTE if self._has_byte_tokens else "replace"
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -103,6 +107,24 @@ class TokenBytes:
                 self._shown.clear()
             self._shown[texts] = found
         return found
+
+    def find(self, text: bytes) -> Iterator[int]:
+        """Ids of the tokens amid others that hold ``text``, in order."""
+        at = self._joined.find(text)
+        while at >= 0:
+            index = bisect_right(self._begins, at) - 1
+            yield index
+            at = self._joined.find(text, self._begins[index + 1]) if index + 1 < len(self._begins) else -1
+
+    @cached_property
+    def _joined(self) -> bytes:
+        """The bytes of all tokens, each behind a byte that no text contains."""
+        return b"".join(b"\xff" + self.later[i] for i in range(self._size))
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where each token stands in `_joined`."""
+        return list(accumulate((1 + len(self.later[i]) for i in range(self._size - 1)), initial=0))
 
     def _hide(self, hidden: frozenset[int]) -> PieceTable:
         return PieceTable(lambda token_id: b"" if token_id in hidden else self.later[token_id])

@@ -19,6 +19,7 @@ LONG_TEXT = 20_000
 """Characters above which encoding would block an event loop for too long: such texts are encoded on a thread, in a call
 that releases the GIL."""
 IDS_AT_ONCE = 1 << 16
+MAX_MARKED = 64
 LETTERS_READ, CUT_TOKENS = 8, 64
 """Characters encoded per id looked for (more than most texts have per id), and how many ids may change at a cut."""
 
@@ -51,6 +52,7 @@ class Tokenizer:
         eos_id = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys(i for i in (eos_id, *facts.eos_ids) if i is not None and i >= 0))
         self._before, self._after = self._surroundings(eos_id)
+        self._marked: dict[tuple[tuple[str, ...], int], bytes] = {}
         self._chat = chat or ChatTemplates(facts.chat_templates, facts.names)
 
     @property
@@ -138,6 +140,22 @@ class Tokenizer:
         """Id of the special token that is written so, if there is one."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self.bytes_table.special_ids else None
+
+    def mark_tokens(self, texts: tuple[str, ...], vocab_size: int) -> bytes:
+        """A bit per token of a vocabulary, the least significant of a byte first: 1 where the token holds one of the
+        texts, and for the last token of a text that is several. The first call reads the whole vocabulary."""
+        found = self._marked.get((texts, vocab_size))
+        if found is not None:
+            return found
+        marked = bytearray(-(-vocab_size // 8))
+        for text in texts:
+            ids = self.encode(text, add_special_tokens=False)
+            for token_id in (*self.bytes_table.find(text.encode()), *(ids[-1:] if len(ids) > 1 else ())):
+                if token_id < vocab_size:
+                    marked[token_id >> 3] |= 1 << (token_id & 7)
+        if len(self._marked) >= MAX_MARKED:  # the texts come from requests
+            self._marked.clear()
+        return self._marked.setdefault((texts, vocab_size), bytes(marked))
 
     def render_chat(
         self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True,
