@@ -131,6 +131,10 @@ class EngineUnavailable(HeadraceError):
     kind = "engine_unavailable"
 
 
+class EngineGivenUp(EngineUnavailable):
+    """The engine has crashed too often and is not started again."""
+
+
 class EngineAsleep(EngineUnavailable):
     """The engine sleeps: its memory is released, and it takes no requests until it is woken."""
 

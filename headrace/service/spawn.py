@@ -5,6 +5,7 @@ Imports only the standard library and base/env: a command calls this first, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ ENGINE_BUILDER = "headrace.service.build:build_engine"
 END_SIGNAL = signal.SIGUSR1
 """The signal that ends an engine process. Not SIGTERM: service managers send that to all processes of a server at once,
 and only the parent knows how long running requests may still take."""
+NUM_SPARE = 8
 BUFFER_BYTES = 4 << 20
 """Socket buffer for each direction; the system may grant less."""
 
@@ -38,19 +40,40 @@ class SpawnedEngine:
         self.process.wait()
 
 
+class SpareDescriptors:
+    """File descriptors kept open for the next `spawn_engine`, so that connections that have taken all others do not
+    keep a dead engine from being replaced."""
+
+    def __init__(self, count: int = NUM_SPARE):
+        self._count = count
+        self._held: list[int] = []
+
+    def acquire(self) -> None:
+        """Hold as many as there are, up to ``count``."""
+        with contextlib.suppress(OSError):  # none are left: `spawn_engine` will say so
+            while len(self._held) < self._count:
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
+
+    def release(self) -> None:
+        """Close them; what is opened next, without a pause, gets them."""
+        while self._held:
+            os.close(self._held.pop())
+
+
 def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
     """Start an engine process; it ends by itself when our end of the socket is closed. It gets this process's
-    ``sys.path``, with ``-P`` so that the working directory is not added."""
+    ``sys.path``, with ``-P`` so that the working directory is not added. Raises `OSError` when the system has no
+    process, memory or file descriptor for it."""
     environment = env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
-    ours, its = socket.socketpair()
-    for end in (ours, its):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    with its:  # our copy of its end must be closed, or the end of the engine process would not be seen
-        return SpawnedEngine(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder], stdin=its.fileno(), env=environment
-            ),
-            ours
-        )
+    command = [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder]
+    with contextlib.ExitStack() as undo:
+        ours, its = socket.socketpair()
+        undo.enter_context(ours)
+        with its:  # our copy of its end must be closed, or the end of the engine process would not be seen
+            for end in (ours, its):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            process = subprocess.Popen(command, stdin=its.fileno(), env=environment)
+        undo.pop_all()  # open from here on
+        return SpawnedEngine(process, ours)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import signal
@@ -19,13 +20,15 @@ from headrace.base.admin import ADMIN_CALLS
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
-from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpawnedEngine, spawn_engine
+from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpareDescriptors, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 
 logger = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
-LONGEST_BACKOFF_S = 10.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS})
+"""Errors of starting a process that pass by themselves."""
 TERMINATE_S = 5.0
 """Grace period before a process is killed, and time that a killed one gets to disappear."""
 
@@ -175,6 +178,7 @@ class Supervisor:
         self._was_ready = False
         self._silence = SilenceWatch(stall_timeout_s)
         self._last_words: HeadraceError | None = None
+        self._spare = SpareDescriptors()
 
     @property
     def pid(self) -> int | None:
@@ -207,6 +211,7 @@ class Supervisor:
         if self._process is not None:
             await self._process.end()
             self._process = None
+        self._spare.release()
 
     async def _run(self) -> None:
         while True:
@@ -242,10 +247,10 @@ class Supervisor:
     async def _live(self) -> int:
         """Run one engine process, from spawning to its last message; returns the exit code."""
         self._last_words, self._silence = None, SilenceWatch(self._stall_timeout_s)
-        spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
-        channel = await ClientChannel.open(spawned.line, self._take)
-        self._process = process = EngineProcess(spawned, channel)
-        channel.send(self.config)
+        self._process = process = await self._open_process()
+        channel = process.channel
+        with contextlib.suppress(EngineUnavailable):  # it has ended already, as the exit code will tell
+            channel.send(self.config)
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
             ends: list[asyncio.Future[Any]] = [process.exit_code, channel.failure, silence]
@@ -264,6 +269,28 @@ class Supervisor:
         self._process = None
         channel.close()
         return code
+
+    async def _open_process(self) -> EngineProcess:
+        """Start a process. Once there was one that worked, a shortage of descriptors, memory or processes is waited
+        for: it passes, and is no crash. Raises `OSError` for other failures."""
+        pause_s = FIRST_BACKOFF_S
+        while True:
+            self._spare.release()
+            try:
+                spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
+                with contextlib.ExitStack() as undo:
+                    undo.callback(spawned.end)
+                    process = EngineProcess(spawned, await ClientChannel.open(spawned.line, self._take))
+                    undo.pop_all()
+                    return process
+            except OSError as error:
+                if not self._was_ready or error.errno not in SHORTAGES:
+                    raise
+                logger.warning("no engine process can be started: %s; next try in %.1f s", error, pause_s)
+            finally:
+                self._spare.acquire()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
 
     async def _await_silence(self, channel: ClientChannel) -> None:
         """Return when a loaded engine has been silent for too long."""
@@ -301,4 +328,5 @@ class Supervisor:
         if not self._was_ready or len(self._restarts) >= self._max_restarts:
             return None
         self._restarts.append(now)
-        return 0.0 if len(self._restarts) == 1 else min(0.5 * 2 ** (len(self._restarts) - 2), LONGEST_BACKOFF_S)
+        num_before = len(self._restarts) - 1
+        return min(FIRST_BACKOFF_S * 2 ** (num_before - 1), LONGEST_BACKOFF_S) if num_before else 0.0

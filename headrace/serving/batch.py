@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from headrace.base.errors import ConfigError, EngineUnavailable, RequestError
+from headrace.base.errors import ConfigError, EngineGivenUp, RequestError
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_LINE_BYTES = 64 << 20
@@ -247,7 +247,7 @@ async def run_batch(
     is_alive: Callable[[], bool] = lambda: True,
 ) -> Tally:
     """Run all ``items``, at most ``concurrency`` at a time, and write results as they complete. Raises
-    `EngineUnavailable` when ``is_alive`` is False: no more results will come."""
+    `EngineGivenUp` when ``is_alive`` is False: no more results will come."""
     tally = Tally()
 
     async def work() -> None:
@@ -271,7 +271,7 @@ async def run_batch(
 async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -> InsideResponse:
     """The response to a request. Retried up to `TRIES` times while the queue is full or the engine restarts, after
     the wait that the response asks for; the last response is returned whatever its status. Raises
-    `EngineUnavailable` if the engine has stopped for good."""
+    `EngineGivenUp` if the engine has stopped for good."""
     assert item.line is not None
     body = msgspec.json.encode(item.line.body)
     for _ in range(TRIES):
@@ -279,7 +279,7 @@ async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) 
         if response.status not in (QUEUE_FULL, UNAVAILABLE):
             break
         if not is_alive():
-            raise EngineUnavailable(
+            raise EngineGivenUp(
                 "the engine crashed too often and is not restarted; run the batch again to continue"
             )
         # seconds; the server never sends the date form

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 from live import LiveServer, idle_stats, require_package, running_server, tiny_arguments, write_config
 
@@ -224,6 +228,26 @@ async def test_killed_engine_is_noticed_and_replaced(long_server: LiveServer):
     assert server.get("/health").status_code == 200
     answer = await api.completions.create(model="tiny", prompt="x", max_tokens=2)
     assert answer.usage.completion_tokens >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
+def test_crashes_are_survived_without_descriptors_and_end_with_code_1(tiny_model: Path, tmp_path: Path):
+    with running_server(tmp_path, *tiny_arguments(tiny_model), "--max-restarts", "1") as server:
+        process, address = psutil.Process(server.process.pid), httpx.URL(server.url)
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 20, process.rlimit(psutil.RLIMIT_NOFILE)[1]))
+        with contextlib.ExitStack() as clients:
+            for _ in range(100):
+                clients.enter_context(socket.create_connection((address.host, address.port), 10))
+            limit = process.rlimit(psutil.RLIMIT_NOFILE)[0]
+            server.wait_until(lambda: process.num_fds() >= limit - 1, "no descriptors")
+            old = server.engine_pid()
+            os.kill(old, signal.SIGKILL)
+            server.wait_until(lambda: server.log.read_text().count("restart in") == 1, "the crash is noticed")
+            server.wait_until(lambda: server._find_engine() not in (None, old), "another engine")
+        server.wait_ready()
+        assert server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 2}).status_code == 200
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert server.process.wait(60) == 1 and "crashed too often" in server.log.read_text()
 
 
 async def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path):

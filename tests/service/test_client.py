@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import partialmethod
 from pathlib import Path
@@ -23,6 +25,7 @@ from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.stream import RequestStream
+from headrace.service.spawn import SpawnedEngine
 from headrace.service.supervisor import EngineProcess
 
 SLOW = {"seed": 20}
@@ -265,6 +268,64 @@ async def test_restarts_are_counted_and_end(start_client: Callable):
         await client.wait_ready()
     with pytest.raises(EngineUnavailable, match="stopped"):
         client.submit([1], greedy())
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[Callable[[], None]]:
+    """Takes all file descriptors of this process, until the end of the test."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+
+    def take_all() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 40, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+
+    yield take_all
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_an_engine_is_replaced_without_a_descriptor_left(start_client: Callable, no_descriptors: Callable):
+    client = await start_client()
+    no_descriptors()
+    for count in (1, 2):
+        await read(client.submit([FakeExecutor.DIE], greedy()))
+        await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+        assert client.num_restarts == count
+    assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
+
+
+async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog):
+    client = await start_client(max_restarts=1)
+    shortages, real = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM], supervisor.spawn_engine
+
+    def spawn(builder: str) -> SpawnedEngine:
+        if shortages:
+            number = shortages.pop()
+            raise OSError(number, os.strerror(number))
+        return real(builder)
+
+    monkeypatch.setattr(supervisor, "spawn_engine", spawn)
+    await read(client.submit([FakeExecutor.DIE], greedy()))
+    assert client.state == "restarting"
+    await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+    assert not shortages and client.num_restarts == 1 and "Too many open files; next try in 2.0 s" in caplog.text
+    assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
+
+
+async def test_an_engine_that_cannot_be_started_at_all_is_given_up(start_client: Callable, monkeypatch):
+    client = await start_client()
+
+    def spawn(_: str) -> SpawnedEngine:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "python")
+
+    monkeypatch.setattr(supervisor, "spawn_engine", spawn)
+    await read(client.submit([FakeExecutor.DIE], greedy()))
+    with pytest.raises(EngineUnavailable, match=r"cannot be started: .*python"):
+        await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+    assert client.state == "stopped"
 
 
 @pytest.mark.parametrize(("builder", "error", "words"), [

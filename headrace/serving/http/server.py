@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.base.config import ServeConfig, ServerConfig
-from headrace.base.errors import ConfigError, EngineUnavailable
+from headrace.base.errors import ConfigError, EngineGivenUp
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.service.client.client import EngineClient
 from headrace.service.parsing.choice import check_names
@@ -256,7 +256,7 @@ class HttpServer:
         )
 
     async def _watch(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
-        """Return when ``serving`` has ended. Raises the error of a failed start, and `EngineUnavailable` when the
+        """Return when ``serving`` has ended. Raises the error of a failed start, and `EngineGivenUp` when the
         engine has stopped for good; after `stop` neither is checked."""
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         # The client's state has no event to wait for, so it is polled.
@@ -265,6 +265,6 @@ class HttpServer:
                 if starting.done():
                     starting.result()  # raises if the model could not be loaded
                 if self._context.is_open and self._client.state == "stopped":
-                    raise EngineUnavailable("the engine crashed too often and is not restarted; see its log")
+                    raise EngineGivenUp("the engine crashed too often and is not restarted; see its log")
             await asyncio.wait({serving}, timeout=POLL_S * 5)
         serving.result()
