@@ -82,7 +82,10 @@ class DraftRig:
     def batch(self, side: str, spans: list[tuple[Row, int, list[int]]]) -> ForwardBatch:
         """A step of ``(row, position of the first token, tokens)``, for the target or the drafter."""
         steps = [GroupStep(self._inputs(g, spans), None) for g in range(len(self.groups))]  # type: ignore[arg-type]
-        for attention, g in zip(self.attentions[side], self.group_of[side], strict=True):
+        # every group has a backend, also one that only the other model's layers read
+        sides = (side, "draft" if side == "target" else "target")
+        layers = [pair for s in sides for pair in zip(self.attentions[s], self.group_of[s], strict=True)]
+        for attention, g in layers:
             if steps[g].backend is None:
                 spec = self.groups[g].spec
                 geometry = AttentionGeometry(
