@@ -44,6 +44,15 @@ before the table is used (`headrace.layers.moe.checkpoint`)."""
 ROUTER = "layers.{i}.mlp.router.logits"
 """The router's module; checkpoints name it differently."""
 
+SHARED_EXPERT_NAMES = {
+    "model.layers.{i}.mlp.gate": ROUTER,
+    "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.choice_bias",
+    "model.layers.{i}.mlp.shared_experts.gate_proj": "layers.{i}.mlp.shared.gate_up#gate",
+    "model.layers.{i}.mlp.shared_experts.up_proj": "layers.{i}.mlp.shared.gate_up#up",
+    "model.layers.{i}.mlp.shared_experts.down_proj": "layers.{i}.mlp.shared.down",
+}
+"""To be added to a table: the router with a bias on its choice, and the MLP of all tokens, as DeepSeek-V3 has them."""
+
 ENCODER_NAMES = {
     "embeddings.word_embeddings.weight": "embedding.words",
     "embeddings.position_embeddings.weight": "embedding.positions",

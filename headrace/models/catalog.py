@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm4",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
@@ -131,6 +132,26 @@ def read_moe(
     activation = fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")
     expert = MlpSpec(fields.integer(intermediate_size), activation, bias, clamp)
     return MoeSpec(RoutingSpec(count, top_k, bias=bias, **routing), expert, shared)
+
+
+def read_sigmoid_routing(fields: Fields) -> dict[str, Any]:
+    """Routing by sigmoid scores, with a learned bias on the choice that balances the experts' load (DeepSeek-V3)."""
+    return dict(
+        score="sigmoid", choice_bias=True, renormalise=fields.flag("norm_topk_prob", True),
+        num_groups=fields.integer("n_group"), top_groups=fields.integer("topk_group"), group_best=2,
+    )
+
+
+def add_experts(fields: Fields, layers: tuple[LayerSpec, ...], routing: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    """The layers with a mixture of experts in all but the first few, and an MLP of all tokens beside it."""
+    num_shared, inner = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
+    shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")) if num_shared else None
+    moe = read_moe(
+        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared,
+        scale=fields.number("routed_scaling_factor", 1.0), in_float32=True, **routing
+    )
+    first = int(fields.config.get("first_k_dense_replace") or 0)
+    return tuple(layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(layers))
 
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:

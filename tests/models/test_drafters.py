@@ -23,6 +23,7 @@ SIZE = BASE["hidden_size"]
 MTP_CASES = {
     "deepseek-v3": CASES["deepseek-v3"],
     "deepseek-v3, no query rank": CASES["deepseek-v3-halves"],
+    "glm-4.5": CASES["glm4-moe"],
 }
 
 
@@ -90,7 +91,7 @@ def write_mtp(folder: Path, oracle: MtpOracle, **changes: Any) -> Path:
 def test_multi_token_prediction_equals_plain_torch(mtp: MtpOracle, tmp_path: Path):
     """States and chains, over a prompt in chunks, decodes, and drafts that are overwritten."""
     loaded, draft = load_both(write_mtp(tmp_path, mtp), DraftChoice("mtp"))
-    assert [len(group.layers) for group in draft.groups] == [mtp.number + 1], "its latents lie in the target's group"
+    assert [len(group.layers) for group in draft.groups] == [mtp.number + 1], "it shares the target's cache group"
     rig, tokens = DraftRig(loaded, draft), prompt(0, 24)
     with torch.no_grad():
         states = mtp.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]

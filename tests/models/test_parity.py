@@ -172,6 +172,23 @@ CASES |= {
         },
     ),
 }
+CASES |= {
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "num_hidden_layers": 3, "head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 24, "attention_bias": True, "use_qk_norm": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "glm4-moe-plain": (
+        "Glm4Moe",
+        {
+            "head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.25,
+        },
+    ),
+}
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 MAX_MODEL_LEN = {"phi3-short-partial": 64}
 

@@ -3,20 +3,19 @@ arXiv:2405.04434, arXiv:2412.19437."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
-from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec
+from headrace.layers.names import EXPERT_NAMES, SHARED_EXPERT_NAMES, SPLIT_NAMES, CheckpointNames
+from headrace.layers.spec import DecoderSpec, LatentAttentionSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import (
-    GATED_ACTIVATIONS,
+    add_experts,
     read_decoder,
     read_layers,
-    read_moe,
     read_rope,
     read_rope_parameters,
+    read_sigmoid_routing,
     yarn_sharpening,
 )
 from headrace.models.family import Family
@@ -33,6 +32,7 @@ V3_DEFAULTS = {
 NAMES = {
     **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs},
     **EXPERT_NAMES,
+    **SHARED_EXPERT_NAMES,
     "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.down#q",
     "model.layers.{i}.self_attn.q_a_layernorm": "layers.{i}.attention.q_norm",
     "model.layers.{i}.self_attn.q_b_proj": "layers.{i}.attention.q_up",
@@ -40,11 +40,6 @@ NAMES = {
     "model.layers.{i}.self_attn.kv_a_layernorm": "layers.{i}.attention.kv_norm",
     "model.layers.{i}.self_attn.kv_b_proj": "layers.{i}.attention.kv_up",
     "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
-    "model.layers.{i}.mlp.gate": ROUTER,
-    "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.choice_bias",
-    "model.layers.{i}.mlp.shared_experts.gate_proj": "layers.{i}.mlp.shared.gate_up#gate",
-    "model.layers.{i}.mlp.shared_experts.up_proj": "layers.{i}.mlp.shared.gate_up#up",
-    "model.layers.{i}.mlp.shared_experts.down_proj": "layers.{i}.mlp.shared.down",
 }
 
 
@@ -59,19 +54,9 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     fields.config["head_dim"] = fields.integer("qk_rope_head_dim")  # the dims that are rotated
     if fields.flag("attention_bias", False):
         raise ConfigError("config.json: attention_bias must be false for latent attention", param="attention_bias")
-    layers = _read_layers(
-        fields, _v3_routing(fields) if is_v3 else _v2_routing(fields),
-        interleaved=not is_v3 or fields.flag("rope_interleave", True)
-    )
-    return read_decoder(fields, layers, attention=_read_attention(fields))
-
-
-def _v3_routing(fields: Fields) -> dict[str, Any]:
-    return dict(
-        score="sigmoid", choice_bias=True, renormalise=fields.flag("norm_topk_prob", True),
-        num_groups=fields.integer("n_group"),
-        top_groups=fields.integer("topk_group"), group_best=2,
-    )
+    layers = read_layers(fields, read_rope(fields, interleaved=not is_v3 or fields.flag("rope_interleave", True)))
+    routing = read_sigmoid_routing(fields) if is_v3 else _v2_routing(fields)
+    return read_decoder(fields, add_experts(fields, layers, routing), attention=_read_attention(fields))
 
 
 def _v2_routing(fields: Fields) -> dict[str, Any]:
@@ -79,20 +64,6 @@ def _v2_routing(fields: Fields) -> dict[str, Any]:
     if fields.choice("topk_method", methods, "greedy") == "greedy":
         return {}
     return dict(num_groups=fields.integer("n_group"), top_groups=fields.integer("topk_group"))
-
-
-def _read_layers(fields: Fields, routing: dict[str, Any], *, interleaved: bool) -> tuple[LayerSpec, ...]:
-    """All layers have experts but the first few."""
-    num_shared, inner = int(fields.config.get("n_shared_experts") or 0), fields.integer("moe_intermediate_size")
-    shared = MlpSpec(inner * num_shared, fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")) if num_shared else None
-    scale = fields.number("routed_scaling_factor", 1.0)
-    moe = read_moe(
-        fields, "n_routed_experts", intermediate_size="moe_intermediate_size", shared=shared, scale=scale,
-        in_float32=True, **routing
-    )
-    first = int(fields.config.get("first_k_dense_replace") or 0)
-    layers = read_layers(fields, read_rope(fields, interleaved=interleaved))
-    return tuple(layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(layers))
 
 
 def _read_attention(fields: Fields) -> LatentAttentionSpec:

@@ -28,7 +28,8 @@ from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.drafters.contract import DraftKind, DraftQuery
 
-NUM_MODULES = "num_nextn_predict_layers"
+NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of config.json: as published, and as newer versions of transformers write it."""
 
 PARTS = {"enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "projection", "shared_head.norm": "norm"}
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
@@ -109,11 +110,13 @@ class Mtp(DraftKind):
     def build_model(self, query: DraftQuery) -> MtpModel:
         """Raises `ConfigError` for a target without such a module."""
         target = query.target
-        count = Fields(target.source.config).count(NUM_MODULES, 0)
-        if not count or not isinstance(target.spec, DecoderSpec) or not target.family.names.has_draft_layers:
+        fields = Fields(target.source.config)
+        is_stated = any(fields.count(name, 0) for name in NUM_MODULES)
+        if not is_stated or not isinstance(target.spec, DecoderSpec) or not target.family.names.has_draft_layers:
             raise ConfigError(
                 f"{target.source.name} ({target.source.architecture}) brings no multi-token prediction module that is "
-                f"served (config.json: {NUM_MODULES}); choose another speculative method", param="speculative_config",
+                f"served (config.json: {NUM_MODULES[0]}); choose another speculative method",
+                param="speculative_config",
             )
         model = MtpModel(target.spec, target.family.names, query)
         target.check_features("mtp", model.features)
