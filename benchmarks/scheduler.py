@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections import deque
+from pathlib import Path
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import CacheConfig, SchedulerConfig
@@ -109,18 +110,28 @@ def main() -> None:
     """Print one JSON object per measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="decode steps measured per case")
-    steps = parser.parse_args().steps
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
+    arguments = parser.parse_args()
+    steps = arguments.steps
+    results: list[dict[str, object]] = []
+
+    def report(case: str, **numbers: object) -> None:
+        results.append({"case": case, **numbers})
+        print(json.dumps(results[-1]))
+
     print(
         json.dumps(
             {"python": platform.python_version(), "machine": platform.machine(), "decodes": NUM_DECODES, "steps": steps}
         )
     )
     for depth, window, waiting in ((1, 0, 0), (2, 0, 0), (1, 0, 512), (2, 0, 512), (1, 512, 0), (2, 512, 0)):
-        numbers = measure_decode(depth=depth, window=window, num_waiting=waiting, num_steps=steps)
-        print(
-            json.dumps({"case": "decode step", "overlap_depth": depth, "window": window, "waiting": waiting, **numbers})
+        report(
+            f"decode step, depth {depth}, window {window}, {waiting} waiting",
+            **measure_decode(depth=depth, window=window, num_waiting=waiting, num_steps=steps)
         )
-    print(json.dumps({"case": f"admission of {NUM_SHARED} prompts sharing {SHARED_LEN} tokens", **measure_admission()}))
+    report(f"admission of {NUM_SHARED} prompts sharing {SHARED_LEN} tokens", **measure_admission())
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

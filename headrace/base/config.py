@@ -134,7 +134,8 @@ class SchedulerConfig(Section):
     """Order and size of steps."""
 
     policy: str = option(
-        "fcfs", "order of waiting requests: arrival, longest cached prefix first, or request priority",
+        "fcfs", "order of waiting requests: fair shares of clients, then arrival or longest cached prefix; or request "
+        "priority, then fair shares",
         choices=("fcfs", "longest-prefix", "priority")
     )
     max_running_requests: int | None = option(
@@ -145,6 +146,12 @@ class SchedulerConfig(Section):
         low=8
     )
     max_queued: int = option(4096, "maximum waiting requests; more are refused with 429 and Retry-After", low=1)
+    max_queued_per_client: int | None = option(
+        None,
+        "maximum waiting requests (prompts times n) of one client, by API key or else address; default: half of "
+        "max_queued",
+        low=1
+    )
     starvation_steps: int = option(
         256, "a waiting request that was overtaken this many times goes first, whatever the policy", low=1
     )
@@ -193,6 +200,9 @@ class AccessConfig(Section):
     allowed_hosts: str = option(
         "", "comma-separated names (of a proxy, say) under which admin routes without a key may be reached on loopback",
         metavar="NAMES"
+    )
+    trusted_proxies: str = option(
+        "", "comma-separated addresses or networks of proxies whose X-Forwarded-For names the client; * for any"
     )
 
 

@@ -39,7 +39,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     with ``n > 1`` into n of these.
 
     ``namespace`` separates prefix caches (adapter, cache_salt). ``deadline_s`` is seconds from arrival, None for no
-    limit. Higher ``priority`` runs first under the priority policy.
+    limit. Higher ``priority`` runs first under the priority policy. ``origin`` says who sent it, for fair shares: the
+    client, in one part or several, then its HTTP request; empty when there is only one client.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     priority: int = 0
     deadline_s: float | None = None
     pooling: PoolingSpec | None = None
+    origin: tuple[str, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

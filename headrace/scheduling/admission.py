@@ -4,8 +4,10 @@ used and retraction stays rare."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
+from headrace.base.config import SchedulerConfig
 from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.prefix_tree import PrefixMatch
@@ -73,6 +75,19 @@ class Pace:
         return round(min(60.0, max(1.0, 0.5 * num_waiting * self._interval)), 1)
 
 
+@dataclass(frozen=True)
+class QueueLimits:
+    """The most requests that may wait, in all and of one client."""
+
+    in_all: int
+    per_client: int
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> QueueLimits:
+        """The configured limits; one client may by default fill half of the queue."""
+        return cls(config.max_queued, config.max_queued_per_client or max(1, config.max_queued // 2))
+
+
 class Admission:
     """Checks requests as they arrive, and lets the next in line run when there is room."""
 
@@ -85,7 +100,7 @@ class Admission:
         sharing: SharedPrefills,
         counters: Counters,
         max_model_len: int,
-        max_queued: int,
+        limits: QueueLimits,
         clock: Callable[[], float],
     ):
         self._ledger = ledger
@@ -94,7 +109,7 @@ class Admission:
         self._sharing = sharing
         self._counters = counters
         self._max_model_len = max_model_len
-        self._max_queued = max_queued
+        self._limits = limits
         self._clock = clock
         self._pace = Pace(clock)
         self.forecast = OutputForecast()
@@ -117,11 +132,21 @@ class Admission:
                 f"there are {lack[1]}; lower max_tokens, shorten the prompt, or serve with more kv_pages",
                 param="max_tokens",
             )
+        self._check_room(request)
+
+    def _check_room(self, request: Request) -> None:
         num_waiting = len(self._queue) + self._sharing.num_following + len(self._running.held)
-        if num_waiting >= self._max_queued:
+        if num_waiting >= self._limits.in_all:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, the limit is max_queued",
                 retry_after=self._pace.estimate_wait(num_waiting)
+            )
+        num_own = self._running.count_waiting(request.origin[:-1]) if request.origin[1:] else 0
+        if num_own >= self._limits.per_client:
+            raise QueueFull(
+                f"{num_own} requests of this client are waiting, the limit is max_queued_per_client (each prompt and "
+                "choice counts); send fewer at once",
+                retry_after=self._pace.estimate_wait(num_own)
             )
 
     def admit_next(self, request: Request) -> Verdict:
@@ -133,10 +158,12 @@ class Admission:
             return Verdict.FOLLOWS
         # Alone it fits, as `check` refused what never can; forced, or an expectation beyond all pages would block it.
         is_alone = self._running.num_running == 0
-        holding = self._ledger.open(match, self.forecast.expect_len(request), force=is_alone)
+        expected_len = self.forecast.expect_len(request)
+        holding = self._ledger.open(match, expected_len, force=is_alone)
         if holding is None:
             return Verdict.BLOCKED
-        self._queue.admit(request)
+        # Once: a retracted request has been charged. `Lifecycle.finish` settles what differs.
+        self._queue.admit(request, 0 if request.charged_len else expected_len - holding.capacity)
         self._running.start_prefill(request)
         request.holding = holding
         request.cached_len = request.computed_len = request.planned_len = holding.capacity

@@ -10,6 +10,7 @@ from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
 from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.fairness import Share
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request, State
 from headrace.scheduling.running import RunningSet
@@ -50,6 +51,8 @@ class Lifecycle:
             self._hooks.dispatch("request_finished", update_of(request), finish.reason)
         if request in self._queue:
             self._queue.remove(request)
+        if request.path:
+            self._queue.settle(request, max(1, request.known_len - request.num_cached_tokens))
         self._give_up_pages(request, keep_pages=keep_pages)  # before `leave`, which makes it a request without pages
         self._running.leave(request, State.FINISHED)
         if finish.reason in ("stop", "length"):
@@ -61,15 +64,16 @@ class Lifecycle:
             request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s
         )
 
-    def retract(self, request: Request) -> None:
-        """Return a running request to the queue; it resumes later from the tokens known now. Tokens of steps in flight
+    def retract(self, request: Request, *, keeps_turn: bool = True) -> None:
+        """Return a running request to the queue; it resumes later from the tokens known now, before others of its
+        client unless ``keeps_turn`` is false. Tokens of steps in flight
         are lost (the epoch changes) and sampled again. Its computed pages stay in the prefix tree until evicted, so
         resuming is mostly a prefix hit."""
         if self._hooks:
             self._hooks.dispatch("request_retracted", update_of(request))
         self._give_up_pages(request, keep_pages=True)
         self._running.leave(request, State.RETRACTED)
-        self._queue.push(request)
+        self._queue.push(request, keeps_turn=keeps_turn)
         self._counters.retracted += 1
 
     def note_admission(self, request: Request) -> None:
@@ -134,6 +138,25 @@ class Retraction:
         self._lifecycle.retract(victim)
         self._forecast.note_retraction()
         return victim
+
+    def make_way(self, newcomer: Share) -> bool:
+        """Retract a request of those that have several rows, for a client or HTTP request that has none: the youngest
+        request of the client that runs most, or of the HTTP request that does so within the same client. Returns
+        whether it did. Higher priorities give up nothing for lower ones."""
+        path = newcomer.path
+        if not self._running.num_several.get(len(path)):
+            return False
+        peers: dict[tuple[str, ...], list[Request]] = {}
+        for request in self._running:
+            if request.path[: len(path) - 1] == path[:-1] and len(request.path) >= len(path):
+                peers.setdefault(request.path[: len(path)], []).append(request)
+        most = max(peers.values(), key=len, default=[])
+        if self._by_priority:
+            most = [request for request in most if request.priority <= newcomer.priority]
+        if len(most) < 2:
+            return False
+        self._lifecycle.retract(max(most, key=lambda request: request.seq), keeps_turn=False)
+        return True
 
     def _choose_victim(self) -> Request:
         running = list(self._running)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
 from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.fairness import Path, divide
 from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
@@ -111,6 +112,7 @@ class Planner:
         self._limit = limit
         self._max_running = max_running
         self._next_step_id = 0
+        self._is_blocked = False  # whether the next in line had no pages in the last step
 
     @property
     def next_step_id(self) -> int:
@@ -130,19 +132,52 @@ class Planner:
         return self._seal(draft)
 
     def _compose(self) -> Draft:
+        newcomer = self._make_way()
         draft = Draft()
         self._add_decodes(draft)
         budget = self._limit.tokens - draft.num_decodes
+        shares = self._divide(budget, newcomer)
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
-            if budget <= 0:
-                break
-            length = self._add_chunk(draft, request, budget)
+            share = min(budget, shares.get(request.path, budget))
+            if share <= 0:
+                continue
+            length = self._add_chunk(draft, request, share)
             if length == 0:
                 return draft  # no pages: newcomers must not take what this one waits for
             budget -= length
+            if shares:
+                shares[request.path] -= length
         if budget > 0:
             self._admit(draft, budget)
         return draft
+
+    @property
+    def _can_admit(self) -> bool:
+        running = self._running
+        return running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens)
+
+    def _make_way(self) -> Request | None:
+        """A request of those whose turn it is, if they can hope for a row in this step. Where rows or pages are short,
+        whoever has none gets a turn, and one that has several gives up one for it."""
+        queue = self._queue
+        if self._running.num_several and (self._is_blocked or not self._can_admit):
+            newcomer, self._is_blocked = queue.newcomer(), False
+            if newcomer is not None and self._retraction.make_way(newcomer):
+                queue.let_in(newcomer)
+        return queue.next_in_turn() if self._can_admit else None
+
+    def _divide(self, budget: int, newcomer: Request | None) -> dict[Path, int]:
+        """Tokens of this step by path, when several clients or HTTP requests prefill or wait to: one long prompt must
+        not delay all others. Empty when only one does, which then gets what there is."""
+        prefilling = self._running.prefilling
+        if not prefilling or self._ledger.keeps_nothing:
+            return {}
+        demands: dict[Path, int] = {}
+        for request in prefilling:
+            demands[request.path] = demands.get(request.path, 0) + request.goal_len - request.planned_len
+        if newcomer is not None:
+            demands[newcomer.path] = demands.get(newcomer.path, 0) + newcomer.known_len
+        return divide(budget, demands) if len(demands) > 1 else {}
 
     def _add_decodes(self, draft: Draft) -> None:
         """One token for every decoding request whose output may still grow, counting tokens in flight. Retracts others
@@ -199,13 +234,14 @@ class Planner:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
-        queue, running, is_whole = self._queue, self._running, self._ledger.keeps_nothing
-        while budget > 0 and running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens):
+        queue, is_whole, self._is_blocked = self._queue, self._ledger.keeps_nothing, False
+        while budget > 0 and self._can_admit:
             request = queue.peek()
             if request is None or (is_whole and request.known_len > budget):
                 break
             verdict = self._admission.admit_next(request)
             if verdict is Verdict.BLOCKED:
+                self._is_blocked = True
                 break
             if verdict is Verdict.ADMITTED:
                 length = self._add_chunk(draft, request, budget)

@@ -52,10 +52,10 @@ class Request:
     """
 
     __slots__ = (
-        "arrived_at", "cached_len", "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages",
-        "hit_version",
+        "arrived_at", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers", "goal_len",
+        "hit_pages", "hit_version",
         "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
+        "num_shared_waits", "origin", "path", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
         "prompt_token_ids", "queued_s",
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
@@ -69,6 +69,9 @@ class Request:
         self.pooling = submitted.pooling
         self.namespace = submitted.namespace
         self.priority = submitted.priority
+        self.origin = submitted.origin
+        self.path: tuple[str, ...] = ()  # among whom it has its share; set when it is queued
+        self.charged_len = 0  # tokens counted against that share
         self.deadline = deadline
 
         self.prompt_len = len(self.tokens)

@@ -5,6 +5,7 @@ Refuses: pages, order of admission, and what a step computes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from headrace.base.step import RowGrowth, RowStart
@@ -24,6 +25,9 @@ class RunningSet:
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
         self.decoding: dict[Request, None] = {}
+        self.shares: dict[tuple[str, ...], int] = {}  # running requests by each beginning of their path
+        self.num_several: dict[int, int] = {}  # by length: such beginnings with two running requests or more
+        self._unfinished: Counter[tuple[str, ...]] = Counter()  # by client
         self.rewired: dict[Request, None] = {}  # with entries that the device has already, but that were replaced
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._newcomers: list[Request] = []
@@ -42,8 +46,19 @@ class RunningSet:
         yield from self.prefilling
         yield from self.decoding
 
+    def register(self, request: Request) -> None:
+        """A request has arrived."""
+        self.requests[request.request_id] = request
+        if request.origin:
+            self._unfinished[request.origin[:-1]] += 1
+
+    def count_waiting(self, client: tuple[str, ...]) -> int:
+        """Requests of a client that have no row."""
+        return self._unfinished[client] - self.shares.get(client, 0)
+
     def start_prefill(self, request: Request) -> None:
         """Give a request a row; it starts to prefill in the next plan."""
+        self._count_shares(request, 1)
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         self.prefilling[request] = None
@@ -70,6 +85,7 @@ class RunningSet:
             del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
             self.rewired.pop(request, None)
             self._grown.pop(request, None)
+            self._count_shares(request, -1)
             self._free_rows.append(request.row)
             self._released.append(request.row)
         self.held.pop(request, None)
@@ -78,6 +94,22 @@ class RunningSet:
         request.state = state
         if state == State.FINISHED:
             del self.requests[request.request_id]
+            if request.origin:
+                self._forget_one(request.origin[:-1])
+
+    def _forget_one(self, client: tuple[str, ...]) -> None:
+        self._unfinished[client] -= 1
+        if not self._unfinished[client]:
+            del self._unfinished[client]
+
+    def _count_shares(self, request: Request, change: int) -> None:
+        path, shares = request.path, self.shares
+        for end in range(1, len(path) + 1):
+            number = shares[path[:end]] = shares.get(path[:end], 0) + change
+            if not number:
+                del shares[path[:end]]
+            if number == 1 + (change > 0):  # from one to two, or back
+                self.num_several[end] = self.num_several.get(end, 0) + change
 
     def take_changes(self) -> tuple[list[int], list[RowStart], list[RowGrowth]]:
         """Rows released, started and grown since the last plan. A request that was retracted and admitted again in

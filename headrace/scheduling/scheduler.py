@@ -18,7 +18,7 @@ from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, 
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
-from headrace.scheduling.admission import Admission
+from headrace.scheduling.admission import Admission, QueueLimits
 from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
@@ -54,14 +54,15 @@ class Scheduler:
         self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
             # Late-bound: admission is built with the queue, below.
-            POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r)
+            POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r),
+            self._running.shares
         )
         self._sharing = SharedPrefills(
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
         self._admission = Admission(
             ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
-            counters=self._counters, max_model_len=layout.max_model_len, max_queued=config.max_queued, clock=clock,
+            counters=self._counters, max_model_len=layout.max_model_len, limits=QueueLimits.of(config), clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
         self._lifecycle = Lifecycle(
@@ -110,7 +111,7 @@ class Scheduler:
         request.arrived_at = self._clock()
         self._next_seq += 1
         self._counters.requests += 1
-        self._running.requests[request.request_id] = request
+        self._running.register(request)
         if is_held:
             self._running.held[request] = None
         else:

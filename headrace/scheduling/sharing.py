@@ -90,7 +90,7 @@ class SharedPrefills:
             leader.followers.remove(follower)
             follower.leader = None
             self.num_following -= 1
-            self._queue.push(follower)
+            self._queue.push(follower, keeps_turn=True)
 
     def _drop_claim(self, request: Request) -> None:
         claim = self._claims.pop(request, None)

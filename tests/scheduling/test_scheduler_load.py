@@ -41,7 +41,8 @@ def draw_ask(rng: random.Random, index: int, stems: list[list[int]]):
     )
     return make_ask(
         f"r{index}", prompt, rng.choice([0, 1, 5, 20, 60]), seed=rng.randrange(3),
-        namespace=rng.choice(["", "", "", "x"]), priority=rng.randint(0, 2),
+        namespace=rng.choice(["", "", "", "x"]), origin=rng.choice([(), ("a", "1"), ("a", "2"), ("b", "3")]),
+        priority=rng.randint(0, 2),
         eos_ids=[] if rng.random() < 0.6 else [rng.randrange(VOCAB)], prompt_logprobs=rng.choice([-1] * 9 + [1]),
     )  # fmt: skip
 

@@ -64,13 +64,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from(["", "", "a"]), priority=st.integers(-1, 1),
         deadline=st.sampled_from([None, None, None, 3.0]),
         prompt_logprobs=st.sampled_from([-1, -1, -1, 0]), grammar=st.sampled_from([None, FORCED]),
+        origin=st.sampled_from([(), ("a", "1"), ("a", "2"), ("b", "3"), ("b", "c", "4")]),
     )
-    def add(self, prompt, max_tokens, seed, min_tokens, stops, namespace, priority, deadline, prompt_logprobs, grammar):
+    def add(
+        self, prompt, max_tokens, seed, min_tokens, stops, namespace, priority, deadline, prompt_logprobs, grammar,
+        origin
+    ):
         self.count += 1
         ask = make_ask(
             f"r{self.count}", prompt, max_tokens, seed=seed, min_tokens=min_tokens, eos_ids=stops[:1],
             stop_ids=stops[1:], namespace=namespace,
             priority=priority, deadline_s=deadline, prompt_logprobs=prompt_logprobs, grammar=grammar,
+            origin=origin,
         )
         try:
             self.engine.add(ask)
@@ -79,7 +84,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups = self.engine.layout.groups
             assert any(needed > (g.num_pages - 1) * self.engine.layout.page_size for g in groups if not g.spec.window)
         except HeadraceError:
-            assert len(self.unfinished()) >= 12
+            asks = [self.engine.asks[request_id] for request_id in self.unfinished()]
+            num_own = sum(other.origin[:-1] == origin[:-1] for other in asks)
+            assert len(asks) >= 12 or (origin and num_own >= 6)
 
     def unfinished(self) -> list[str]:
         return [request_id for request_id in self.engine.asks if request_id not in self.engine.finishes]

@@ -139,9 +139,11 @@ class EngineClient:
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
         namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
+        origin: tuple[str, ...] = (),
     ) -> RequestStream:
-        """Check a request and send it to the engine. Raises typed errors: `RequestError` for what is wrong with it,
-        `EngineUnavailable` when the engine takes none now. What the engine refuses (`QueueFull`) is the first delta."""
+        """Check a request and send it to the engine. ``origin`` is as of `EngineRequest`. Raises typed errors:
+        `RequestError` for what is wrong with it, `EngineUnavailable` when the engine takes none now. What the engine
+        refuses (`QueueFull`) is the first delta."""
         facts = self._require_ready()
         request_id = request_id or new_request_id()
         if not isinstance(request_id, str):
@@ -160,7 +162,7 @@ class EngineClient:
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
         # No await from here on: outputs are delivered in this event loop, so none can come before the stream is known.
         for request in requests:
-            self._supervisor.send(request)
+            self._supervisor.send(msgspec.structs.replace(request, origin=origin) if origin else request)
         stream = RequestStream(request_id, requests, assembler, self._send_aborts)
         self._streams[request_id] = stream
         self._stream_of_child |= dict.fromkeys(stream.child_ids, stream)

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.serving.http.generation.context import AppContext
@@ -30,7 +31,15 @@ from headrace.serving.http.routes import (
     responses,
     tokens,
 )
-from headrace.serving.http.transport.access import OPEN_PATHS, AdminGate, KeyGate, Prefix, RequestLedger, check_key
+from headrace.serving.http.transport.access import (
+    OPEN_PATHS,
+    AdminGate,
+    KeyGate,
+    Prefix,
+    RequestLedger,
+    check_key,
+    read_proxies,
+)
 from headrace.serving.http.transport.errors import install_handlers
 from headrace.serving.http.transport.metrics import Metrics
 from headrace.serving.http.transport.recording import Recorder, Sink, open_log
@@ -91,7 +100,8 @@ def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str])
     """Add middleware; Starlette wraps the application with each, so the last one added sees a request first. The order
     matters: `Recorder` is inside the gates, so refused requests are not recorded; `AdminGate` is outside `KeyGate`,
     which relies on its ``is_admin``; CORS is outside both, as browsers send preflights without a key; `RequestLedger`
-    also counts refused requests and preflights; `Prefix` sets the root path that `path_of` needs in all others."""
+    also counts refused requests and preflights, and logs the client's address, which the proxies' headers tell;
+    `Prefix` sets the root path that `path_of` needs in all others."""
     server = context.server
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
     if sinks:
@@ -109,5 +119,8 @@ def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str])
         app.add_middleware(TracedRequests, tracing=context.tracing, routes=routes)
     has_log = context.operations.log_requests != "none"
     app.add_middleware(RequestLedger, metrics=context.metrics, routes=routes, has_log=has_log)
+    proxies = read_proxies(server.trusted_proxies)
+    if proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
     if server.root_path:
         app.add_middleware(Prefix, prefix=server.root_path)

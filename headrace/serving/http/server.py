@@ -188,9 +188,10 @@ class HttpServer:
         self._context.is_open = False
         self._uvicorn = _Uvicorn(uvicorn.Config(
             # `lifespan` off: the client is started and closed here. Own log configuration and access log
-            # (`RequestLedger`).
+            # (`RequestLedger`), own choice of proxies to believe (`create_app`).
             app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=LAST_WORDS_S,
+            server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=LAST_WORDS_S,
         ))
         self._drain: asyncio.Task[None] | None = None
         self._is_forced = False

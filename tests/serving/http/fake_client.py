@@ -175,6 +175,7 @@ class FakeClient:
     aborted: list[str] = field(default_factory=list)
     submitted: list[tuple[str, SamplingParams, str, int]] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    origins: list[tuple[str, ...]] = field(default_factory=list)
     last_stats: EngineStats = field(default_factory=EngineStats)
     default_sampling: dict[str, float] = field(default_factory=dict)
     is_flushable: bool = True
@@ -206,8 +207,10 @@ class FakeClient:
         return len({name.partition("/")[0] for name in self.children})
 
     def submit(
-        self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True
+        self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True,
+        origin=(),
     ) -> RequestStream:
+        self.origins.append(origin)
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
         if isinstance(params, PoolingSpec):

@@ -22,6 +22,7 @@ from headrace.service.client.prompts import encode_prompt, encode_prompt_end, re
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext, context_of
 from headrace.serving.http.protocol.openai import Usage
+from headrace.serving.http.transport.access import client_of
 from headrace.serving.http.transport.errors import JsonResponse, conceal
 from headrace.serving.http.transport.metrics import RequestTimer
 
@@ -263,6 +264,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
     if num_choices > limit:
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
     prompts = await _encode_prompts(context, request)
+    client = client_of(http_request.scope, has_keys=context.server.api_key is not None)
     context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
@@ -272,6 +274,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
             stream = context.client.submit(
                 prompt, params, request_id=request_id, namespace=request.namespace, priority=request.priority,
                 deadline_s=request.deadline_s, add_special_tokens=request.add_special_tokens,
+                origin=(*client, request.request_id),
             )
             # if a later prompt is refused, or the task is cancelled in `sleep`
             undo.callback(stream.abort)

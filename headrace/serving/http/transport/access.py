@@ -123,6 +123,46 @@ class OwnNames:
         return is_loopback(name) or name == self._host or name in self._allowed
 
 
+def address_of(scope: Scope) -> str:
+    """The client's address; of IPv6 the /64 network, all of whose addresses one machine may use. Empty without a
+    network address, as for a Unix socket."""
+    host = (scope.get("client") or ("", 0))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return str(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        return str(mapped if mapped is not None else ipaddress.ip_network((address, 64), strict=False))
+    return host
+
+
+def client_of(scope: Scope, *, has_keys: bool) -> tuple[str, ...]:
+    """Who sends a request, for fair shares and limits: the API key, else the address. A key that nobody checks
+    (``has_keys`` is False) tells users of one address apart, but cannot get an address more than one share."""
+    headers, address = Headers(scope=scope), address_of(scope)
+    key = owner_of(headers).hex()[:16] if _bearer(headers) or headers.get("x-api-key", "").strip() else ""
+    if key and has_keys:
+        return (key,)
+    return tuple(part for part in (address, key) if part)
+
+
+def read_proxies(given: str) -> list[str] | str:
+    """The addresses and networks of ``--trusted-proxies``, or ``*``; raises `ConfigError` for anything else."""
+    proxies = [part.strip() for part in given.split(",") if part.strip()]
+    if "*" in proxies:
+        return "*"
+    for proxy in proxies:
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError as error:
+            raise ConfigError(
+                f"trusted_proxies must be addresses or networks such as 10.0.0.0/8, separated by commas; {error}",
+                param="trusted_proxies"
+            ) from None
+    return proxies
+
+
 class AdminGate:
     """Guards routes that affect the server and all its users. With an admin key, only that key opens them. Without one
     they are closed, unless the server listens on a loopback address; then requests from pages of other sites are
