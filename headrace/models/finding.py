@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from headrace.base.errors import ConfigError, ModelError
-from headrace.models.hub import HUB_NAME, cached_names, find_in_hub
+from headrace.models.hub import cached_names, find_in_hub
+from headrace.models.hub_files import HUB_NAME, SPLIT_GGUF
 from headrace.models.packages import find_package, installed_names
 
-_SPLIT_GGUF = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -43,7 +42,7 @@ def find_model(typed: str, load_format: str, revision: str | None = None) -> Fou
 def _find(typed: str, load_format: str, revision: str | None) -> Found:
     path = Path(os.path.expanduser(typed))  # pathlib's own expanduser raises if there is no such home
     if path.exists():
-        return _open_path(path, load_format)
+        return open_path(path, load_format)
     if path.is_symlink():
         raise ModelError(f"{path} is a link to {path.readlink()}, which is not there")
     if _looks_like_path(typed):
@@ -56,14 +55,14 @@ def _find(typed: str, load_format: str, revision: str | None) -> Found:
             f"no model {typed!r}: there is no such file or folder in {Path.cwd()} and no such installed "
             f"package{_near(typed)}"
         )
-    found = _open_path(place, load_format)
+    found = open_path(place, load_format)
     return Found(typed, found.kind, found.path, found.weight_files)
 
 
 def _find_in_hub(typed: str, revision: str | None, load_format: str) -> Path:
     def can_open(path: Path) -> bool:
         try:
-            _open_path(path, load_format)
+            open_path(path, load_format)
         except (ModelError, ConfigError):
             return False
         return True
@@ -96,7 +95,8 @@ def _near(typed: str) -> str:
     return f"; near: {', '.join(near)}" if near else ""
 
 
-def _open_path(path: Path, load_format: str) -> Found:
+def open_path(path: Path, load_format: str) -> Found:
+    """The model of a folder, config.json or GGUF file; raises `ModelError` when it is none, or not complete."""
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if path.is_dir():
@@ -175,7 +175,7 @@ def _read_index(index: Path) -> tuple[Path, ...]:
 
 
 def _is_first_part(path: Path) -> bool:
-    split = _SPLIT_GGUF.fullmatch(path.name)
+    split = SPLIT_GGUF.fullmatch(path.name)
     return split is None or int(split[2]) == 1
 
 
@@ -184,7 +184,7 @@ def _open_gguf(path: Path, load_format: str) -> Found:
         raise ConfigError(
             f"load_format is safetensors, but {path} is a GGUF file; leave load_format at auto", param="load_format"
         )
-    split = _SPLIT_GGUF.fullmatch(path.name)
+    split = SPLIT_GGUF.fullmatch(path.name)
     if split is None:
         return Found(path.stem, "gguf", path, (path,))
     stem, total = split[1], int(split[3])

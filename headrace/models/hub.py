@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
-import re
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.base import env
 from headrace.base.errors import ModelError
-
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(/[\w.-]+\.gguf)?")
-"""``owner/name`` or ``name``; ``owner/name/FILE.gguf`` names one file of a repository with several."""
+from headrace.models.hub_files import HubName, choose_weights, parse_name, supporting_files
+from headrace.models.hub_transfer import transfer
 
 T = TypeVar("T")
 
 ANSWER_S = 10.0  # timeout of a query for a repository's files
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository. ``num_bytes`` is 0 where the hub does not tell. ``is_here``: it is in the cache."""
+
+    name: str
+    num_bytes: int
+    is_here: bool
+
+
+@dataclass(frozen=True)
+class Download:
+    """What `fetch` is about to do: the files of a model at a commit of its repository."""
+
+    repository: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+    @property
+    def missing(self) -> tuple[HubFile, ...]:
+        """The files that are fetched."""
+        return tuple(file for file in self.files if not file.is_here)
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Who asks the hub, for error messages: ``lead`` begins them, ``near()`` is a list of similar names."""
+
+    name: str
+    lead: str
+    near: Callable[[], str] = lambda: ""
 
 
 def find_in_hub(
@@ -28,114 +62,158 @@ def find_in_hub(
     ``can_open`` decides whether a folder or GGUF file is complete. Raises `ModelError` with the reason and a remedy;
     ``near()``, a list of similar names, is appended if nothing of that name is found.
     """
-    root = _cache_root()
-    repository, file = _split(name)
     # without a network first: a complete cached copy is used even if the hub has a newer one
-    cached = _cached_folder(repository, revision)
-    if cached is not None and can_open(cached / file if file else cached):
-        return cached / file if file else cached
+    wanted = parse_name(name)
+    cached = cached_folder(wanted.repository, revision)
+    place = _place_in(cached, wanted) if cached is not None else None
+    if place is not None and can_open(place):
+        return place
     if env.hub_offline():
         held = "its cached copy is incomplete" if cached else "it is not in the cache"
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, and the Hugging Face hub may not be asked "
-            f"(HF_HUB_OFFLINE is set; {held}, {root}). Unset HF_HUB_OFFLINE, or name a local model{near()}"
+            f"(HF_HUB_OFFLINE is set; {held}, {cache_root()}). Unset HF_HUB_OFFLINE, or name a local model{near()}"
         )
-    if wants_weights:
-        file = _choose_file(_list_files(repository, revision, name, near), repository, file)
-    folder = _download(
-        repository, revision, [*SMALL_FILES, *([file or "*.safetensors"] if wants_weights else [])], name, near
-    )
-    return folder / file if file else folder
+    asker = _Asker(name, f"no model {name!r}: no such file, folder or installed package, and ", near)
+    return _fetch(wanted, revision, asker, wants_weights=wants_weights)
+
+
+def pull(
+    name: str, revision: str | None, *, shows_progress: bool, before: Callable[[Download], None],
+    on_file: Callable[[HubFile], None]
+) -> Path:
+    """Bring the cached copy of a model up to date with the hub and return its folder or GGUF file. An interrupted
+    download goes on where it stopped. ``before`` is called once, ``on_file`` before each missing file;
+    ``shows_progress``: a bar per file, on stderr. Raises `ModelError` with the reason and a remedy."""
+    if env.hub_offline():
+        raise ModelError(f"cannot fetch {name}: HF_HUB_OFFLINE is set; unset it to ask the Hugging Face hub")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ModelError(f"cannot fetch {name}: huggingface_hub is not installed; pip install huggingface_hub")
+    cache_root()
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not shows_progress:
+        disable_progress_bars()
+    return _fetch(parse_name(name), revision, _Asker(name, f"cannot fetch {name}: "), before=before, on_file=on_file)
 
 
 def cached_names() -> set[str]:
     """Names of the models in the Hugging Face cache."""
-    root = _cache_root()
+    root = cache_root()
     if not os.path.isdir(root):  # False also without permission
         return set()
     return {folder.name.removeprefix("models--").replace("--", "/") for folder in root.glob("models--*")}
 
 
-def _split(name: str) -> tuple[str, str | None]:
-    if name.count("/") == 2:
-        repository, _, file = name.rpartition("/")
-        return repository, file
-    return name, None
-
-
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """The folder of cached repositories."""
     env.home()  # sets HOME where there is none: the library reads it when it is imported
     from huggingface_hub import constants  # costs 0.1 s
 
     return Path(constants.HF_HUB_CACHE)
 
 
-def _cached_folder(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+def cached_folder(repository: str, revision: str | None) -> Path | None:
+    """The cached files of a repository at a revision, perhaps not all of them; None if there are none."""
+    folder = _repository_folder(repository)
+    with contextlib.suppress(OSError):  # a cache that others own
+        reference = folder / "refs" / (revision or "main")
+        commit = reference.read_text().strip() if reference.is_file() else revision or ""
+        snapshot = folder / "snapshots" / commit
+        return snapshot if commit and snapshot.is_dir() else None
+    return None
 
+
+def _repository_folder(repository: str) -> Path:
+    return cache_root() / f"models--{repository.replace('/', '--')}"
+
+
+def _place_in(folder: Path, wanted: HubName) -> Path | None:
+    """What to open of a cached copy; None if it lacks what is wanted."""
+    names = [str(file.relative_to(folder)) for pattern in ("*", "*/*") for file in folder.glob(pattern)]
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):  # no cache, or one that others own
-        return None
+        chosen = choose_weights(names, wanted)
+    except ModelError:
+        return folder if wanted.file is None and wanted.tag is None else None
+    return folder / chosen.entry if chosen.entry else folder
 
 
-def _list_files(repository: str, revision: str | None, name: str, near: Callable[[], str]) -> list[str]:
+def _fetch(
+    wanted: HubName, revision: str | None, asker: _Asker, *, wants_weights: bool = True,
+    before: Callable[[Download], None] = lambda _: None, on_file: Callable[[HubFile], None] = lambda _: None
+) -> Path:
     from huggingface_hub import HfApi
 
-    info = _ask(lambda: HfApi().model_info(repository, revision=revision, timeout=ANSWER_S), name, near)
-    return [item.rfilename for item in info.siblings or ()]
-
-
-def _choose_file(files: list[str], repository: str, wanted: str | None) -> str | None:
-    """The GGUF file to fetch: the one wanted, or the only one; None when the repository has safetensors."""
-    ggufs = sorted(file for file in files if file.endswith(".gguf") and "/" not in file and "mmproj" not in file)
-    if wanted in ggufs or (wanted is None and any(file.endswith(".safetensors") for file in files)):
-        return wanted
-    if wanted is None and len(ggufs) == 1:
-        return ggufs[0]
-    if not ggufs:
-        raise ModelError(f"{repository} on the Hugging Face hub has neither safetensors nor GGUF files")
-    raise ModelError(
-        f"name one of the GGUF files of {repository}, as in {repository}/{ggufs[0]}; it has {', '.join(ggufs[:8])}"
+    info: Any = _ask(
+        lambda: HfApi().model_info(wanted.repository, revision=revision, timeout=ANSWER_S, files_metadata=True), asker
     )
+    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+    chosen = choose_weights(sizes, wanted) if wants_weights else None
+    files = [*supporting_files(sizes), *(chosen.weights if chosen else ())]
+    repository = _repository_folder(wanted.repository)
+    folder = repository / "snapshots" / info.sha
+    download = Download(
+        wanted.repository, info.sha, tuple(HubFile(f, sizes.get(f, 0), (folder / f).is_file()) for f in files)
+    )
+    _require_room(download, asker)
+    before(download)
+    for file in download.missing:
+        on_file(file)
+        _ask(partial(transfer, wanted.repository, file.name, info.sha, repository, ANSWER_S), asker)
+    # only now: until everything is here, the revision's complete older copy stays in use
+    if revision != info.sha:
+        _write_reference(repository / "refs" / (revision or "main"), info.sha)
+    return folder / chosen.entry if chosen and chosen.entry else folder
 
 
-def _download(repository: str, revision: str | None, patterns: list[str], name: str, near: Callable[[], str]) -> Path:
-    from huggingface_hub import snapshot_download
+def _write_reference(path: Path, commit: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_text(commit)
+    new.replace(path)
 
-    return Path(_ask(lambda: snapshot_download(repository, revision=revision, allow_patterns=patterns), name, near))
+
+def _require_room(download: Download, asker: _Asker) -> None:
+    wanted = sum(file.num_bytes for file in download.missing)
+    root = cache_root()
+    existing = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if wanted > free:
+        raise ModelError(
+            f"{asker.lead}it needs {wanted / 1e9:.1f} GB, and {existing} has {free / 1e9:.1f} GB left. Set HF_HOME to "
+            "a folder with room"
+        )
 
 
-def _ask(question: Callable[[], T], name: str, near: Callable[[], str]) -> T:
+def _ask(question: Callable[[], T], asker: _Asker) -> T:
     """Run a query to the hub; any failure becomes a `ModelError` with a remedy."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         return question()
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
+            f"{asker.name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelError(f"{name} has no such revision on the Hugging Face hub; check --revision") from error
+        raise ModelError(f"{asker.name} has no such revision on the Hugging Face hub; check --revision") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"no model {name!r}: no such file, folder or installed package, and none of that name on the Hugging Face "
-            f"hub (private ones need `hf auth login`){near()}"
+            f"{asker.lead}there is none of that name on the Hugging Face hub (private ones need `hf auth login`)"
+            f"{asker.near()}"
         ) from error
     except PermissionError as error:
         raise ModelError(
-            f"no model {name!r} here, and {error.filename} cannot be used to fetch it: permission denied. Set HF_HOME "
-            "to a folder that can"
+            f"{asker.lead}{error.filename} cannot be used to fetch it: permission denied. Set HF_HOME to a folder that "
+            "can"
         ) from error
     except (
         errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError
     ) as error:
         raise ModelError(
-            f"no model {name!r}: no such file, folder or installed package, it is not (fully) in the Hugging Face "
-            f"cache {_cache_root()}, and the hub cannot be reached: {_first_line(error)}. Go online, copy the model "
-            f"here, or name a local one{near()}"
+            f"{asker.lead}it is not (fully) in the Hugging Face cache {cache_root()}, and the hub cannot be reached: "
+            f"{_first_line(error)} ({constants.ENDPOINT}). Go online and run the same command again, which goes on "
+            f"where it stopped, or name a model that is here (headrace models){asker.near()}"
         ) from error
 
 

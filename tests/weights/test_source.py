@@ -441,35 +441,6 @@ def test_what_the_hub_answers_becomes_a_model_error(hub, monkeypatch, failure, m
         resolve("acme/unknown")
 
 
-def test_a_download_takes_only_what_is_needed(hub, monkeypatch):
-    import huggingface_hub
-
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    asked = []
-    files = ["config.json", "model.safetensors", "pytorch_model.bin"]
-
-    class Info:
-        siblings = property(lambda self: [type("File", (), {"rfilename": name}) for name in files])
-
-    def download(name, *, revision=None, allow_patterns=None, local_files_only=False):
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("nothing")
-        asked.append((name, revision, allow_patterns))
-        return str(make_folder(Path(huggingface_hub.constants.HF_HUB_CACHE) / "got"))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, *args, **kwargs: Info())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("acme/new", revision="v2").name == "acme/new"
-    assert asked[0][:2] == ("acme/new", "v2")
-    assert (
-        "*.safetensors" in asked[0][2] and "config.json" not in asked[0][2]
-        and not any("bin" in pattern for pattern in asked[0][2])
-    )
-    files[:] = ["a.Q4.gguf", "a.Q8.gguf"]
-    with pytest.raises(ModelError, match=r"name one of the GGUF files.*acme/ggufs/a\.Q4\.gguf"):
-        resolve("acme/ggufs")
-
-
 def test_metadata_that_no_family_can_read_is_blamed_on_the_file(tmp_path):
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -11,12 +11,15 @@ import mmap
 import struct
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.base.errors import WeightError
 from headrace.models.weights.files import require_content
+
+T = TypeVar("T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -61,13 +64,16 @@ class GgufHeader:
 
 
 def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
-    """The key-value pairs of a GGUF file; raises `WeightError` when it is not a valid one."""
-    return read_gguf_header(path).metadata
+    """The key-value pairs of a GGUF file, or of its first part; raises `WeightError` when they are not valid."""
+    return _read(Path(path), _Reader.read_metadata)
 
 
 def read_gguf_header(path: Path | str) -> GgufHeader:
     """Parse one GGUF file's header; raises `WeightError` (with the byte offset) when it is truncated or corrupt."""
-    path = Path(path)
+    return _read(Path(path), _Reader.read)
+
+
+def _read(path: Path, read: Callable[[_Reader], T]) -> T:
     require_content(path)
     try:
         with path.open("rb") as file:
@@ -75,7 +81,7 @@ def read_gguf_header(path: Path | str) -> GgufHeader:
             if size < 24:  # magic and version, 4 bytes each; two counts of 8
                 raise WeightError(f"{path} is not a GGUF file: it has {size} bytes")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(path, data).read()
+                return read(_Reader(path, data))
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -111,6 +117,21 @@ class _Reader:
         self._path, self._data, self._size, self._at = path, data, len(data), 0
 
     def read(self) -> GgufHeader:
+        num_tensors, num_keys = self._read_start()
+        metadata = self._read_pairs(num_keys)
+        infos = [self._read_tensor_info() for _ in range(num_tensors)]
+        start = self._data_start(metadata)
+        tensors = tuple(
+            GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos
+        )
+        self._check_tensors(tensors)
+        return GgufHeader(self._path, metadata, tensors, self._size)
+
+    def read_metadata(self) -> dict[str, Any]:
+        return self._read_pairs(self._read_start()[1])
+
+    def _read_start(self) -> tuple[int, int]:
+        """The numbers of tensors and of metadata keys."""
         magic, version = self._data[:4], _U32.unpack_from(self._data, 4)[0]
         if magic != MAGIC:
             raise WeightError(f"{self._path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
@@ -122,20 +143,16 @@ class _Reader:
             )
         self._at = 8
         # least bytes of an entry: a tensor's name length 8, dims 4, type 4, offset 8; a key's length 8, type 4, value 1
-        num_tensors, num_keys = self._read_count("tensor count", 24), self._read_count("metadata count", 13)
+        return self._read_count("tensor count", 24), self._read_count("metadata count", 13)
+
+    def _read_pairs(self, num_keys: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._read_string("metadata key", MAX_KEY_BYTES)
             if key in metadata:
                 raise self._corrupt(f"metadata key {key!r} appears twice")
             metadata[key] = self._read_value(key, self._read_u32(), 0)
-        infos = [self._read_tensor_info() for _ in range(num_tensors)]
-        start = self._data_start(metadata)
-        tensors = tuple(
-            GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos
-        )
-        self._check_tensors(tensors)
-        return GgufHeader(self._path, metadata, tensors, self._size)
+        return metadata
 
     def _corrupt(self, what: str) -> WeightError:
         return WeightError(f"{self._path} is truncated or corrupt at byte {self._at}: {what}; fetch the file again")

@@ -20,6 +20,8 @@ _HOMES = {
     "batch": "headrace.serving.cli.options:BatchOptions",
     "chat": "headrace.serving.cli.options:ChatOptions",
     "check": "headrace.serving.cli.options:CheckOptions",
+    "models": "headrace.serving.cli.options:ModelsOptions",
+    "pull": "headrace.serving.cli.options:PullOptions",
     "show": "headrace.serving.cli.options:ShowOptions",
     "replay": "headrace.serving.replay:ReplayOptions",
     "target": "headrace.serving.bench.options:TargetOptions",
@@ -32,10 +34,10 @@ _HOMES = {
 
 @dataclass(frozen=True)
 class Command:
-    """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``words`` are its positional
-    arguments: ``model`` (a model's name), ``prompts`` (any number), ``files`` (an input and an output), ``folder``, or
-    none. ``about``: help text below the summary. ``sections``: in the order of the help text. A ``quiet`` command logs
-    from level warning by default: its standard output is the result."""
+    """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``sections`` are in the
+    order of the help text, ``about`` stands below its summary. ``words`` are the positional arguments: ``model`` (a
+    model's name), ``prompts`` and ``folders`` (any number), ``files`` (an input and an output), ``folder``, ``name``,
+    or none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
 
     name: str
     summary: str
@@ -152,6 +154,23 @@ _ALL = (
                 "headrace bench quality --model ./Qwen3-0.6B --text notes.txt --output-file quality.json"
             ),
         ), quiet=True,
+    ),
+    Command(
+        "models", "list the models that can be served from here", ("models",), "headrace.serving.cli.models:run",
+        (
+            ("packages, the Hugging Face cache, and below the current folder", "headrace models"),
+            ("another folder", "headrace models /models"),
+        ), "folders", quiet=True,
+    ),
+    Command(
+        "pull", "fetch a model from the Hugging Face hub", ("pull",), "headrace.serving.cli.models:run_pull",
+        (
+            ("safetensors, or the Q4_K_M of several GGUF files", "headrace pull HuggingFaceTB/SmolLM2-135M-Instruct"),
+            ("a GGUF file by its quantization, or by its name", "headrace pull unsloth/Qwen3-0.6B-GGUF:Q8_0"),
+        ), "name",
+        "The files go to the Hugging Face cache (HF_HOME), where serve finds them by the same name. An interrupted "
+        "download goes on where it stopped when the command is run again. Pickles (*.bin, *.pt) are not fetched.",
+        quiet=True,
     ),
     Command(
         "check", "say what works on this machine and what is missing", ("check",), "headrace.serving.cli.check:run",

@@ -186,16 +186,11 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         allow_abbrev=False, add_help=False,
         argument_default=argparse.SUPPRESS, epilog=_epilog(command),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
-        usage=f"headrace {command.name} {_usage_of_words(command.words)}[flags]",
+        usage=f"headrace {command.name} {_WORDS[command.words].usage + ' ' if command.words else ''}[flags]",
     )
-    if command.words == "model":
-        parser.add_argument("words", nargs="?", metavar="MODEL", help="the same as --model")
-    elif command.words == "prompts":
-        parser.add_argument("words", nargs="*", metavar="PROMPT", help="prompts to complete")
-    elif command.words == "files":
-        parser.add_argument("words", nargs="*", metavar="FILE", help="the input, then the output")
-    elif command.words == "folder":
-        parser.add_argument("words", nargs="*", metavar="FOLDER", help="folder, or one of its files")
+    if command.words:
+        how = _WORDS[command.words]
+        parser.add_argument("words", nargs=how.count, metavar=how.metavar, help=how.help)
     for name, kind in command.section_types().items():
         group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
         for info in options_of(kind, name):
@@ -205,10 +200,24 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     return parser
 
 
-def _usage_of_words(words: str) -> str:
-    return {
-        "model": "[MODEL] ", "prompts": "[PROMPT ...] ", "files": "INPUT OUTPUT ", "folder": "FOLDER "
-    }.get(words, "")
+@dataclass(frozen=True)
+class _Words:
+    """Positional arguments of a command: how help texts show them, and how many argparse takes."""
+
+    usage: str
+    metavar: str
+    help: str
+    count: str = "*"
+
+
+_WORDS = {
+    "model": _Words("[MODEL]", "MODEL", "the same as --model", "?"),
+    "prompts": _Words("[PROMPT ...]", "PROMPT", "prompts to complete"),
+    "files": _Words("INPUT OUTPUT", "FILE", "the input, then the output"),
+    "folder": _Words("FOLDER", "FOLDER", "folder, or one of its files"),
+    "folders": _Words("[FOLDER ...]", "FOLDER", "folders to search; default: the current one"),
+    "name": _Words("NAME", "NAME", "OWNER/NAME on the hub; also OWNER/NAME:Q4_K_M and OWNER/NAME/FILE.gguf"),
+}
 
 
 def _epilog(command: Command) -> str | None:

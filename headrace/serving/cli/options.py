@@ -111,6 +111,20 @@ class CheckOptions(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsOptions(Section):
+    """The list."""
+
+    json: bool = option(False, "print JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullOptions(Section):
+    """What to fetch."""
+
+    revision: str | None = option(None, "branch, tag or commit; default: main")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowOptions(Section):
     """The output."""
 
