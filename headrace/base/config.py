@@ -224,6 +224,9 @@ class ToleranceConfig(KeepingConfig):
     lenient: bool = option(
         False, "ignore unknown fields of requests, named in the response header Warning, instead of refusing them"
     )
+    trust_request_chat_template: bool = option(
+        False, "let requests bring a chat_template; only for trusted clients: a template can use much time and memory"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,16 @@ class ReportParams(EndParams, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
 
+    @property
+    def logprobs_or_named(self) -> int | None:
+        """``logprobs``, or 0 where only named tokens are wanted."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
+    @property
+    def wants_all_logprobs(self) -> bool:
+        """Whether the logprobs of all tokens are wanted anywhere."""
+        return -1 in (self.logprobs, self.prompt_logprobs)
+
 
 class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     """A user's sampling parameters; names and meaning as in vLLM's class of the same name.

@@ -7,8 +7,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from headrace.base.errors import RequestError
-from headrace.base.messages import ModelFacts
+from headrace.base.messages import Finish, ModelFacts, RequestOutput
 from headrace.base.sampling import ALL_LOGPROBS, MAX_LOGPROBS, Exclusion, SamplingParams
+from headrace.service.client.assembler import OutputAssembler
 from headrace.service.client.requests import build_requests
 from headrace.service.tokenization.token_bytes import CHAR_OF_BYTE
 from headrace.service.tokenization.tokenizer import Tokenizer, TokenizerFacts
@@ -68,7 +69,7 @@ def test_what_asks_for_nothing_costs_nothing(tokenizer):
     {"dry_penalty_last_n": -2}, {"dry_sequence_breakers": [""]}, {"dry_sequence_breakers": ["a"] * 40},
     {"dry_sequence_breakers": ["a" * 100]}, {"xtc_probability": 1.5}, {"xtc_threshold": -0.1},
     {"logprob_token_ids": [16], "logprobs": 0}, {"logprob_token_ids": [-1], "logprobs": 0},
-    {"logprob_token_ids": [1] * 200, "logprobs": 0}, {"logprob_token_ids": [1]}, {"logprobs": -2},
+    {"logprob_token_ids": [1] * 200, "logprobs": 0}, {"logprobs": -2},
     {"prompt_logprobs": 51},
 ], ids=str)
 def test_what_is_wrong_is_named(tokenizer, fields):
@@ -77,9 +78,15 @@ def test_what_is_wrong_is_named(tokenizer, fields):
     assert caught.value.param == next(iter(fields)) and caught.value.param in caught.value.message
 
 
+def test_named_logprobs_need_no_others(tokenizer):
+    assert spec_of(tokenizer, logprob_token_ids=[3, 1]).num_logprobs == 0
+    assert spec_of(tokenizer, logprob_token_ids=[3], logprobs=4).num_logprobs == 4
+    assert spec_of(tokenizer).num_logprobs == -1
+
+
 def test_all_logprobs_are_bounded_by_numbers(tokenizer):
     spec = spec_of(tokenizer, logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[3, 3], max_tokens=8)
-    assert (spec.num_logprobs, spec.num_prompt_logprobs, spec.logprob_ids) == (ALL_LOGPROBS, ALL_LOGPROBS, [3, 3])
+    assert (spec.num_logprobs, spec.num_prompt_logprobs, spec.logprob_ids) == (ALL_LOGPROBS, ALL_LOGPROBS, [3])
     wide = ModelFacts("m", "A", "f", "float32", "cpu", 4096, 50_000, [15], 1, 16, 4096)
     most = MAX_LOGPROBS // 50_000
     assert spec_of(None, wide, logprobs=-1, max_tokens=most).num_logprobs == ALL_LOGPROBS
@@ -88,3 +95,14 @@ def test_all_logprobs_are_bounded_by_numbers(tokenizer):
             spec_of(None, wide, **fields)
     with pytest.raises(RequestError, match="shorten the prompt"):
         spec_of(None, wide, tuple([1] * (most + 1)), prompt_logprobs=-1)
+
+
+@pytest.mark.parametrize("stop_id, fields, expected", [
+    (15, {}, (None, 15)), (5, {"stop_token_ids": [5]}, (5, 5)), (None, {}, (None, None)),
+])
+def test_the_matched_stop_is_also_the_models_own(tokenizer, stop_id, fields, expected):
+    params = SamplingParams(**fields)
+    requests = build_requests("r", [2], params, facts=FACTS, tokenizer=tokenizer)
+    reason = "length" if stop_id is None else "stop"
+    delta = OutputAssembler(requests, params, tokenizer).feed(RequestOutput("r", [3, 15], Finish(reason, stop_id)))
+    assert delta is not None and (delta.stop_reason, delta.matched_stop) == expected

@@ -98,9 +98,11 @@ class _Choice:
         if self._text is not None and self._text.stopped is not None:
             self._cut(delta, self._text.num_tokens_kept)
             delta.finish_reason, delta.stop_reason = "stop", self._text.stopped
+            delta.matched_stop = self._text.stopped
         elif output.finish is not None:
             delta.finish_reason, delta.error = output.finish.reason, output.finish.error
             delta.stop_reason = self._stop_reason(output.finish)
+            delta.matched_stop = output.finish.stop_id if delta.stop_reason is None else delta.stop_reason
         self._num_tokens += len(delta.token_ids)
         self.is_finished = delta.finish_reason is not None
         return delta

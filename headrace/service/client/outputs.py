@@ -16,7 +16,8 @@ class ChoiceDelta(msgspec.Struct):
     """New output of choice ``index`` since its last delta. ``text`` is final: text that may still become part of a
     stop string is held back until it is certain. The last delta of a choice has ``finish_reason``:
     ``stop``, ``length``, ``abort`` or ``error``; ``stop_reason`` is the stop string or stop id that matched, if any.
-    ``logprobs`` is aligned with ``token_ids``. The first delta carries the prompt facts and ``queued_s``, the seconds
+    ``matched_stop`` is the same, or the id of the model's own end of text. ``logprobs`` is aligned with ``token_ids``.
+    The first delta carries the prompt facts and ``queued_s``, the seconds
     waited for the first step. ``pooled`` is the result of a pooling request
     (`headrace.base.pooling.unpack_floats`)."""
 
@@ -31,6 +32,7 @@ class ChoiceDelta(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     pooled: bytes | None = None
     queued_s: float | None = None
+    matched_stop: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     error: ErrorInfo | None = None
     pooled: bytes | None = None
+    matched_stop: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Collector:
             choice.pooled = delta.pooled
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason, choice.error = delta.finish_reason, delta.stop_reason, delta.error
+            choice.matched_stop = delta.matched_stop
         output.num_cached_tokens = max(output.num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
             output.prompt_logprobs = delta.prompt_logprobs

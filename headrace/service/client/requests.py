@@ -231,10 +231,10 @@ def _sampling_spec(
     return SamplingSpec(
         temperature=float(params.temperature), top_k=1 if is_first_alone else max(params.top_k, 0),
         top_p=1.0 if is_first_alone else float(params.top_p), min_p=float(params.min_p),
-        seed=_wrap_64(seed + choice), num_logprobs=_num_logprobs(params.logprobs),
+        seed=_wrap_64(seed + choice), num_logprobs=_num_logprobs(params.logprobs_or_named),
         num_prompt_logprobs=-1 if choice else _num_logprobs(params.prompt_logprobs),
         penalties=None if penalties == Penalties() else penalties, rules=rules, grammar=params.grammar,
-        logprob_ids=list(params.logprob_token_ids or ()),
+        logprob_ids=list(dict.fromkeys(params.logprob_token_ids or ())),
     )
 
 
@@ -273,8 +273,6 @@ def _breakers(given: list[str] | None, facts: ModelFacts, tokenizer: Tokenizer |
 def _check_logprobs(params: SamplingParams, prompt_len: int, max_tokens: int, facts: ModelFacts) -> None:
     """Bound what a request for all logprobs makes: numbers, not positions, are what fills memory."""
     check_ids(params.logprob_token_ids or (), "logprob_token_ids", facts.vocab_size)
-    if params.logprob_token_ids and params.logprobs is None and params.prompt_logprobs is None:
-        raise RequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
     for param, value, positions in (
         ("logprobs", params.logprobs, params.n * max_tokens), ("prompt_logprobs", params.prompt_logprobs, prompt_len),
     ):

@@ -83,6 +83,8 @@ class ByteTokenizer:
         **options
     ) -> str:
         self.messages, self.tools, self.options = messages, tools, options
+        if template is not None:
+            return f"{template}:{len(messages)}"
         if options.get("fail"):
             raise RequestError("the chat template refused the messages", param="messages")
         lines = [f"{m['role']}: {m['content']}" for m in messages]
@@ -107,10 +109,13 @@ def fake_result(ids: list[int], width: int) -> list[float]:
     return [zlib.crc32(repr((ids, place)).encode()) / 2**32 - 0.5 for place in range(width)]
 
 
-def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    """Made-up logprobs; the first candidate is the token, one is impossible."""
-    top = [(token_id, -0.5), (BOS, float("-inf")), *((200 + i, -1.0 - i) for i in range(50))][:num_top]
-    return TokenLogprobs(token_id, -0.5, 1, [t for t, _ in top], [p for _, p in top])
+def token_logprobs(token_id: int, num_top: int, named: list[int] | None = None) -> TokenLogprobs:
+    """Made-up logprobs; the first candidate is the token, one is impossible. That of token n is -n where it is
+    named."""
+    top = [(token_id, -0.5), (BOS, float("-inf")), *((200 + i, -1.0 - i) for i in range(50))]
+    top = [(i, -float(i)) for i in range(VOCAB)] if num_top == -1 else top[:num_top]
+    named_logprobs = [-float(i) for i in dict.fromkeys(named or ())]
+    return TokenLogprobs(token_id, -0.5, 1, [t for t, _ in top], [p for _, p in top], named_logprobs)
 
 
 class FakeAssembler:
@@ -148,11 +153,13 @@ class FakeAssembler:
             if stop in text:
                 end = text.index(stop) + len(stop) * self._params.include_stop_str_in_output
                 delta.finish_reason, delta.stop_reason = "stop", stop
+                delta.matched_stop = stop
                 self._aborts.append(Abort(output.request_id, "stop"))
         if output.finish is not None and delta.finish_reason is None:
             delta.finish_reason, delta.stop_reason, delta.error = (
                 output.finish.reason, output.finish.stop_id, output.finish.error
             )
+            delta.matched_stop = delta.stop_reason
             end = len(text)
         if delta.finish_reason is not None:
             self._done.add(index)
@@ -273,7 +280,11 @@ class FakeClient:
         if params.prompt_logprobs is not None and request.request_id in (stream.request_id, f"{stream.request_id}/0"):
             await asyncio.sleep(3 * self.delay_s)
             facts["prompt_logprobs"] = [
-                None, *(token_logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:])
+                None,
+                *(
+                    token_logprobs(i, params.prompt_logprobs, params.logprob_token_ids)
+                    for i in request.prompt_token_ids[1:]
+                )
             ]
         finish = (
             Finish("error", error=ErrorInfo("queue_full", "the queue is full", None, 7)) if "FULL" in text else None
@@ -301,7 +312,8 @@ class FakeClient:
                     Finish("length") if len(tokens) == request.stop.max_tokens else Finish("stop")
                     if tokens == list(self.script) else None
                 )
-                logprobs = None if params.logprobs is None else [token_logprobs(token, params.logprobs)]
+                num_top = params.logprobs_or_named
+                logprobs = None if num_top is None else [token_logprobs(token, num_top, params.logprob_token_ids)]
                 stream.feed(RequestOutput(request.request_id, [token], finish, logprobs=logprobs, **facts))
                 facts = {}
                 if finish is not None:

@@ -51,7 +51,7 @@ async def test_malformed_bodies(http, path, name):
     ("stop", ["x"] * 33), ("stop", "x" * 1025),
     ("stop_token_ids", [-1]), ("logit_bias", {"5": 101}), ("logit_bias", {"a": 1}), ("allowed_token_ids", []),
     ("bad_words", [""]), ("logprobs", 51),
-    ("prompt_logprobs", -1), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129),
+    ("prompt_logprobs", -2), ("seed", 2**64), ("cache_salt", ""), ("request_id", "a/b"), ("request_id", "x" * 129),
     ("prompt", []), ("prompt", [1, "x"]),
     ("prompt", [[1], "x"]), ("prompt", [True]), ("prompt", [-1]), ("priority", 2**40), ("deadline_s", 0),
     ("deadline_s", -1), ("deadline_s", 1e6), ("deadline_s", "5"), ("best_of", 2), ("model", 5), ("stream", "yes"),
@@ -239,7 +239,7 @@ async def test_not_ready_is_503_with_retry_after(state):
 
 async def test_key_is_needed_but_for_what_tells_nothing(client):
     async with http_for(client, api_key="s3cret") as http:
-        for path in ("/", "/openapi.json", "/health", "/ready", "/metrics"):
+        for path in ("/", "/openapi.json", "/health", "/ready", "/ping", "/metrics"):
             assert (await http.get(path)).status_code == 200
         for path in (
             "/v1/models", "/server_info", "/docs", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x",

@@ -24,7 +24,13 @@ from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.generation.conversation import chosen_names, offered_tools, render_conversation
 from headrace.serving.http.generation.run import GenerationRequest, Prompt
-from headrace.serving.http.generation.sampling import body_request_id, grammar_field, openai_params, pick_request_id
+from headrace.serving.http.generation.sampling import (
+    body_request_id,
+    check_streamed,
+    grammar_field,
+    openai_params,
+    pick_request_id,
+)
 from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.protocol.tools import AllowedTools, NamedTool
 
@@ -181,12 +187,11 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
 def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise RequestError("max_tokens and max_completion_tokens are the same limit; give one", param="max_tokens")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = (body.top_logprobs or 0) if body.logprobs else None
+    check_streamed(body, num_top)
     return openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=num_top)
 
 

@@ -44,7 +44,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class AppContext:
     """State shared by all routes: one per application, at ``app.state.context``.
 
-    ``running`` maps a client's request id to its engine streams, one per prompt (`Generation` adds and removes them).
+    ``running`` maps a client's request id to its engine streams, one per prompt, and ``wide`` has the ids of those that
+    want the logprobs of all tokens (`Generation` adds and removes them).
     ``is_open`` is False until `HttpServer` has started the client; ``is_draining`` is True from the first signal on.
     ``created`` is in seconds since the epoch. ``_formats`` is set on first use: it needs the loaded tokenizer.
     """
@@ -54,6 +55,7 @@ class AppContext:
     metrics: Metrics
     operations: OperationsConfig = field(default_factory=OperationsConfig)
     running: dict[str, list[RequestStream]] = field(default_factory=dict)
+    wide: set[str] = field(default_factory=set)
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

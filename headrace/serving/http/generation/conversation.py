@@ -169,6 +169,11 @@ def _reasoning_switches(request: ReasoningFields) -> dict[str, Any]:
 async def render_conversation(context: AppContext, request: ChatRequest | TokenizeRequest) -> str:
     """The prompt's text. Raises `RequestError` for messages that the model's template cannot render."""
     refuse_generation(context.facts())
+    if request.chat_template and not context.server.trust_request_chat_template:
+        raise UnsupportedFeature(
+            "chat_template is not supported: start the server with --trust-request-chat-template to let requests bring "
+            "templates", param="chat_template"
+        )
     messages = [_message_dict(m, f"messages[{i}]") for i, m in enumerate(request.messages or [])]
     options = _template_options(request)
     tools = offered_tools(request.tools, request.tool_choice if isinstance(request, ChatRequest) else None)
@@ -183,7 +188,7 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
             param="continue_final_message"
         )
     tokenizer = context.tokenizer()
-    if not tokenizer.has_chat_template:
+    if not tokenizer.has_chat_template and not request.chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template",
             param="messages"
@@ -194,12 +199,12 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
     def render() -> str:
         return render_with_tools(
             tokenizer, messages, formats, tools=tools, add_generation_prompt=opens_answer,
-            continue_final_message=is_continued, **options,
+            continue_final_message=is_continued, template=request.chat_template or None, **options,
         )
 
     # Jinja holds the event loop for as long as it renders.
     is_long = sum(len(m["content"]) for m in messages) > LONG_TEXT
-    return await asyncio.to_thread(render) if is_long else render()
+    return await asyncio.to_thread(render) if is_long or request.chat_template else render()
 
 
 async def count_prompt(context: AppContext, request: ChatRequest) -> int:

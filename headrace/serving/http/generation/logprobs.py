@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.base.step import TokenLogprobs
@@ -24,10 +25,18 @@ MIN_LOGPROB = -9999.0
 
 class TokenNames:
     """Text and bytes of single tokens. ``as_ids``, or without a tokenizer: token 7 is written ``token_id:7``; its bytes
-    stay those of its text."""
+    stay those of its text. ``wanted`` are the tokens whose logprobs the request names."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False):
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False, wanted: Sequence[int] = ()):
         self._tokenizer, self._as_ids = tokenizer, as_ids
+        self.wanted = tuple(dict.fromkeys(wanted))
+
+    def candidates(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
+        """The most likely tokens of a position with their logprobs, best first, then those that the request names."""
+        best = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        known = {token_id for token_id, _ in best}
+        named = zip(self.wanted, entry.id_logprobs, strict=True) if self.wanted else ()
+        return best + [(token_id, logprob) for token_id, logprob in named if token_id not in known]
 
     def text(self, token_id: int) -> str:
         """The token's text; incomplete UTF-8 becomes replacement characters."""
@@ -73,10 +82,7 @@ def chat_logprobs(entries: list[TokenLogprobs], names: TokenNames) -> ChatLogpro
     return ChatLogprobs([
         ContentLogprob(
             names.text(e.token_id), _finite(e.logprob), names.bytes(e.token_id),
-            [
-                TopLogprob(names.text(t), _finite(p), names.bytes(t))
-                for t, p in zip(e.top_ids, e.top_logprobs, strict=True)
-            ],
+            [TopLogprob(names.text(t), _finite(p), names.bytes(t)) for t, p in names.candidates(e)],
         )
         for e in entries
     ])
@@ -115,11 +121,12 @@ class CompletionLogprobsWriter:
         record.text_offset.append(max(0, self._offset - is_continuation))
         self._offset += num_chars
         record.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        record.top_logprobs.append(None if entry is None or not self._num_top else self._top(entry, text))
+        has_top = self._num_top or self._names.wanted
+        record.top_logprobs.append(None if entry is None or not has_top else self._top(entry, text))
 
     def _top(self, entry: TokenLogprobs, text: str) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+        for token_id, logprob in self._names.candidates(entry):
             # two ids may share a text; entries are sorted, so the more likely one is kept
             top.setdefault(self._names.exact_text(token_id), _finite(logprob))
         top.setdefault(text, _finite(entry.logprob))
@@ -137,6 +144,8 @@ def _candidates(entry: TokenLogprobs, names: TokenNames) -> PromptLogprobsJson:
     best = enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
     found = {str(t): PromptLogprob(_finite(p), rank, names.text(t)) for rank, (t, p) in best}
     found.setdefault(str(entry.token_id), PromptLogprob(_finite(entry.logprob), entry.rank, names.text(entry.token_id)))
+    for token_id, logprob in names.candidates(entry)[len(entry.top_ids) :]:
+        found.setdefault(str(token_id), PromptLogprob(_finite(logprob), None, names.text(token_id)))
     return found
 
 
@@ -149,3 +158,9 @@ def native_top(entry: TokenLogprobs, names: TokenNames | None) -> list[LogprobTr
     """The most likely tokens of one position as triples."""
     top = zip(entry.top_ids, entry.top_logprobs, strict=True)
     return [(_finite(p), t, names.text(t) if names else None) for t, p in top]
+
+
+def native_named(entry: TokenLogprobs, ids: Sequence[int], names: TokenNames | None) -> list[LogprobTriple]:
+    """The tokens ``ids`` that the request names, as triples."""
+    named = zip(ids, entry.id_logprobs, strict=True)
+    return [(_finite(p), t, names.text(t) if names else None) for t, p in named]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.errors import HeadraceError, QueueFull, RequestError
 from headrace.base.messages import ErrorInfo
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
@@ -21,7 +21,7 @@ from headrace.service.client.outputs import ChoiceDelta, Collector, GenerationOu
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end, read_truncation
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext, context_of
-from headrace.serving.http.protocol.openai import Usage
+from headrace.serving.http.protocol.openai import Timings, Usage
 from headrace.serving.http.transport.access import client_of
 from headrace.serving.http.transport.errors import JsonResponse, conceal
 from headrace.serving.http.transport.metrics import RequestTimer
@@ -33,6 +33,8 @@ Prompt = str | list[int]
 
 SUBMIT_BATCH = 32
 """Prompts submitted before other tasks get a turn."""
+MOST_WIDE = 4
+"""Requests at a time that want the logprobs of all tokens."""
 MANY_LOGPROBS = 20_000
 """Log probabilities in a response from which on it is encoded on a thread: it would block the event loop too long."""
 
@@ -88,6 +90,8 @@ class Generation:
         # set by `TracedRequests`; `open_generation` has created ``state``
         self._span = http_request.scope["state"].get("span")
         context.running[request.request_id] = streams
+        if any(isinstance(p, SamplingParams) and p.wants_all_logprobs for p in request.params):
+            context.wide.add(request.request_id)
         self._num_completion = 0
         self._num_cached = [0] * len(streams)
         self._watch = asyncio.create_task(self._watch_client(http_request))
@@ -108,6 +112,7 @@ class Generation:
         request's trace. Calling it again has no effect."""
         self._watch.cancel()  # else it would hold the connection's receive channel
         self.abort()
+        self._context.wide.discard(self.request.request_id)
         is_first_close = self._context.running.pop(self.request.request_id, None) is not None
         tracing = self._context.tracing
         if is_first_close and self._span is not None and tracing is not None:
@@ -122,12 +127,19 @@ class Generation:
         """The response with the body that ``build`` returns. With many log probabilities it is built and encoded on a
         thread, so ``build`` must not use the event loop."""
         params, usage = [p for p in self.request.params if isinstance(p, SamplingParams)], self.usage()
-        with_logprobs = [p for p in params if p.logprobs is not None or p.prompt_logprobs is not None]
         # per position: the token itself and its alternatives
-        num_each = max((1 + max(p.logprobs or 0, p.prompt_logprobs or 0) for p in with_logprobs), default=0)
-        if num_each * usage.total_tokens <= MANY_LOGPROBS:
+        num_each = max((1 + _num_alternatives(p) for p in params), default=0)
+        is_small = num_each * usage.total_tokens <= MANY_LOGPROBS
+        if is_small and not any(p.wants_all_logprobs for p in params):
             return JsonResponse(build())
         return await asyncio.to_thread(lambda: JsonResponse(build()))
+
+    def timings(self) -> Timings:
+        """Where the time of all prompts went, so far."""
+        queue = min((t.queued_s for t in self.timers if t.queued_s is not None), default=0.0)
+        first = max(queue, *(t.first_token_s for t in self.timers))
+        end = max(t.end_s or t.elapsed_s for t in self.timers)
+        return Timings(queue, first - queue, max(end - first, 0.0), sum(self._num_cached))
 
     def num_cached(self, prompt_index: int) -> int:
         """Prompt tokens of one prompt that came from the prefix cache."""
@@ -248,6 +260,23 @@ class Generation:
         self.abort()
 
 
+def _num_alternatives(params: SamplingParams) -> int:
+    """Logprobs at each position beside that of the token itself; 0 also where none are wanted."""
+    return max(params.logprobs or 0, params.prompt_logprobs or 0, len(params.logprob_token_ids or ()))
+
+
+def _check_wide(context: AppContext, params: Sequence[SamplingParams | PoolingSpec]) -> None:
+    """Refuse a request for the logprobs of all tokens while too many of them run: each may fill 100 MB."""
+    is_wide = any(isinstance(p, SamplingParams) and p.wants_all_logprobs for p in params)
+    if is_wide and len(context.wide) >= MOST_WIDE:
+        raise QueueFull(
+            f"{MOST_WIDE} requests for the logprobs of all tokens are running; try again", param="logprobs",
+            retry_after=1.0
+        )
+    if is_wide and len(params) > 1:
+        raise RequestError("logprobs of all tokens (-1) are for requests with one prompt", param="logprobs")
+
+
 async def open_generation(http_request: Request, request: GenerationRequest) -> Generation:
     """Validate, encode and submit all prompts; if one is refused, those already submitted are aborted. Raises typed
     errors. The caller must close the generation."""
@@ -263,6 +292,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
     num_choices, limit = sum(p.n for p in request.params), context.server.max_batch_prompts
     if num_choices > limit:
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
+    _check_wide(context, request.params)
     prompts = await _encode_prompts(context, request)
     client = client_of(http_request.scope, has_keys=context.server.api_key is not None)
     context.check_available()  # again: encoding may have taken long

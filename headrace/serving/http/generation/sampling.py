@@ -24,9 +24,10 @@ from headrace.serving.http.protocol.fields import (
 )
 from headrace.serving.http.transport.access import read_request_id
 
+RANGE = "dry_range"
 COPIED_FIELDS = (
-    *SamplingFields.__struct_fields__, "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "spaces_between_special_tokens",
+    *(name for name in SamplingFields.__struct_fields__ if name != RANGE), "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
 )
 """Fields of `OutputFields` that `SamplingParams` has under the same names."""
 NATIVE_PREFIX = "gen-"
@@ -48,6 +49,10 @@ def sampling_params(
         values["top_k"] = int(values["top_k"])
     values |= {name: value for name in COPIED_FIELDS if (value := getattr(fields, name)) is not None}
     values |= {name: value for name, value in own.items() if value is not None}
+    if fields.dry_range is not None:
+        if fields.dry_penalty_last_n is not None:
+            raise RequestError(f"{within}{RANGE} and dry_penalty_last_n are the same; give one", param=within + RANGE)
+        values["dry_penalty_last_n"] = fields.dry_range or -1
     grammar = read_grammar(fields, within=within)
     return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
@@ -58,7 +63,7 @@ def openai_params(
     """The parameters of a request to an OpenAI route."""
     return sampling_params(
         fields, model_defaults, max_tokens=max_tokens, logprobs=logprobs, min_tokens=fields.min_tokens,
-        prompt_logprobs=fields.prompt_logprobs,
+        prompt_logprobs=fields.prompt_logprobs, logprob_token_ids=fields.logprob_token_ids,
     )
 
 
@@ -94,6 +99,15 @@ def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
 def _with_prefix(name: str, prefix: str) -> str:
     # SGLang's own route returns ids as they were given.
     return name if prefix == NATIVE_PREFIX or name.startswith(prefix) else prefix + name
+
+
+def check_streamed(fields: OpenAIFields, num_top: int | None) -> None:
+    """Raise `RequestError` for what cannot be streamed. A chunk with the logprobs of a whole vocabulary would take
+    longer to write than the next token to compute, and hold up every other stream."""
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if fields.stream and num_top == -1:
+        raise RequestError("logprobs of all tokens (-1) cannot be streamed; leave stream out", param="logprobs")
 
 
 def check_stream_options(fields: IdentityFields) -> tuple[bool, bool]:

@@ -149,6 +149,12 @@ class Load(Struct):
     token_usage: float
 
 
+class ServerLoad(Struct):
+    """The number of requests that the server works on (vLLM's form)."""
+
+    server_load: int
+
+
 class Loads(Struct):
     """The load of all engines of this server; ``timestamp`` in seconds."""
 

@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from headrace.base.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES
-from headrace.base.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_N, MAX_STOP_TEXT, MAX_STOPS, MAX_TOP_LOGPROBS
+from headrace.base.sampling import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_BREAKER_TEXT,
+    MAX_BREAKERS,
+    MAX_DRY_LENGTH,
+    MAX_LOGPROB_IDS,
+    MAX_N,
+    MAX_STOP_TEXT,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+)
 
 INT32 = 2**31 - 1
 
@@ -30,7 +41,11 @@ LogitBias = Annotated[
 Count = Annotated[int, Meta(ge=0, le=INT32)]
 Truncation = Annotated[int, Meta(ge=-1, le=INT32)]
 Positive = Annotated[int, Meta(ge=1, le=INT32)]
-NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+NumTop = Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)]
+"""A number of most likely tokens; -1: all tokens of the vocabulary."""
+LogprobIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)]
+Breaker = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER_TEXT)]
+Breakers = Annotated[list[Breaker], Meta(max_length=MAX_BREAKERS)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 Priority = Annotated[int, Meta(ge=-INT32, le=INT32)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -91,12 +106,23 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are sampled. Defaults: the model's generation config, then OpenAI's."""
+class RepetitionFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """DRY and XTC; see `headrace.base.sampling.RepetitionParams`. ``dry_range`` is another name of
+    ``dry_penalty_last_n``, in which 0 means the whole context."""
 
-    n: Choices | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=MAX_DRY_LENGTH)] | None = None
+    dry_penalty_last_n: Truncation | None = None
+    dry_range: Count | None = None
+    dry_sequence_breakers: Breakers | None = None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+class SharedSampling(RepetitionFields, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled, on every route where clients of other servers set it."""
+
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: Repetition | None = None
@@ -106,6 +132,14 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
     allowed_token_ids: AllowedIds | None = None
+
+
+class SamplingFields(SharedSampling, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled. Defaults: the model's generation config, then OpenAI's."""
+
+    n: Choices | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
 
 
 class OutputFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -145,10 +179,14 @@ class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
-    """What the answer shows besides. ``return_tokens_as_token_ids`` writes the tokens of logprobs as ``token_id:7``."""
+    """What the answer shows besides. ``logprob_token_ids``: tokens whose logprobs are told at every position, beside
+    the most likely ones. ``return_tokens_as_token_ids`` writes the tokens of logprobs as ``token_id:7``;
+    ``return_timings`` adds ``timings``."""
 
+    logprob_token_ids: LogprobIds | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_timings: bool | None = None
 
 
 class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
@@ -192,7 +230,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("lora_path lora_id lora_request", ADAPTERS),
     (
         "return_hidden_states return_routed_experts return_indexer_topk return_entropy return_meta_info "
-        "return_sampling_mask token_ids_logprob logprob_token_ids", INTERNALS
+        "return_sampling_mask", INTERNALS
     ),
     (
         "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key routed_dp_rank data_parallel_rank routing_key "
@@ -204,7 +242,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "sessions are not supported; the prefix cache makes them unnecessary"
     ),
     ("use_beam_search length_penalty early_stopping", "beam search is not supported"),
-    ("chat_template chat_template_content_format", "the chat template is chosen when the server starts"),
+    ("chat_template_content_format", "the server finds out what the template takes"),
     (
         "custom_logit_processor logits_processors custom_params vllm_xargs",
         "code and parameters of other servers are not run"

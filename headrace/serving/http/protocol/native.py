@@ -10,6 +10,7 @@ from headrace.serving.http.protocol.fields import (
     INT32,
     Count,
     Deadline,
+    LogprobIds,
     ModelName,
     NumTop,
     OutputFields,
@@ -20,7 +21,7 @@ from headrace.serving.http.protocol.fields import (
     TokenId,
     Truncation,
 )
-from headrace.serving.http.protocol.openai import ChatMessage
+from headrace.serving.http.protocol.openai import ChatMessage, ChatTemplate, Timings
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
@@ -49,7 +50,8 @@ class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be single values or
-    lists with one entry per prompt. ``logprob_start_len`` -1 returns logprobs of the output only."""
+    lists with one entry per prompt. ``logprob_start_len`` -1 returns logprobs of the output only.
+    ``token_ids_logprob``: tokens whose logprobs are told at every position."""
 
     text: str | Annotated[list[str], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
@@ -59,12 +61,14 @@ class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     return_logprob: bool | None = None
     logprob_start_len: Truncation | None = None
     top_logprobs_num: NumTop | None = None
+    token_ids_logprob: LogprobIds | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_timings: bool | None = None
 
 
 class FinishReason(Struct):
-    """``type`` is ``stop``, ``length`` or ``abort``; ``matched`` the stop string or token id."""
+    """``type`` is ``stop``, ``length`` or ``abort``; ``matched`` the stop string or token id, end of text included."""
 
     type: str
     matched: str | int | UnsetType = UNSET
@@ -90,6 +94,9 @@ class MetaInfo(Struct):
     output_token_logprobs: list[LogprobTriple] | UnsetType = UNSET
     input_top_logprobs: list[list[LogprobTriple] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
+    input_token_ids_logprobs: list[list[LogprobTriple] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[LogprobTriple]] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class Generated(Struct):
@@ -106,33 +113,41 @@ class Generated(Struct):
 TokenIdsJson = Annotated[
     Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}})
 ]
-IdsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "integer"}})]
-TextsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "string"}})]
+IdsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["integer", "array"]}})]
+TextsJson = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["string", "array"]}})]
 TextJson = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text (``prompt`` or ``text``) or a conversation (``messages`` and ``tools``) to tokenize."""
+    """Texts (``prompt`` or ``text``: one or a list) or a conversation (``messages`` and ``tools``) to tokenize."""
 
     model: ModelName | None = None
-    prompt: str | None = None
-    text: str | None = None
+    prompt: str | Annotated[list[str], Meta(min_length=1)] | None = None
+    text: str | Annotated[list[str], Meta(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Tokenized(Struct):
-    """Token ids, their count, and ``token_strs`` if requested. The lists are encoded JSON."""
+    """Token ids, their count, and ``token_strs`` if requested; for a list of texts lists of these. ``tokens`` and
+    ``token_strs`` are encoded JSON."""
 
-    count: int
+    count: int | list[int]
     max_model_len: int
     tokens: IdsJson
     token_strs: TextsJson | UnsetType = UNSET
+
+
+class RenderedPrompt(Struct):
+    """The prompt that the chat template makes of a conversation."""
+
+    prompt: str
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAI
 from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
 Verbosity = Literal["low", "medium", "high"]
+ChatTemplate = Annotated[str, Meta(max_length=65_536)]
 
 
 # In responses UNSET leaves a field out of the JSON, None sends null. Times named ``created`` are seconds since the
@@ -35,11 +36,22 @@ class Usage(Struct):
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
+class Timings(Struct):
+    """Where a request's time went: seconds in the queue, from there to the first token, and from there to the end or so
+    far; and prompt tokens from the prefix cache. Of several prompts: until the first began, until all had a token."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int
+
+
 class PromptLogprob(Struct):
-    """One candidate at a prompt position; ``rank`` is 1 for the most likely token."""
+    """One candidate at a prompt position; ``rank`` is 1 for the most likely token, null for one that was asked for by
+    its id."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
@@ -105,7 +117,7 @@ class ChatMessage(Struct, kw_only=True):
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation. ``max_completion_tokens`` and ``max_tokens`` are the same limit; the default is the rest of the
     context. ``continue_final_message`` continues the last message instead of starting a new one. ``verbosity`` is
-    accepted without effect."""
+    accepted without effect. ``chat_template``, Jinja text, replaces the model's, if the server allows it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: Count | None = None
@@ -115,6 +127,7 @@ class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     verbosity: Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -154,13 +167,15 @@ class AssistantMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """One of the ``n`` choices. ``stop_reason`` is the stop string or token id that matched."""
+    """One of the ``n`` choices. ``stop_reason`` is the stop string or token id of the request that matched;
+    ``matched_stop`` is the same, or the id of the model's own end of text."""
 
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -176,6 +191,7 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
     prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -201,6 +217,7 @@ class ChatChunkChoice(Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType = UNSET
+    matched_stop: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -216,6 +233,7 @@ class ChatChunk(Struct):
     # with ``include_usage`` null in all chunks but the last, as OpenAI does it; otherwise left out
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; chats have no limit but the context
@@ -252,6 +270,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
     prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -267,3 +286,4 @@ class Completion(Struct):
     system_fingerprint: str
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET

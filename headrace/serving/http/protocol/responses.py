@@ -6,9 +6,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import ModelName, NumTop, Positive, Schema, TopP
-from headrace.serving.http.protocol.openai import Verbosity
-from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, CallId, ToolChoice, ToolName
+from headrace.serving.http.protocol.fields import (
+    Count,
+    Deadline,
+    ModelName,
+    NumTop,
+    Positive,
+    Priority,
+    Salt,
+    Schema,
+    SharedSampling,
+    Stop,
+    StopIds,
+    TopP,
+)
+from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
+from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolChoice, ToolName
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -96,7 +109,23 @@ class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class RequestDetails(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseExtensions(SharedSampling, kw_only=True, forbid_unknown_fields=True):
+    """Fields that OpenAI's API does not have; they mean the same as at ``/v1/chat/completions``."""
+
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    chat_template: ChatTemplate | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Budget | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    deadline_s: Deadline | None = None
+
+
+class RequestDetails(ResponseExtensions, kw_only=True, forbid_unknown_fields=True):
     """``store: false`` keeps no copy of the response, ``metadata`` is returned in it, and ``include`` may request
     logprobs. The other fields are accepted without effect."""
 

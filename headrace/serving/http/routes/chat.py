@@ -51,6 +51,7 @@ def whole_choice(choice: CompletionOutput, plan: OutputPlan, names: TokenNames, 
         choice.index, message,
         logprobs=chat_logprobs(choice.logprobs, names) if choice.logprobs is not None else None,
         finish_reason=_finish_reason(choice.finish_reason, parser), stop_reason=choice.stop_reason,
+        matched_stop=choice.matched_stop,
         token_ids=choice.token_ids if has_ids else UNSET,
     )
 
@@ -135,7 +136,7 @@ class ChatEvents(Events):
         self._created = int(time.time())
         self._choices: dict[int, _ChoiceReader] = {}
         self._has_usage, self._has_running_usage = check_stream_options(body)
-        self._has_ids = bool(body.return_token_ids)
+        self._has_ids, self._has_timings = bool(body.return_token_ids), bool(body.return_timings)
         self._is_text_only = not (self._has_running_usage or self._has_ids)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
@@ -160,9 +161,13 @@ class ChatEvents(Events):
         if delta.finish_reason is not None:
             choice.finish_reason = _finish_reason(delta.finish_reason, reader.parser)
             choice.stop_reason = UNSET if delta.stop_reason is None else delta.stop_reason
+            choice.matched_stop = UNSET if delta.matched_stop is None else delta.matched_stop
         if self._has_ids:
             choice.token_ids = delta.token_ids
-        return opening + frame(self._chunk([choice]))
+        chunk = self._chunk([choice])
+        if self._has_timings and delta.finish_reason is not None:
+            chunk.timings = self._generation.timings()
+        return opening + frame(chunk)
 
     def _open_choice(self, delta: ChoiceDelta) -> bytes:
         chunk = self._chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))])
@@ -200,7 +205,9 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
     context, body = await read_request(request, BODY)
     check_stream_options(body)
     chat = await prepare_chat(request, context, body, id_prefix="chatcmpl-")
-    plan, names = chat.plan, TokenNames(context.client.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+    plan, names = chat.plan, TokenNames(
+        context.client.tokenizer, as_ids=bool(body.return_tokens_as_token_ids), wanted=body.logprob_token_ids or ()
+    )
     if body.stream:
         return await start_stream(request, chat.request, lambda g: ChatEvents(body, g, plan, context, names))
     generation, (output,) = await collect_generation(request, chat.request)
@@ -210,6 +217,7 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
         usage=generation.usage(), system_fingerprint=context.system_fingerprint,
         prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, names) if output.prompt_logprobs else UNSET,
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
+        timings=generation.timings() if body.return_timings else UNSET,
     ))
 
 

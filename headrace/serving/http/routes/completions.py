@@ -7,7 +7,7 @@ import time
 from msgspec import UNSET
 from starlette.requests import Request
 
-from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.base.errors import UnsupportedFeature
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
@@ -18,6 +18,7 @@ from headrace.serving.http.generation.run import Generation, GenerationRequest, 
 from headrace.serving.http.generation.sampling import (
     body_request_id,
     check_stream_options,
+    check_streamed,
     grammar_field,
     openai_params,
     pick_request_id,
@@ -39,8 +40,7 @@ BODY = JsonBody(CompletionRequest)
 def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UnsupportedFeature("best_of is not supported: it must equal n", param="best_of")
-    if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be streamed; echo with logprobs can", param="prompt_logprobs")
+    check_streamed(body, body.logprobs)
     # 0 means echo only; the engine must sample one token, which `discards_output` removes.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     params = openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=body.logprobs)
@@ -71,6 +71,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         id=generation_request.request_id, created=int(time.time()), model=context.model_name,
         choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
         usage=generation.usage(), system_fingerprint=context.system_fingerprint,
+        timings=generation.timings() if body.return_timings else UNSET,
     ))
 
 
@@ -82,7 +83,9 @@ class ChoiceWriter:
         self._body = body
         self._generation = generation
         self._tokenizer = context.client.tokenizer
-        self._names = TokenNames(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._names = TokenNames(
+            self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids), wanted=body.logprob_token_ids or ()
+        )
         # by the number of the choice in the response
         self._writers: dict[int, CompletionLogprobsWriter] = {}
         # prompt logprobs by prompt index; they come with the prompt's first choice
@@ -100,7 +103,7 @@ class ChoiceWriter:
         for choice in output.outputs:
             delta = ChoiceDelta(
                 choice.index, choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason,
-                prompt_logprobs=output.prompt_logprobs,
+                prompt_logprobs=output.prompt_logprobs, matched_stop=choice.matched_stop,
             )
             choices.append(self.write_piece(prompt_index, delta))
             if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -120,7 +123,9 @@ class ChoiceWriter:
             text, logprobs = self._echo(prompt_index, writer)
         if delta.logprobs is not None:
             logprobs = writer.write(delta.logprobs, into=logprobs)
-        piece = CompletionChoice(index, text + delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        piece = CompletionChoice(
+            index, text + delta.text, logprobs, delta.finish_reason, delta.stop_reason, delta.matched_stop
+        )
         if body.return_token_ids:
             piece.token_ids = delta.token_ids
             if is_first:
@@ -150,9 +155,10 @@ class CompletionEvents(Events):
         self._writer = ChoiceWriter(body, generation, context)
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)
-        self._has_ids = bool(body.return_token_ids)
+        self._has_ids, self._has_timings = bool(body.return_token_ids), bool(body.return_timings)
         self._is_text_only = not (
             self._has_running_usage or self._has_ids or body.max_tokens == 0 or body.logprobs is not None
+            or body.logprob_token_ids
         )
         self._frames: dict[int, TextFrames] = {}
         self._held: dict[int, list[ChoiceDelta]] = {}
@@ -181,6 +187,8 @@ class CompletionEvents(Events):
         chunk = self._chunk([piece])
         if self._has_running_usage:
             chunk.usage = self._generation.usage()
+        if self._has_timings and delta.finish_reason is not None:
+            chunk.timings = self._generation.timings()
         return frame(chunk)
 
     def end(self) -> bytes:

@@ -22,7 +22,15 @@ from headrace.base.sampling import SamplingParams
 from headrace.serving.http.generation.context import AppContext, context_of, read_request
 from headrace.serving.http.generation.run import GenerationRequest, collect_generation
 from headrace.serving.http.generation.sampling import new_request_id
-from headrace.serving.http.protocol.admin import AbortRequest, AbortResponse, ModelInfo, ServerInfo, State, Version
+from headrace.serving.http.protocol.admin import (
+    AbortRequest,
+    AbortResponse,
+    ModelInfo,
+    ServerInfo,
+    ServerLoad,
+    State,
+    Version,
+)
 from headrace.serving.http.protocol.openai import ModelCard, ModelList
 from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
@@ -140,6 +148,11 @@ async def abort_request(request: Request) -> JsonResponse:
     return JsonResponse(AbortResponse(context.abort(body.rid)))
 
 
+async def show_load(request: Request) -> JsonResponse:
+    """Requests in progress."""
+    return JsonResponse(ServerLoad(context_of(request).client.num_inflight))
+
+
 def _options(context: AppContext) -> dict[str, Any]:
     server, operations = dataclasses.asdict(context.server), dataclasses.asdict(context.operations)
     options = flatten(context.client.config) | server | operations
@@ -186,6 +199,10 @@ ENDPOINTS = (
     ),
     Endpoint("/health", show_health, "health", "Whether the HTTP process is alive.", State),
     Endpoint("/ready", show_ready, "health", "Whether requests are accepted.", State, errors=(503,)),
+    Endpoint(
+        "/ping", show_ready, "health", "The same, as SageMaker asks.", State, methods=("GET", "POST"), errors=(503,)
+    ),
+    Endpoint("/load", show_load, "control", "The number of requests in progress (vLLM's form).", ServerLoad),
     Endpoint(
         "/health_generate", generate_health, "health", "Whether a token can be generated now.", State, query=TIMEOUT,
         errors=(400, 429, 503, 504)

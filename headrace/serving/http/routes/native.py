@@ -12,7 +12,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import read_request
-from headrace.serving.http.generation.logprobs import TokenNames, native_top, native_triples
+from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
 from headrace.serving.http.generation.sampling import NATIVE_PREFIX, grammar_field, pick_request_id, sampling_params
@@ -55,6 +55,7 @@ def _params(body: GenerateRequest, fields: NativeSampling, defaults: dict[str, f
     has_input = num_top is not None and body.logprob_start_len not in (None, -1)
     return sampling_params(
         fields, defaults, within=WITHIN, logprobs=num_top, prompt_logprobs=num_top if has_input else None,
+        logprob_token_ids=body.token_ids_logprob,
         max_tokens=DEFAULT_MAX_NEW_TOKENS if fields.max_new_tokens is None else max(fields.max_new_tokens, 1),
         min_tokens=fields.min_new_tokens, seed=fields.sampling_seed if fields.seed is None else fields.seed,
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
@@ -96,8 +97,11 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     """Continue one prompt or a batch."""
     context, body = await read_request(request, BODY)
     context.check_available()
-    if body.top_logprobs_num and not body.return_logprob:
-        raise RequestError("top_logprobs_num needs return_logprob to be true", param="top_logprobs_num")
+    for name, value in (("top_logprobs_num", body.top_logprobs_num), ("token_ids_logprob", body.token_ids_logprob)):
+        if value and not body.return_logprob:
+            raise RequestError(f"{name} needs return_logprob to be true", param=name)
+    if body.stream and body.top_logprobs_num == -1:
+        raise RequestError("logprobs of all tokens (-1) cannot be streamed", param="top_logprobs_num")
     prompts, is_batch = _prompts(body, context.server.max_batch_prompts)
     sampling, defaults = _sampling_of_each(body, len(prompts)), context.facts().default_sampling
     if isinstance(body.sampling_params, list):
@@ -135,8 +139,8 @@ def _finish_reason(choice: CompletionOutput) -> FinishReason | None:
         reason.length = len(choice.token_ids)
     elif choice.finish_reason == "abort":
         reason.message = "aborted"
-    elif choice.stop_reason is not None:
-        reason.matched = choice.stop_reason
+    elif choice.matched_stop is not None:
+        reason.matched = choice.matched_stop
     return reason
 
 
@@ -160,6 +164,8 @@ class ResultWriter:
         )
         if body.return_prompt_token_ids:
             info.prompt_token_ids = output.prompt_token_ids
+        if body.return_timings:
+            info.timings = generation.timings()
         if body.return_logprob:
             self._add_logprobs(info, output, choice)
         return Generated(choice.text, choice.token_ids, info)
@@ -178,6 +184,12 @@ class ResultWriter:
         if self._body.top_logprobs_num:
             info.output_top_logprobs = [native_top(e, self._names) for e in entries]
             info.input_top_logprobs = [None if e is None else native_top(e, self._names) for _, e in kept]
+        wanted = list(dict.fromkeys(self._body.token_ids_logprob or ()))
+        if wanted:
+            info.output_token_ids_logprobs = [native_named(e, wanted, self._names) for e in entries]
+            info.input_token_ids_logprobs = [
+                None if e is None else native_named(e, wanted, self._names) for _, e in kept
+            ]
 
     def _input(self, token_id: int, entry: TokenLogprobs | None) -> LogprobTriple:
         if entry is None:

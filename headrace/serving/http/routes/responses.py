@@ -169,6 +169,8 @@ def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputIte
         chat.tools = [Tool(type="function", function=FunctionTool(
             name=t.name, description=t.description, parameters=t.parameters, strict=t.strict,
         )) for t in body.tools]
+    for name in wire.ResponseExtensions.__struct_fields__:
+        setattr(chat, name, getattr(body, name))
     chat.tool_choice = _convert_choice(body.tool_choice)
     if body.top_logprobs or LOGPROBS in (body.include or ()):
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs

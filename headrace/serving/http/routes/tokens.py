@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import msgspec
 from msgspec import UNSET
@@ -14,19 +15,23 @@ from headrace.base.errors import RequestError
 from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.generation.context import context_of, read_request
 from headrace.serving.http.generation.conversation import render_conversation
+from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.native import (
     Detokenized,
     DetokenizeRequest,
+    RenderedPrompt,
     Tokenized,
     TokenizeRequest,
     TokenizerInfo,
 )
+from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
 TOKENIZE_BODY = JsonBody(TokenizeRequest)
 DETOKENIZE_BODY = JsonBody(DetokenizeRequest)
+TEMPLATE_BODY = JsonBody(ChatRequest)
 
 PIECE_BYTES = 1 << 18
 """Bytes of JSON decoded at a time. Each piece holds the GIL for a millisecond or two."""
@@ -47,13 +52,19 @@ async def tokenize(request: Request) -> JsonResponse:
             param=(given or ["prompt"])[-1]
         )
     has_special = body.add_special_tokens
+    has_strings = bool(body.return_token_strs)
     if body.messages is not None:
         text = await render_conversation(context, body)
         has_special = bool(has_special)
     else:
-        text = (body.prompt if body.text is None else body.text) or ""
+        source = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
-    has_strings = bool(body.return_token_strs)
+        if isinstance(source, list):
+            check_amount(len(source), context.server.max_batch_prompts, given[0])
+            return JsonResponse(await asyncio.to_thread(
+                _tokenize_all, tokenizer, source, facts.max_model_len, has_special=has_special, has_strings=has_strings
+            ))
+        text = source
     return JsonResponse(await asyncio.to_thread(
         _tokenize, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
     ))
@@ -70,6 +81,23 @@ def _tokenize(
         if has_strings:
             strings.append(msgspec.json.encode([tokenizer.token_text(i) for i in piece]))
     return Tokenized(count, max_model_len, _join_lists(ids), _join_lists(strings) if has_strings else UNSET)
+
+
+def _tokenize_all(
+    tokenizer: Tokenizer, texts: list[str], max_model_len: int, *, has_special: bool, has_strings: bool
+) -> Tokenized:
+    """A list per text."""
+    each = [
+        _tokenize(tokenizer, text, max_model_len, has_special=has_special, has_strings=has_strings) for text in texts
+    ]
+    counts = [cast("int", one.count) for one in each]
+    strings = _nest(cast("msgspec.Raw", one.token_strs) for one in each) if has_strings else UNSET
+    return Tokenized(counts, max_model_len, _nest(one.tokens for one in each), strings)
+
+
+def _nest(encoded: Iterable[msgspec.Raw]) -> msgspec.Raw:
+    """Encoded JSON values as a list."""
+    return msgspec.Raw(b"[" + b",".join(map(bytes, encoded)) + b"]")
 
 
 def _join_lists(encoded: Iterable[bytes]) -> msgspec.Raw:
@@ -127,6 +155,13 @@ def _explain(error: msgspec.ValidationError, num_before: int) -> RequestError:
     return RequestError(f"{name}: {text[: found.start() if found else None].replace('`', '')}", param=name)
 
 
+async def apply_template(request: Request) -> JsonResponse:
+    """A conversation to the prompt that the model would get."""
+    context, body = await read_request(request, TEMPLATE_BODY)
+    context.check_model(body.model)
+    return JsonResponse(RenderedPrompt(await render_conversation(context, body)))
+
+
 async def show_tokenizer(request: Request) -> JsonResponse:
     """Facts of the tokenizer."""
     context = context_of(request)
@@ -141,6 +176,10 @@ async def show_tokenizer(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     Endpoint("/tokenizer_info", show_tokenizer, "tokens", "Facts of the tokenizer.", TokenizerInfo, errors=(400, 503)),
+    post(
+        "/apply-template", apply_template, "tokens", "The prompt of a conversation (llama.cpp's API).", RenderedPrompt,
+        body=TEMPLATE_BODY, errors=(404, 503)
+    ),
     post(
         "/tokenize", tokenize, "tokens", "Text to token ids.", Tokenized, body=TOKENIZE_BODY, errors=(404, 503),
         aliases=("/v1/tokenize",)

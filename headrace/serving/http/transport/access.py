@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 MAX_WARNED = 16
 """Ignored fields named in a response header."""
-OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/ping", "/metrics"})
 """Served without a key; compared exactly. The page asks the user for the key itself."""
 
 
