@@ -386,10 +386,8 @@ def sample_items() -> Iterator[Item]:
                 fill(0.0, torch.float64), counter, counter,
                 has_min_p=False, has_top_p=top_p < 1, num_ranked=top_k or (vocab if top_p < 1 else 0),
             )
-            last_token = torch.zeros(rows, dtype=torch.int64, device="cuda")
-            arguments = {"rows": counter, "last_token": last_token, "params": params}
             yield Item(f"sample {cut} R{rows}", moved / BANDWIDTH, {
-                name: partial(copies, f=partial(function, **arguments))
+                name: partial(copies, f=partial(function, params=params))
                 for name, function in (("triton", sample.sample), ("torch", reference.sample))
             }, moved)
 

@@ -84,13 +84,10 @@ class Script:
         ]
         self.tokens.copy_(torch.tensor(texts))
 
-    def _sample_written(
-        self, logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        sampled = self._sample(logits, rows, last_token, **options)
-        written = self.tokens[rows, options["params"].position]
-        sampled[0].copy_(written)
-        last_token[rows] = written
+    def _sample_written(self, logits: torch.Tensor, **options: Any) -> torch.Tensor:
+        sampled = self._sample(logits, **options)
+        rows = self._sampler._latest.entries[0]
+        sampled[0].copy_(self.tokens[rows, options["params"].position.clamp(max=self._num_tokens - 1)])
         return sampled
 
 

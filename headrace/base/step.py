@@ -10,6 +10,9 @@ import msgspec
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 
+MAX_DRAFTS = 32
+"""The most drafts of a row that one step verifies."""
+
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A request enters (or, after a retraction, re-enters) a row of the device-side request state.
@@ -27,9 +30,10 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     pooling: PoolingSpec | None = None
 
 
-class RowGrowth(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a row that became known after its `RowStart`, at positions from ``start`` on. They are the input of
-    later spans of the row that are not decodes."""
+class RowDraft(msgspec.Struct, frozen=True, array_like=True):
+    """A guess of a row's tokens at positions from ``start`` on, made on the host: by a drafter, or by a grammar that
+    leaves no choice. With two plans in flight the host does not know how the step before ends, so a guess begins where
+    the host's knowledge ends; the device verifies those tokens of it that come next by its own count."""
 
     row: int
     start: int
@@ -46,14 +50,23 @@ class PageAppend(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one step shall do. Applied in this order: releases, starts, growths, appends, then the spans are computed.
+    """What one step shall do. Applied in this order: releases, starts, appends, drafts, then the spans are computed.
 
-    Spans are parallel lists of length R; a row occurs at most once. Span i computes positions ``[begins[i], begins[i] +
-    lengths[i])`` of row ``rows[i]``; all earlier positions are in the cache. The first ``num_decodes`` spans have
-    length 1 and take their input token from device memory, where the previous step's sampler wrote it (with two plans
-    in flight the host does not know it yet). The other spans take tokens from their row's `RowStart`, or a `RowGrowth`
-    since. ``samples[i]`` is 1 when a token is sampled after the span's last position, 0 for a prefill chunk that
-    does not reach the end and for rows with ``pooling``; decodes always sample.
+    Spans are parallel lists of length R; a row occurs at most once. Span i computes ``lengths[i]`` positions of row
+    ``rows[i]`` from ``begins[i]`` on; all earlier positions are in the cache.
+
+    The first ``num_decodes`` spans are decodes: one token and ``lengths[i] - 1`` drafts to verify. The device owns
+    their lengths: the span begins at the row's own computed length, since only the device knows how many drafts of the
+    step before were right, and ``begins[i]`` is an upper bound, up to which (and for ``lengths[i]`` tokens more) the
+    row has pages. The input is the row's last token, which the previous step's sampler wrote to device memory, then the
+    drafts. A token is sampled at every position; those up to the first wrong draft count.
+
+    The other spans take tokens from their row's `RowStart`, and begin at ``begins[i]``. ``samples[i]`` is how many
+    tokens are sampled at the end of span i: all positions of decodes; 1 for a prefill chunk that reaches the end, else
+    0, and 0 for rows with ``pooling``.
+
+    ``drafts``: guesses for rows that decode here; rows without one verify the drafts that the device made for them.
+    ``num_proposals``: how many drafts per row a device drafter makes after this step; it does not run for 0.
     """
 
     step_id: int
@@ -61,11 +74,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     rows: list[int]  # [R]
     begins: list[int]  # [R], positions
     lengths: list[int]  # [R], tokens
-    samples: list[int]  # [R], 0 or 1
+    samples: list[int]  # [R], tokens
     releases: list[int] = []  # rows
     starts: list[RowStart] = []
     appends: list[PageAppend] = []
-    growths: list[RowGrowth] = []
+    drafts: list[RowDraft] = []
+    num_proposals: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -92,14 +106,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did. ``token_ids[j]`` is the token sampled by the j-th span with ``samples == 1``, in plan order.
+    """What one step did. ``token_ids`` are the new tokens of the spans that sample, in plan order: one of each, or
+    ``counts[j]`` of the j-th where the step had drafts.
 
     ``logprobs`` is None unless a row wants them; else aligned with ``token_ids``, None for rows that do not.
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone. ``refused_rows`` are
     those of rows whose own grammar or limits allow no token: the request was wrong. ``pooled`` are ``(row, float32
-    values, little-endian)`` of the rows with ``pooling`` whose last token was computed. ``forced`` are ``(row, token
-    ids)`` that a row's grammar forces behind the token sampled here: they are output at once, and tokens that later
-    steps in flight sample at their positions are void.
+    values, little-endian)`` of the rows with ``pooling`` whose last token was computed. ``drafts`` are tokens that a
+    row's grammar forces next; they are guesses like any other until the model has sampled them.
     """
 
     step_id: int
@@ -109,4 +123,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed_rows: list[tuple[int, str]] = []
     pooled: list[tuple[int, bytes]] = []
     refused_rows: list[tuple[int, str]] = []
-    forced: list[tuple[int, list[int]]] = []
+    drafts: list[RowDraft] = []
+    counts: list[int] = []

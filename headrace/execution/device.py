@@ -12,6 +12,7 @@ import torch
 from headrace.base import env
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
+from headrace.kernels.operation import KernelQuery
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -103,3 +104,9 @@ def _read_group(folder: Path) -> float | None:
         # "max" (v2) and -1 (v1) mean no limit
         return float(quota) / float(period) if quota.isdigit() and float(period) > 0 else None
     return None
+
+
+def row_query(device: torch.device, **shape: int) -> KernelQuery:
+    """What the operations on rows and logits (float32) must support on this device."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return KernelQuery(device.type, "float32", capability, shape)

@@ -14,14 +14,15 @@ from functools import partial
 import numpy as np
 import torch
 
+from headrace.base.step import MAX_DRAFTS
 from headrace.execution.captures import Buckets, Capture, Records
+from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
-from headrace.kernels.operation import KernelQuery
-from headrace.kernels.rowwise import DECODE_INPUTS, DecodeInputs
 from headrace.kernels.sample import SAMPLE_GREEDY
+from headrace.kernels.verify import ACCEPT, DECODE_INPUTS, DecodeInputs
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.model import ServedModel
@@ -70,50 +71,52 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
 
 
 class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
-    """Decodes of one bucket. ``requests`` [2, B] int64 is its input: rows, and lengths after the step; padding is the
-    null row at length 1. `run` returns logits [B, V] float32 and [2, B] int64 (argmax ids, states), and writes the
-    argmax ids to the rows' last tokens. Outputs may be overwritten by the next run of any bucket, as all share one
-    memory pool; readers are safe on the same stream before that run."""
+    """Decodes of one bucket, with or without drafts. ``entries`` [2, B] int64 is its input (`headrace.kernels.verify`);
+    padding is the null row. `run` returns logits [B, V] float32 and [3, B] int64 (argmax ids, states, counts), and
+    writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. Outputs may
+    be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
+    before that run."""
 
     def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs = size, model, inputs
-        device = inputs.rows.last_token.device
-        self.requests = torch.empty((2, size), dtype=torch.int64, device=device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        query = KernelQuery(device.type, "float32", capability)
+        device = inputs.rows.tensors.last_token.device
+        self.entries = torch.empty((2, size), dtype=torch.int64, device=device)
+        query = row_query(device)
         self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
-        self._decodes = DecodeInputs.allocate(size, inputs.tables.tensor)
+        self._accept = ACCEPT.choose(query)
+        self.inputs = DecodeInputs.allocate(size, inputs.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     def record(self) -> None:
         """See `Bucket`."""
         # The replay below runs for real: null rows write to the null page and to the null row's last token only.
-        self.requests[0] = self._inputs.tables.null_row
-        self.requests[1] = 1
+        self.entries[0] = self._inputs.tables.null_row
+        self.entries[1] = 0
         self.run()
 
-    def pack(self, requests: np.ndarray) -> np.ndarray:
-        """Pad ``requests`` [2, R] int64 (rows, lengths) to the bucket: [2 * B], rows first."""
-        count = requests.shape[1]
-        packed = np.ones((2, self.size), dtype=np.int64)  # padding has length 1
+    def pack(self, entries: np.ndarray) -> np.ndarray:
+        """Pad ``entries`` [2, R] int64 to the bucket: [2 * B], rows first."""
+        count = entries.shape[1]
+        packed = np.zeros((2, self.size), dtype=np.int64)
         packed[0, count:] = self._inputs.tables.null_row
-        packed[:, :count] = requests
+        packed[:, :count] = entries
         return packed.ravel()
 
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Captured: only device tensors at fixed addresses may be read here. The inputs of all layers are derived on the
-        # device from ``requests``, the last tokens and the page tables.
-        inputs, decodes, last_token = self._inputs, self._decodes, self._inputs.rows.last_token
-        self._decode_inputs(self.requests, last_token, inputs.tables.tensor, inputs.layout.page_size, decodes)
+        # device from ``entries``, the rows' state and the page tables.
+        inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows.tensors
+        self._decode_inputs(self.entries, rows, inputs.tables.tensor, inputs.layout.page_size, decodes)
         groups = [self._group_step(g, backend) for g, backend in enumerate(inputs.backends)]
         hidden = self._model.forward(ForwardBatch(decodes.token_ids, decodes.positions, groups))
         logits = self._model.compute_logits(hidden)
-        return logits, self._sample_greedy(logits, self.requests[0], last_token)
+        sampled = self._sample_greedy(logits)
+        return logits, self._accept(sampled, self.entries, decodes.positions, rows, MAX_DRAFTS)
 
     def _group_step(self, group: int, backend: AttentionBackend) -> GroupStep:
         # The host cannot know a replay's lengths: ``longest`` only bounds them, for the choice of kernel and its grid.
-        decodes, longest = self._decodes, self._inputs.layout.max_model_len
+        decodes, longest = self.inputs, self._inputs.layout.max_model_len
         step = AttentionInputs(
             num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size,
             kv_lens_cpu=[longest] * self.size, max_query_len=1, max_kv_len=longest, query_start=self._query_start,
@@ -134,18 +137,19 @@ class DecodeGraphPath:
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
-        graph = self._buckets.find(len(step.plan.rows))
+        graph = self._buckets.find(step.shape.num_decodes)
         if graph is None:
             return None
-        upload.add("decodes", graph.pack(step.shape.requests))
+        upload.add("decodes", graph.pack(step.shape.entries))
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
-        graph.requests.view(-1).copy_(sent["decodes"])
+        graph.entries.view(-1).copy_(sent["decodes"])
         logits, greedy = graph.run()
-        # Even where the step is not greedy the graph has written the argmax to the rows' last tokens; the sampler
-        # overwrites it before the next step reads it.
-        return StepOutput(greedy=greedy) if step.is_greedy else StepOutput(logits[: len(step.samples)])
+        if step.is_greedy:
+            return StepOutput(greedy=greedy)
+        count = len(step.samples)
+        return StepOutput(logits[:count], graph.inputs.positions[:count])
 
 
 class MixedGraph(Capture[torch.Tensor]):
@@ -195,7 +199,8 @@ class MixedGraphPath:
         self._inputs.fill(step.shape, sent, graph.size)
         hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
         # Logits are computed outside of the graph: S varies, and is far below the bucket's size.
-        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
+        logits = compute_sampled_logits(self._model, hidden, step, sent)
+        return StepOutput(logits, self._inputs.find_positions(sent), hidden=hidden)
 
 
 class CapturedSteps:

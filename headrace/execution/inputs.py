@@ -13,6 +13,7 @@ from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
+from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
@@ -48,7 +49,7 @@ class InputBuilder:
     ):
         self.layout, self.rows, self.tables, self.backends = layout, rows, tables, backends
         self.max_tokens = max(max_tokens, layout.max_rows)
-        self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.last_token.device)
+        self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.tensors.last_token.device)
 
     def pack(self, step: Step, upload: Upload) -> None:
         """Add the inputs of a step to the upload."""
@@ -58,10 +59,12 @@ class InputBuilder:
         )
         assert int(shape.ends.max()) <= self.layout.max_model_len, "a span beyond max_model_len"
         starts = shape.query_start[:-1]
-        # Token t of span i is at position begins[i] + (t - starts[i]).
+        # Token t of request i is at position begins[i] + (t - starts[i]). Of decodes these are bounds, which the device
+        # replaces by its own.
         upload.add("positions", np.arange(shape.num_tokens) + np.repeat(shape.begins - starts, shape.lengths))
         upload.add("token_rows", np.repeat(shape.rows, shape.lengths))
         upload.add("rows", shape.rows)
+        upload.add("offsets", shape.entries[1, : shape.num_decodes])
         upload.add("query_start", shape.query_start)
         upload.add("kv_lens", shape.ends)
         # Decodes come first in every plan; the other spans read tokens that the host knows.
@@ -106,6 +109,10 @@ class InputBuilder:
             batch.wanted = WantedTokens(sent["sample_tokens"], inputs)
         return batch
 
+    def find_positions(self, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Positions [S] of the sampled tokens of the step that was built or filled last."""
+        return self.static.positions.index_select(0, sent["sample_tokens"])
+
     def fill(self, shape: StepShape, sent: dict[str, torch.Tensor], size: int) -> None:
         """Write the inputs of a graph captured over `padded_batch` of ``size`` tokens. What the step does not use
         becomes padding: requests without tokens, and tokens that write to the null page."""
@@ -146,12 +153,21 @@ class InputBuilder:
     def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)
         token_ids, positions, page_size = static.token_ids[:num_tokens], sent["positions"], self.layout.page_size
-        # Decodes come first. The previous step's sampler wrote their tokens on the device, ahead of us in the stream.
-        token_ids[: shape.num_decodes] = self.rows.last_token.index_select(0, sent["rows"][: shape.num_decodes])
-        token_ids[shape.num_decodes :] = sent["prefill_tokens"]
+        count, own = shape.num_decodes, self.rows.tensors
+        kv_lens = sent["kv_lens"]
+        if count:
+            # Decodes come first. The previous step's sampling wrote their tokens and lengths on the device, ahead of us
+            # in the stream; no step before this one reads the upload.
+            rows, offsets = sent["rows"][:count], sent["offsets"]
+            token_ids[:count] = (
+                entry_tokens(rows, offsets, own) if shape.most_drafts else own.last_token.index_select(0, rows)
+            )
+            torch.add(own.computed_len.index_select(0, rows), offsets, out=positions[:count])
+            torch.add(positions[:count], 1, out=kv_lens[:count])
+        token_ids[count:] = sent["prefill_tokens"]
         static.positions[:num_tokens] = positions
         static.query_start[: num_requests + 1] = sent["query_start"]
-        static.kv_lens[:num_requests] = sent["kv_lens"]
+        static.kv_lens[:num_requests] = kv_lens
         num_entries = self._num_entries(shape)
         offset, page = positions % page_size, positions // page_size
         for group in range(len(self.backends)):

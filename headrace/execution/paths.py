@@ -14,11 +14,14 @@ from typing import Protocol
 
 import torch
 
+from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature
 from headrace.execution.upload import Upload
 from headrace.kernels.decoder_layers.table import FusedDecode
+from headrace.kernels.verify import ACCEPT
+from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 
@@ -26,11 +29,13 @@ from headrace.memory.page_tables import PageTables
 @dataclass(slots=True)
 class StepOutput:
     """What a path computed. ``logits`` [S, V] float32 may be overwritten by the reader; None if nothing is sampled from
-    them. ``greedy`` [2, S or more] int64: argmax ids and states (`headrace.kernels.sample`); the ids are already in the
-    rows' last tokens. ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten
-    by the next step's launch."""
+    them. ``positions`` [S] int64: where they were computed; each predicts the token behind. ``greedy`` [3, S or more]
+    int64: argmax ids, states and counts (`headrace.kernels.verify.ACCEPT`), which are already in the rows' state.
+    ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten by the next step's
+    launch."""
 
     logits: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
@@ -75,10 +80,11 @@ class PlainPath:
 
     def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
         hidden = self._model.forward(self._inputs.build(step.shape, sent, step.samples if is_pruned else None))
+        positions = self._inputs.find_positions(sent)
         if is_pruned:
             # hidden [S, D]: the sampled positions already
-            return StepOutput(self._model.compute_logits(hidden) if len(step.samples) else None)
-        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), hidden=hidden)
+            return StepOutput(self._model.compute_logits(hidden) if len(step.samples) else None, positions)
+        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), positions, hidden=hidden)
 
 
 class FusedPath:
@@ -89,6 +95,7 @@ class FusedPath:
 
     def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
         self._model, self._rows, self._tables = model, rows, tables
+        self._accept = ACCEPT.choose(row_query(rows.tensors.last_token.device))
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`; None until the native kernels are compiled and the weights packed for them."""
@@ -96,11 +103,17 @@ class FusedPath:
         return None if fused is None else partial(self._launch, step, fused)
 
     def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
-        # The native call reads the page tables and the last tokens in place, and writes the latter if greedy.
-        logits, greedy = fused.run(
-            torch.from_numpy(step.shape.requests), self._rows.last_token, self._tables.tensor, is_greedy=step.is_greedy
-        )
-        return StepOutput(logits, greedy if logits is None else None)
+        shape, own = step.shape, self._rows.tensors
+        # One memory on a CPU: lengths are exact, and the native call reads the page tables in place.
+        requests = torch.empty((3, len(shape.ends)), dtype=torch.int64)
+        entries = torch.from_numpy(shape.entries)
+        requests[0], requests[1] = entries[0], torch.from_numpy(shape.ends)
+        requests[2] = entry_tokens(entries[0], entries[1], own) if shape.most_drafts else own.last_token[entries[0]]
+        logits, sampled = fused.run(requests, self._tables.tensor, is_greedy=step.is_greedy)
+        positions = requests[1] - 1
+        if logits is not None:
+            return StepOutput(logits, positions)
+        return StepOutput(greedy=self._accept(sampled, entries, positions, own, shape.most_drafts))
 
 
 def compute_sampled_logits(

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from headrace.base.errors import OutOfDeviceMemory
-from headrace.base.step import PromptLogprobs, StepResult
+from headrace.base.step import PromptLogprobs, RowDraft, StepResult
 from headrace.execution.logprobs import Logprobs, PromptSpan
 from headrace.execution.pooling import PooledRows
 from headrace.execution.sampling import MESSAGES, SampleBatch, Sampled
@@ -22,7 +23,7 @@ class PendingSample:
 
     ``sample`` launches the sampling, which may have to wait for grammar bitmasks; `close` calls it, at the latest when
     the tokens are read. ``order``: see `Step`. ``pooled``: results of pooled rows. ``before_result`` is called with
-    this step once it is done; it advances the grammars and may add to ``forced`` (see `StepResult`).
+    this step once it is done; it advances the grammars and may add to ``drafts`` (see `StepResult`).
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PendingSample:
         self._tokens: torch.Tensor | None = None
         self._logprobs: Logprobs | None = None
         self._errors: dict[int, str | None] = {}
-        self.forced: list[tuple[int, list[int]]] = []
+        self.drafts: list[RowDraft] = []
         self.before_result: Callable[[PendingSample], None] | None = None
         self._done: torch.cuda.Event | None = None
         if sample is None:
@@ -71,11 +72,12 @@ class PendingSample:
         """Whether reading the result would not wait: sampling is launched and the device is through with it."""
         return self._sample is None and (self._done is None or self._done.query())
 
-    def read_ids(self) -> list[int]:
-        """The sampled ids in the order of the batch; waits for the step."""
+    def read_tokens(self) -> tuple[list[int], list[int]]:
+        """The sampled ids, and how many of their row's count, in the order of the batch; waits for the step."""
         self._wait()
         assert self._tokens is not None
-        return self._tokens[0].tolist()
+        ids, _, counts = self._tokens.tolist()
+        return ids, counts
 
     def _wait(self) -> None:
         self.close()
@@ -92,21 +94,34 @@ class PendingSample:
         ]
         if self._tokens is None or self._batch is None:
             return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
-        # [2, S or more]: a graph's output includes its padding.
-        ids, states = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
+        # [3, S or more]: a graph's output includes its padding.
+        ids, states, counts = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
+        kept, span_counts = self._find_kept(counts)
         logprobs = self._spread_logprobs(len(ids))
-        if self._order is not None:
-            # back to plan order, as the scheduler's spans are
-            ids = [ids[index] for index in self._order]
-            logprobs = logprobs and [logprobs[index] for index in self._order]
         # Failures are by row, so they need no reordering.
         failed, pooled = self._read_pooled()
-        troubled = self._troubled_rows(states)
+        troubled = self._find_troubled(states, kept)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
         refused = [
             (row, self._errors.get(row) or MESSAGES[state]) for row, state in troubled if state == NOTHING_ALLOWED
         ]
-        return StepResult(self._step_id, ids, logprobs, prompts, failed, pooled, refused, self.forced)
+        if kept is not None:
+            ids, logprobs = [ids[i] for i in kept], logprobs and [logprobs[i] for i in kept]
+        return StepResult(
+            self._step_id, ids, logprobs, prompts, failed, pooled, refused, self.drafts, span_counts
+        )
+
+    def _find_kept(self, counts: list[int]) -> tuple[list[int] | None, list[int]]:
+        """The indices in the batch of the tokens that count, in plan order (None: all, in the order of the batch), and
+        how many each span has ([]: one each)."""
+        assert self._batch is not None
+        if not self._batch.most_drafts:
+            return self._order, []
+        firsts = list(map(int, self._batch.firsts))
+        if self._order is not None:
+            firsts = [firsts[index] for index in self._order]  # back to plan order, as the scheduler's spans are
+        kept = [index for first in firsts for index in range(first, first + counts[first])]
+        return kept, [counts[first] for first in firsts]
 
     def _read_pooled(self) -> tuple[list[tuple[int, str]], list[tuple[int, bytes]]]:
         """``(failed rows, results)`` of the pooled rows."""
@@ -126,8 +141,32 @@ class PendingSample:
             spread[index] = record
         return spread
 
-    def _troubled_rows(self, states: list[int]) -> list[tuple[int, int]]:
-        """``(row, state)`` of rows for which no token could be sampled."""
+    def _find_troubled(self, states: list[int], kept: list[int] | None) -> list[tuple[int, int]]:
+        """``(row, state)`` of rows for which no token could be sampled where one counts."""
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
-        return [(int(row), state) for row, state in zip(self._batch.rows, states, strict=True) if state not in harmless]
+        if all(state in harmless for state in states):
+            return []
+        found = {
+            int(self._batch.rows[index]): states[index]
+            for index in (range(len(states)) if kept is None else kept)
+            if states[index] not in harmless
+        }
+        return list(found.items())
+
+
+class PendingDrafts:
+    """Drafts on their way to the host; see `headrace.execution.structured.rows.PendingDrafts`."""
+
+    def __init__(self, drafts: torch.Tensor):
+        self._drafts = to_host(drafts)
+        self._done: torch.cuda.Event | None = None
+        if drafts.device.type == "cuda":
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> np.ndarray:
+        """[n, N] int64; waits for the device to come this far."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._drafts.numpy()

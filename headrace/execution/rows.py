@@ -5,7 +5,7 @@ Refuses: page tables (``memory/``) and the state of penalties and rules, which o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ import torch
 from headrace.base.errors import HeadraceError
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
-from headrace.base.step import RowGrowth, RowStart
+from headrace.base.step import RowDraft, RowStart
+from headrace.execution.device import row_query
+from headrace.kernels.verify import PLACE_DRAFTS, RowTensors
 
 IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = (
     1 << bit for bit in range(7)
@@ -26,8 +28,8 @@ IS_POOLED, HAS_SECOND_TEXT = 1 << 7, 1 << 8
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What a row was started with. ``token_ids`` int64: every token known at the start and those added by `Rows.grow`.
-    Tokens sampled since are not here: they live in ``Rows.last_token`` on the device, and in the scheduler."""
+    """What a row was started with. ``token_ids`` int64: every token known at the start. Tokens sampled since are not
+    here: the latest is in ``Rows.tensors`` on the device, all are in the scheduler."""
 
     token_ids: np.ndarray
     prompt_len: int
@@ -36,15 +38,19 @@ class RowTokens:
 
 
 class Rows:
-    """``last_token`` [max_rows + 1] int64 on the device: the latest sampled token, the input of the row's next decode;
-    its last entry belongs to the null row of the page tables. The host's ``*_np`` arrays are [max_rows] or [max_rows,
-    columns]: ``reals_np`` has temperature, top_p and min_p, ``integers_np`` top_k and seed.
+    """``tensors``: what the device owns of max_rows + 1 rows, the last being the null row of the page tables. The
+    host's ``*_np`` arrays are [max_rows] or [max_rows, columns]: ``reals_np`` has temperature, top_p and min_p,
+    ``integers_np`` top_k and seed.
 
-    ``last_token`` is not set at a start: a row's first step is a prefill, whose sampling writes it.
+    The device's part is not set at a start: a row's first step is a prefill, whose sampling writes it.
+    ``computed_len_np`` [max_rows + 1]: the lengths that the device owns where the host can read them (on a CPU, whose
+    steps are done when they return), else None.
     """
 
     def __init__(self, max_rows: int, device: torch.device):
-        self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.tensors = RowTensors.allocate(max_rows + 1, device)
+        self.computed_len_np = self.tensors.computed_len.numpy() if device.type == "cpu" else None
+        self._place_drafts = PLACE_DRAFTS.choose(row_query(device))
         self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
         self.flags_np = np.zeros(max_rows, dtype=np.int64)
         self.reals_np = np.zeros((max_rows, 3), dtype=np.float64)
@@ -84,14 +90,19 @@ class Rows:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known
 
-    def grow(self, growth: RowGrowth) -> None:
-        """Add known tokens from position ``growth.start`` on. Positions between those known so far and these were
-        sampled on the device and are already computed or planned as decodes: they get -1, which no later span reads."""
-        known = self[growth.row]
-        token_ids = np.full(growth.start + len(growth.token_ids), -1, dtype=np.int64)
-        token_ids[: len(known.token_ids)] = known.token_ids[: len(token_ids)]
-        token_ids[growth.start :] = growth.token_ids
-        self._rows[growth.row] = replace(known, token_ids=token_ids)
+    @staticmethod
+    def pack_drafts(drafts: list[RowDraft]) -> np.ndarray:
+        """Guesses as `headrace.kernels.verify.PLACE_DRAFTS` takes them, flat."""
+        width = max(len(draft.token_ids) for draft in drafts)
+        guesses = np.full((len(drafts), 2 + width), -1, dtype=np.int64)
+        for guess, draft in zip(guesses, drafts, strict=True):
+            guess[:2] = draft.row, draft.start
+            guess[2 : 2 + len(draft.token_ids)] = draft.token_ids
+        return guesses.ravel()
+
+    def place_drafts(self, guesses: torch.Tensor, count: int) -> None:
+        """Write ``count`` packed guesses as their rows' drafts."""
+        self._place_drafts(guesses.view(count, -1), self.tensors)
 
     def release(self, row: int) -> None:
         """Give a row back; harmless when it is free already."""

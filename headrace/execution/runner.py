@@ -17,7 +17,7 @@ from headrace.execution.inputs import InputBuilder
 from headrace.execution.logprobs import PromptScorer
 from headrace.execution.paths import FusedPath, Launch, PlainPath, Sent, StepOutput, StepPath
 from headrace.execution.pooling import Pooler
-from headrace.execution.result import PendingSample
+from headrace.execution.result import PendingDrafts, PendingSample
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Sampled, Sampler
 from headrace.execution.step import Step, StepFeature
@@ -75,6 +75,10 @@ class Runner:
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
         path, launch = self._choose_path(step, upload)
+        if plan.drafts:
+            upload.add("guesses", self._rows.pack_drafts(plan.drafts))
+        if self._grammars is not None and step.batch.most_drafts and len(step.batch.constrained):
+            upload.add("constrained_rows", self._grammars.find_rows(step.batch))
         # Every part packs its host arrays now: one copy to the device serves the whole step.
         if not (step.is_greedy and path.is_greedy_sampler):
             self._sampler.pack(step.batch, upload)
@@ -83,9 +87,11 @@ class Runner:
         pooled = self._pooler.pack(step.shape, upload) if StepFeature.POOLING in step.features else None
         sent = upload.send(self._device)
         self._apply_pages(sent)
+        if plan.drafts:
+            self._rows.place_drafts(sent["guesses"], len(plan.drafts))
         output = launch(sent)
         # Behind the launch: a fill may wait for the previous step's tokens, and by now the device has work.
-        fill = self._grammars.begin(step.batch) if self._grammars is not None else None
+        fill = self._begin_fill(step, sent)
         pending = PendingSample(
             plan.step_id, step.batch, self._plan_sampling(step, output, sent, fill),
             self._prompt_scorer.compute(spans, output.hidden, sent), check_finite=self._check_finite, order=step.order,
@@ -95,7 +101,10 @@ class Runner:
 
     def serve_grammars(self, store: GrammarStore) -> None:
         """Take rows with grammars of a store from now on."""
-        self._grammars = GrammarRows(store, self._sampler.vocab_size, self.layout.max_rows, self._device)
+        self._grammars = GrammarRows(
+            store, self._sampler.vocab_size, self.layout.max_rows, self._device,
+            forces=all(backend.verifies_drafts for backend in self._backends),
+        )
 
     def reset(self) -> None:
         """Drop the state of failed steps. Rows and page tables are left: the scheduler starts every row anew, which
@@ -145,13 +154,24 @@ class Runner:
         if logits is None:
             return None
 
+        assert output.positions is not None, "a path says where it computed logits"
+        positions = output.positions
+
         def sample() -> Sampled:
             # May wait for the step before. Inference mode again: this can run outside of `execute`.
             bitmasks = fill.result() if fill is not None else None
             with torch.inference_mode():
-                return self._sampler.sample(logits, step.batch, sent, bitmasks)
+                return self._sampler.sample(logits, positions, step.batch, sent, bitmasks)
 
         return sample
+
+    def _begin_fill(self, step: Step, sent: Sent) -> BitmaskFill | None:
+        """Begin to fill the step's bitmasks; None where no row has a grammar."""
+        if self._grammars is None:
+            return None
+        rows = sent.get("constrained_rows")  # of steps with drafts, which the bitmasks depend on
+        drafts = None if rows is None else PendingDrafts(self._rows.tensors.drafts.index_select(0, rows))
+        return self._grammars.begin(step.batch, drafts)
 
     def _leave(self, pending: PendingSample, fill: BitmaskFill | None) -> PendingSample:
         """Launch the step's sampling, or leave it open where bitmasks may depend on tokens not yet read: then the next
@@ -188,8 +208,6 @@ class Runner:
             if known.sampling.grammar is not None:
                 assert self._grammars is not None, "the row has a grammar, and grammars are not served"
                 self._grammars.start(start.row, known)
-        for growth in plan.growths:
-            self._rows.grow(growth)
         # Rows given back as well as rows taken: a write beyond a request's pages then lands in the null page.
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:

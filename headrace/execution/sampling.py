@@ -1,8 +1,10 @@
-"""`Sampler`: from logits to tokens. S sampled rows, V vocabulary.
+"""`Sampler`: from logits to tokens. S sampled positions, V vocabulary.
 
 In vLLM's order: raw logprobs, bias, allowed tokens, bad words, minimum length, penalties, DRY, grammar; then the
 argmax for greedy rows, and for the others temperature, min-p, top-k, top-p, XTC and a random choice
-(``kernels/sample``). Every operation is row-wise, so the token of a row does not depend on the rows beside it.
+(``kernels/sample``). Every operation is row-wise, so the token of a position does not depend on those beside it. Where
+a row has drafts, one token is sampled behind each of them, as if all drafts before were output; those behind the first
+wrong draft do not count.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from headrace.execution.device import row_query
 from headrace.execution.logprobs import Logprobs, compute_sampled, pack_logged
 from headrace.execution.rows import Rows, RowTokens
-from headrace.execution.rules import PenaltyState, RuleState
+from headrace.execution.rules import Drafted, PenaltyState, RuleState
 from headrace.execution.step import SampleBatch
 from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
-from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
 from headrace.kernels.sample.reference import mask_argmax
+from headrace.kernels.verify import ACCEPT
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -30,8 +33,9 @@ MESSAGES = {
 
 @dataclass(slots=True)
 class Sampled:
-    """``tokens`` [2, S or more] int64 on the device: ids and states (columns beyond S are padding); ``logprobs`` of the
-    rows in ``SampleBatch.logged``, if any. ``errors``: see `RowBitmasks`."""
+    """``tokens`` [3, S or more] int64 on the device: ids, states and counts (`headrace.kernels.verify.ACCEPT`; columns
+    beyond S are padding); ``logprobs`` of the positions in ``SampleBatch.logged``, if any. ``errors``: see
+    `RowBitmasks`."""
 
     tokens: torch.Tensor
     logprobs: Logprobs | None
@@ -40,11 +44,13 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _LatestRows:
-    """The rows that sampled last, as bytes (``key``) and on the device, and their parameters there: decodes of the same
-    rows need no second upload. Valid until any row is started or released."""
+    """The entries that sampled last, as bytes (``key``) and on the device ([2, S]), with the lengths of their rows'
+    prompts [S] and their parameters: decodes of the same rows need no second upload. Valid until any row is started or
+    released."""
 
     key: bytes
-    rows: torch.Tensor
+    entries: torch.Tensor
+    prompt_lens: torch.Tensor
     params: SampleParams | None
 
 
@@ -56,14 +62,13 @@ class Sampler:
     """
 
     def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
-        device = rows.last_token.device
+        device = rows.tensors.last_token.device
         self._rows, self.vocab_size = rows, vocab_size
         self._latest: _LatestRows | None = None
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        query = KernelQuery(device.type, "float32", capability, {"vocab_size": vocab_size})
-        self._sample, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
+        query = row_query(device, vocab_size=vocab_size)
+        self._sample, self._argmax, self._accept = SAMPLE.choose(query), ARGMAX.choose(query), ACCEPT.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """Set up the state of a row that was taken."""
@@ -82,79 +87,80 @@ class Sampler:
     def pack(self, batch: SampleBatch, upload: Upload) -> None:
         """Add the sampling parameters of the batch to the upload, without those that are on the device because the same
         rows sampled last."""
-        if self._latest is None or self._latest.key != batch.rows.tobytes():
-            upload.add("sample_rows", batch.rows)
+        if self._latest is None or self._latest.key != batch.entries.tobytes():
+            upload.add("sample_entries", batch.entries.ravel())
+            upload.add("sample_prompt_lens", self._rows.prompt_len_np[batch.rows])
             if len(batch.random):
                 reals = self._rows.reals_np[batch.rows].T.copy()
                 reals[0, np.delete(np.arange(len(batch.rows)), batch.random)] = 0.0  # temperature of greedy rows
                 upload.add("sample_reals", reals.ravel())  # [3, S]: temperature, top_p, min_p
                 upload.add("sample_integers", self._rows.integers_np[batch.rows].T.ravel())  # [2, S]: top_k, seed
-        # Changes every step. The random choice is a function of (seed, position), so that it survives a retraction.
-        if len(batch.random):
-            upload.add("sample_positions", batch.output_lens)
         if len(batch.ruled):
-            self._rules.pack(batch.rows[batch.ruled], batch.output_lens[batch.ruled], upload)
+            self._rules.pack(batch.rows[batch.ruled], upload)
             upload.add("ruled", batch.ruled)
         if len(batch.penalised):
-            self._penalties.pack(batch.rows[batch.penalised], upload)
+            self._penalties.pack(batch.rows[batch.penalised], upload, most_new=batch.most_drafts + 1)
             upload.add("penalised", batch.penalised)
         if len(batch.logged):
             upload.add("logged", batch.logged)
             pack_logged([self._rows[int(row)].sampling for row in batch.rows[batch.logged]], upload)
 
     def sample(
-        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
+        self, logits: torch.Tensor, positions: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
         bitmasks: RowBitmasks | None = None,
     ) -> Sampled:
-        """Sample a token per row from logits [S, V] float32 (overwritten) and write it to the row's last token.
-        ``bitmasks`` are those of ``batch.constrained``, if there are any. Launches only; waits for nothing."""
+        """Sample a token per position from logits [S, V] float32 (overwritten), computed at ``positions`` [S], find out
+        which drafts are right, and update the state of the rows. ``bitmasks`` are those of ``batch.constrained``, if
+        there are any. Launches only; waits for nothing."""
         # Copied before anything edits them: what is reported is the model's own distribution.
         raw = logits.index_select(0, sent["logged"]) if len(batch.logged) else None
+        latest = self._find_params(batch, sent)
+        # The random choice is a function of (seed, index in the output), so that it survives a retraction.
+        output_lens = positions + 1 - latest.prompt_lens
+        drafted = Drafted(latest.entries, batch.most_drafts, self._rows.tensors.drafts)
         before = None
-        masks, mask_of_row = (None, None) if bitmasks is None else bitmasks.send()
+        masks = (None, None) if bitmasks is None else bitmasks.send()
         if len(batch.ruled) or len(batch.penalised):
             before, _ = self._argmax(logits)  # bans may hide NaN or infinity, so finiteness is checked first
-            self._edit(logits, batch, sent, masks, mask_of_row)
-        rows, params = self._find_params(batch, sent)
-        tokens = self._sample(
-            logits, rows, self._rows.last_token, params=params, masks=masks, mask_of_row=mask_of_row, before=before
-        )
-        self._count(tokens[0], batch, sent)  # on the device: the host does not know the ids yet
+            self._edit(logits, output_lens, drafted, batch, sent, masks)
+        params = None if latest.params is None else replace(latest.params, position=output_lens)
+        sampled = self._sample(logits, params=params, masks=masks[0], mask_of_row=masks[1], before=before)
+        tokens = self._accept(sampled, latest.entries, positions, self._rows.tensors, batch.most_drafts)
+        self._count(tokens, drafted, batch, sent)  # on the device: the host does not know the ids yet
         logprobs = None
         if raw is not None:
             logprobs = compute_sampled(raw, tokens[0].index_select(0, sent["logged"]), batch.top_counts, sent)
         return Sampled(tokens, logprobs, bitmasks.errors if bitmasks is not None else {})
 
     def _edit(
-        self, logits: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor], masks: torch.Tensor | None,
-        mask_of_row: torch.Tensor | None,
+        self, logits: torch.Tensor, output_lens: torch.Tensor, drafted: Drafted, batch: SampleBatch,
+        sent: dict[str, torch.Tensor], masks: tuple[torch.Tensor, torch.Tensor] | tuple[None, None],
     ) -> None:
-        """Apply rules, then penalties, to the rows that have them; in place, through copies of those rows [n, V]."""
+        """Apply rules, then penalties, to the positions that have them; in place, through copies of those [n, V]."""
         if len(batch.ruled):
-            edited = logits.index_select(0, sent["ruled"])
-            self._rules.apply(edited, sent)
-            logits.index_copy_(0, sent["ruled"], edited)
+            chosen = sent["ruled"]
+            edited = logits.index_select(0, chosen)
+            self._rules.apply(edited, output_lens.index_select(0, chosen), drafted.select(chosen), sent)
+            logits.index_copy_(0, chosen, edited)
         if len(batch.penalised):
-            edited = logits.index_select(0, sent["penalised"])
-            self._penalties.apply(edited, sent)
+            chosen = sent["penalised"]
+            edited = logits.index_select(0, chosen)
+            self._penalties.apply(edited, drafted.select(chosen), sent)
             if "xtc_indices" in sent:
                 # XTC chooses among what the grammar allows, or it might exclude all of that.
-                if masks is not None and mask_of_row is not None:
-                    mask_argmax(edited, masks, mask_of_row.index_select(0, sent["penalised"]))
-                self._penalties.exclude(edited, sent["sample_positions"].index_select(0, sent["penalised"]), sent)
-            logits.index_copy_(0, sent["penalised"], edited)
+                if masks[0] is not None and masks[1] is not None:
+                    mask_argmax(edited, masks[0], masks[1].index_select(0, chosen))
+                self._penalties.exclude(edited, output_lens.index_select(0, chosen), sent)
+            logits.index_copy_(0, chosen, edited)
 
-    def _find_params(
-        self, batch: SampleBatch, sent: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, SampleParams | None]:
-        """The rows and their parameters, as sent now or before."""
-        if "sample_rows" in sent:
+    def _find_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> _LatestRows:
+        """The entries and their parameters, as sent now or before."""
+        if "sample_entries" in sent:
             params = self._read_params(batch, sent) if len(batch.random) else None
-            self._latest = _LatestRows(batch.rows.tobytes(), sent["sample_rows"], params)
-            return sent["sample_rows"], params
-        last = self._latest
-        assert last is not None, "what was not sent is on the device"
-        return last.rows, None if last.params is None else replace(last.params, position=sent["sample_positions"])
+            entries = sent["sample_entries"].view(2, -1)
+            self._latest = _LatestRows(batch.entries.tobytes(), entries, sent["sample_prompt_lens"], params)
+        assert self._latest is not None, "what was not sent is on the device"
+        return self._latest
 
     def _read_params(self, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> SampleParams:
         rows = batch.rows[batch.random]
@@ -164,13 +170,17 @@ class Sampler:
         ranked = np.where(top_k > 0, top_k, np.where(top_p < 1.0, self.vocab_size, 0))
         temperatures, top_ps, min_ps = sent["sample_reals"].view(3, -1)
         top_ks, seeds = sent["sample_integers"].view(2, -1)
+        index = torch.zeros_like(seeds)  # in the output: differs in every step, see `sample`
         return SampleParams(
-            temperatures, top_ks, top_ps, min_ps, seeds, sent["sample_positions"], has_min_p=bool((min_p > 0).any()),
+            temperatures, top_ks, top_ps, min_ps, seeds, index, has_min_p=bool((min_p > 0).any()),
             has_top_p=bool((top_p < 1.0).any()), num_ranked=min(int(ranked.max()), self.vocab_size),
         )
 
-    def _count(self, ids: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor]) -> None:
+    def _count(
+        self, tokens: torch.Tensor, drafted: Drafted, batch: SampleBatch, sent: dict[str, torch.Tensor]
+    ) -> None:
+        """Let penalties and rules know the tokens [3, S] that count."""
         if len(batch.penalised):
-            self._penalties.count(ids.index_select(0, sent["penalised"]), sent)
+            self._penalties.count(tokens, drafted, sent)
         if len(batch.ruled):
-            self._rules.push(ids.index_select(0, sent["ruled"]), sent)
+            self._rules.push(tokens, drafted, sent)

@@ -42,39 +42,61 @@ class StepFeature(IntFlag):
 
 @dataclass(slots=True)
 class StepShape:
-    """The spans of a step as host arrays, int64. ``requests`` [2, R]: ``[0]`` rows, ``[1]`` their lengths in the cache
-    after the step. ``lengths`` [R] are the tokens computed in this step; ``query_start`` [R + 1] is their prefix sum,
-    beginning with 0."""
+    """The requests of a step as host arrays, int64. A decode with k drafts is 1 + k requests, its *entries*, one after
+    the other: see `headrace.kernels.verify`.
+
+    ``entries`` [2, R]: ``[0]`` rows, ``[1]`` the offset of an entry, 0 for other requests. ``ends`` [R]: lengths in the
+    cache after the step, for entries bounds (exact on a CPU, and for rows without drafts in flight). ``lengths`` [R]
+    are the tokens computed in this step; ``query_start`` [R + 1] is their prefix sum, beginning with 0.
+    ``num_decodes`` counts entries; ``most_drafts`` is the largest offset."""
 
     num_decodes: int
-    requests: np.ndarray
+    entries: np.ndarray
+    ends: np.ndarray
     lengths: np.ndarray
     query_start: np.ndarray
+    most_drafts: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepShape:
-        """Read a plan; asserts what the contract of `StepPlan` promises."""
+    def of(cls, plan: StepPlan, rows: Rows) -> tuple[StepShape, list[int] | None]:
+        """Read a plan; asserts what the contract of `StepPlan` promises. See `Step` for the order of spans."""
         lengths = np.array(plan.lengths, dtype=np.int64)
-        requests = np.array((plan.rows, plan.begins), dtype=np.int64)
+        owners, begins = np.array((plan.rows, plan.begins), dtype=np.int64)
+        num_decodes, order = plan.num_decodes, None
         assert len(set(plan.rows)) == len(lengths) > 0, "a plan has at least one span and each row once"
-        assert lengths.min() > 0 and (lengths[: plan.num_decodes] == 1).all(), "spans have tokens, decodes exactly one"
-        requests[1] += lengths
-        return cls(plan.num_decodes, requests, lengths, np.concatenate(([0], lengths.cumsum())))
+        assert lengths.min() > 0, "spans have tokens"
+        if num_decodes and rows.computed_len_np is not None:
+            begins[:num_decodes] = rows.computed_len_np[owners[:num_decodes]]
+        if num_decodes == len(lengths):
+            longest_first = np.argsort(-(begins + lengths), kind="stable")
+            order = [int(index) for index in np.argsort(longest_first)]  # the inverse permutation
+            owners, begins, lengths = owners[longest_first], begins[longest_first], lengths[longest_first]
+        offsets, most_drafts = np.zeros(len(owners), dtype=np.int64), 0
+        if num_decodes and lengths[:num_decodes].max() > 1:
+            most_drafts = int(lengths[:num_decodes].max()) - 1
+            copies = np.concatenate((lengths[:num_decodes], np.ones(len(lengths) - num_decodes, dtype=np.int64)))
+            num_decodes = int(copies[:num_decodes].sum())
+            firsts = np.repeat(copies.cumsum() - copies, copies)
+            owners, begins, lengths = (np.repeat(a, copies) for a in (owners, begins, lengths))
+            offsets = np.arange(len(owners)) - firsts
+            begins[:num_decodes] += offsets[:num_decodes]
+            lengths[:num_decodes] = 1
+        query_start = np.concatenate(([0], lengths.cumsum()))
+        return cls(num_decodes, np.stack((owners, offsets)), begins + lengths, lengths, query_start, most_drafts), order
+
+    def advance(self) -> StepShape:
+        """The shape of the next step if the same rows decode again, without drafts."""
+        return StepShape(self.num_decodes, self.entries, self.ends + 1, self.lengths, self.query_start)
 
     @property
     def rows(self) -> np.ndarray:
         """[R]."""
-        return self.requests[0]
-
-    @property
-    def ends(self) -> np.ndarray:
-        """[R]: positions in the cache after the step."""
-        return self.requests[1]
+        return self.entries[0]
 
     @property
     def begins(self) -> np.ndarray:
         """[R]: positions in the cache before the step."""
-        return self.requests[1] - self.lengths
+        return self.ends - self.lengths
 
     @property
     def num_tokens(self) -> int:
@@ -83,13 +105,14 @@ class StepShape:
 
 @dataclass(slots=True)
 class SampleBatch:
-    """The rows that sample in a step, as host arrays: ``rows`` [S]; ``output_lens`` [S], the index of the sampled token
-    in the row's output; then, per reason for more than the argmax, the indices in [0, S) of the rows concerned
-    (``constrained``: by a grammar; ``logged``: logprobs are wanted, of ``top_counts[i]`` best tokens and
-    ``id_counts[i]`` named ones)."""
+    """The positions sampled in a step, as host arrays: ``entries`` [2, S] rows and offsets (see `StepShape`), with
+    ``most_drafts`` as the largest offset; then, per reason for more than the argmax, the indices in [0, S) of the
+    positions concerned (``constrained``: by a grammar; ``logged``: logprobs are wanted, of ``top_counts[i]`` best
+    tokens and ``id_counts[i]`` named ones). The index of a sampled token in its row's output is known to the device
+    alone."""
 
-    rows: np.ndarray
-    output_lens: np.ndarray
+    entries: np.ndarray
+    most_drafts: int
     random: np.ndarray
     penalised: np.ndarray
     ruled: np.ndarray
@@ -99,8 +122,10 @@ class SampleBatch:
     id_counts: list[int]
 
     @classmethod
-    def of(cls, rows: np.ndarray, ends: np.ndarray, state: Rows) -> SampleBatch:
-        """``ends`` [S]: position of each token to sample."""
+    def of(cls, entries: np.ndarray, most_drafts: int, state: Rows) -> SampleBatch:
+        """The batch of these positions."""
+        entries = np.ascontiguousarray(entries)
+        rows = entries[0]
         flags = state.flags_np[rows]
         random, penalised, ruled, constrained, logged = (
             np.flatnonzero(flags & bit)
@@ -108,16 +133,19 @@ class SampleBatch:
         )
         specs = [state[int(row)].sampling for row in rows[logged]]
         return cls(
-            rows, ends - state.prompt_len_np[rows], random, penalised, ruled, constrained, logged,
+            entries, most_drafts, random, penalised, ruled, constrained, logged,
             [spec.num_logprobs for spec in specs], [len(spec.logprob_ids) for spec in specs],
         )
 
-    def advance(self) -> SampleBatch:
-        """The batch of the next step if the same rows decode again."""
-        return SampleBatch(
-            self.rows, self.output_lens + 1, self.random, self.penalised, self.ruled, self.constrained, self.logged,
-            self.top_counts, self.id_counts,
-        )
+    @property
+    def rows(self) -> np.ndarray:
+        """[S]."""
+        return self.entries[0]
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """Indices in [0, S) of the first position of each row."""
+        return np.flatnonzero(self.entries[1] == 0)
 
     @property
     def is_greedy(self) -> bool:
@@ -127,10 +155,10 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class Step:
-    """A plan as host arrays. ``samples`` [S] are the indices into ``shape`` of the spans that sample, ``batch`` their
-    rows. ``is_greedy``: all of them take the argmax. In a step of decodes alone the spans are sorted, longest first, so
-    that the device's last programs are short ones; ``order[i]`` is then the index in ``shape`` of the plan's span i.
-    Otherwise ``shape`` is in plan order, and ``order`` is None."""
+    """A plan as host arrays. ``samples`` [S] are the indices into ``shape`` of the requests that sample, ``batch``
+    these. ``is_greedy``: all of them take the argmax. In a step of decodes alone the spans are sorted, longest first,
+    so that the device's last programs are short ones; ``order[i]`` is then the index in the sorted spans of the plan's
+    span i. Otherwise ``shape`` is in plan order, and ``order`` is None."""
 
     plan: StepPlan
     shape: StepShape
@@ -143,33 +171,29 @@ class Step:
     @classmethod
     def of(cls, plan: StepPlan, rows: Rows) -> Step:
         """Read a plan of at least one span; raises when it computes rows that were never started."""
-        shape, order = StepShape.of(plan), None
-        rows.require(shape.rows)
-        if plan.num_decodes == len(plan.rows):
-            longest_first = np.argsort(-shape.ends, kind="stable")
-            order = [int(index) for index in np.argsort(longest_first)]  # the inverse permutation
-            shape = StepShape(
-                shape.num_decodes, np.ascontiguousarray(shape.requests[:, longest_first]), shape.lengths,
-                shape.query_start
-            )
-            samples = np.arange(len(order))
+        rows.require(np.array(plan.rows))
+        shape, order = StepShape.of(plan, rows)
+        if order is not None:
+            samples = np.arange(shape.num_decodes)
         else:
-            samples = np.flatnonzero(plan.samples)
-        batch = SampleBatch.of(shape.rows[samples], shape.ends[samples], rows)
+            # entries of decodes come first, and all sample
+            spans = np.flatnonzero(plan.samples[plan.num_decodes :])
+            samples = np.concatenate((np.arange(shape.num_decodes), shape.num_decodes + spans))
+        batch = SampleBatch.of(shape.entries[:, samples], shape.most_drafts, rows)
         return cls(plan, shape, samples, batch, _find_features(shape, batch, rows), batch.is_greedy, order)
 
     def follow(self, plan: StepPlan, rows: Rows) -> Step:
         """Read the plan that follows this one. Where the same rows decode again, every length grows by one and the rest
         is reused: the sorted order still holds, and flags are those of before, since a row that was started in between
         would have had a prefill step in between."""
-        # Equal rows and begins do not suffice: a span behind forced tokens is a prefill and may have any length.
-        are_decodes = self.order is not None and plan.num_decodes == len(plan.rows)
-        if not are_decodes or plan.rows != self.plan.rows or plan.begins != [b + 1 for b in self.plan.begins]:
+        num_spans = len(plan.rows)
+        is_same = self.order is not None and plan.num_decodes == num_spans and plan.rows == self.plan.rows
+        # Neither step has drafts: every span of both is one token.
+        if not is_same or self.shape.most_drafts or sum(plan.lengths) != num_spans:
             return Step.of(plan, rows)
-        requests = self.shape.requests.copy()
-        requests[1] += 1
-        shape = StepShape(self.shape.num_decodes, requests, self.shape.lengths, self.shape.query_start)
-        return Step(plan, shape, self.samples, self.batch.advance(), self.features, self.is_greedy, self.order)
+        if plan.begins != [b + 1 for b in self.plan.begins]:
+            return Step.of(plan, rows)
+        return Step(plan, self.shape.advance(), self.samples, self.batch, self.features, self.is_greedy, self.order)
 
 
 def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeature:

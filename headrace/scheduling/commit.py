@@ -5,42 +5,39 @@ Ignores results for requests that have finished or were retracted since the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import msgspec
-
 from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
+from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.lifecycle import Lifecycle
 from headrace.scheduling.planner import Flight
 from headrace.scheduling.request import Counters, Request
-from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 
 
 class Committer:
     """Applies results in plan order."""
 
-    def __init__(self, *, lifecycle: Lifecycle, running: RunningSet, sharing: SharedPrefills, counters: Counters):
+    def __init__(self, *, lifecycle: Lifecycle, sharing: SharedPrefills, drafting: Drafting, counters: Counters):
         self._lifecycle = lifecycle
-        self._running = running
         self._sharing = sharing
+        self._drafting = drafting
         self._counters = counters
 
-    def commit(self, flight: Flight, result: StepResult, later: Iterable[Flight]) -> list[RequestOutput]:
-        """One output for every request that progressed. ``later`` are the steps in flight behind this one."""
+    def commit(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
+        """One output for every request that progressed."""
         # Failures first: they change epochs, so the commits below skip those rows' tokens.
         outputs = self._end_failed(flight, result) if result.failed_rows or result.refused_rows else []
-        self._commit_decodes(flight, result, outputs)
+        if result.counts:
+            self._commit_verified(flight, result, outputs)
+        else:
+            self._commit_decodes(flight, result, outputs)
         self._commit_prefills(flight, result, outputs)
-        # Spans whose sample a forced token replaced: see `Flight.void_sample`.
-        for request, epoch, end in flight.computed:
-            if request.epoch == epoch:
-                request.computed_len = end
-        # Last: forced tokens extend the outputs made above.
-        if result.forced:
-            self._commit_forced(flight, result, later, outputs)
+        if result.drafts:
+            live = {request.row: request for request in flight.live_requests()}
+            for draft in result.drafts:
+                if draft.row in live:
+                    self._drafting.guess(live[draft.row], draft.start, draft.token_ids)
         counters = self._counters
         counters.steps += 1
         counters.computed_tokens += sum(flight.plan.lengths)
@@ -59,7 +56,8 @@ class Committer:
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
-        """The hot loop: every running request, every step. Decodes come first in a plan, so span i is token i."""
+        """The hot loop: every running request, every step without drafts. Decodes come first in a plan, so span i is
+        token i."""
         num_decodes = flight.plan.num_decodes
         token_ids, logprobs, append = result.token_ids, result.logprobs, outputs.append
         num_generated = 0
@@ -79,11 +77,39 @@ class Committer:
             append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens, entries))
         self._counters.generation_tokens += num_generated
 
+    def _commit_verified(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
+        """The same where some requests had drafts: each has as many tokens as its count says, at least one."""
+        plan, end = flight.plan, 0
+        counts = result.counts[: plan.num_decodes]
+        for request, epoch, length, count in zip(flight.requests, flight.epochs, plan.lengths, counts):  # noqa: B905
+            begin, end = end, end + count
+            if request.epoch != epoch:
+                continue
+            request.planned_len -= length - count
+            request.num_unsure -= length - 1
+            new_ids, finish = result.token_ids[begin:end], None
+            for index, token in enumerate(new_ids):
+                request.tokens.append(token)
+                request.computed_len += 1
+                if token in request.stop_ids or request.known_len >= request.max_len:
+                    finish = self._find_finish(request, token)
+                    if finish is not None:
+                        new_ids = new_ids[: index + 1]  # what follows was sampled behind the end
+                        break
+            self._counters.generation_tokens += len(new_ids)
+            logprobs = None if result.logprobs is None else result.logprobs[begin : begin + len(new_ids)]
+            entries = None if logprobs is None or logprobs[0] is None else [e for e in logprobs if e is not None]
+            if finish is not None:
+                outputs.append(self._lifecycle.finish(request, finish, new_ids, logprobs=entries))
+            else:
+                outputs.append(RequestOutput(request.request_id, new_ids, None, request.num_cached_tokens, entries))
+
     def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
-        """Chunks of prompts (or of tokens that a grammar forced): store their pages, and append what was sampled."""
+        """Chunks of prompts: store their pages, and append what was sampled."""
         plan = flight.plan
         chunks, pooled = {chunk.row: chunk for chunk in result.prompt_logprobs}, dict(result.pooled)
-        sampled = plan.num_decodes  # index of the next sampled token
+        # index of the next sampled token
+        sampled = sum(result.counts[: plan.num_decodes]) if result.counts else plan.num_decodes
         for index in range(plan.num_decodes, len(plan.rows)):
             request, token, entry = flight.requests[index], None, None
             if plan.samples[index]:
@@ -123,37 +149,6 @@ class Committer:
         return RequestOutput(
             request.request_id, [token], None, request.num_cached_tokens, logprobs, prompt, queued_s=request.queued_s
         )
-
-    def _commit_forced(
-        self, flight: Flight, result: StepResult, later: Iterable[Flight], outputs: list[RequestOutput]
-    ) -> None:
-        """Append tokens that a grammar forced, behind those just sampled. They have no KV yet: their requests go back
-        to prefilling, and what later steps in flight sample in their places is void."""
-        live = {request.row: request for request in flight.live_requests()}
-        positions = {output.request_id: position for position, output in enumerate(outputs)}
-        for row, token_ids in result.forced:
-            if row in live:
-                position = positions[live[row].request_id]
-                outputs[position] = self._extend(live[row], token_ids, later, outputs[position])
-
-    def _extend(
-        self, request: Request, token_ids: list[int], later: Iterable[Flight], output: RequestOutput
-    ) -> RequestOutput:
-        # A live row with forced tokens sampled in this step, so it has an output already.
-        finish, new_ids = None, list(output.token_ids)
-        for token in token_ids:
-            request.tokens.append(token)
-            new_ids.append(token)
-            finish = self._find_finish(request, token)
-            if finish is not None:
-                break
-        self._counters.generation_tokens += len(new_ids) - len(output.token_ids)
-        if finish is not None:
-            return self._lifecycle.finish(request, finish, new_ids, prompt_logprobs=output.prompt_logprobs)
-        for flight in later:
-            flight.void_sample(request)
-        self._running.restart_prefill(request)
-        return msgspec.structs.replace(output, token_ids=new_ids)
 
     @staticmethod
     def _find_finish(request: Request, token: int) -> Finish | None:

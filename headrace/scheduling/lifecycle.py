@@ -10,6 +10,7 @@ from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
 from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.fairness import Share
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request, State
@@ -22,13 +23,14 @@ class Lifecycle:
 
     def __init__(
         self, *, ledger: CacheLedger, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
-        forecast: OutputForecast, counters: Counters,
+        drafting: Drafting, forecast: OutputForecast, counters: Counters,
         hooks: Hooks,
     ):
         self._ledger = ledger
         self._running = running
         self._queue = queue
         self._sharing = sharing
+        self._drafting = drafting
         self._forecast = forecast
         self._counters = counters
         self._hooks = hooks
@@ -98,6 +100,7 @@ class Lifecycle:
                 self.store_computed(request)
             self._ledger.close(request.holding)
             request.holding = None  # type: ignore[assignment]
+            self._drafting.forget(request)
         self._sharing.leave(request)
 
 

@@ -1,48 +1,37 @@
 """`Planner`: what the next step computes, under one token budget: decodes first, then chunks of running prefills, then
 newly admitted requests (chunked prefill as in Sarathi-Serve, https://arxiv.org/abs/2403.02310).
 
-Refuses: waiting for results. ``planned_len`` advances as if every step in flight succeeded. A request for which one
-does not leaves the running set, and starts from the committed length if it is admitted again.
+Refuses: waiting for results. ``planned_len`` advances as if every step in flight succeeded and all its drafts were
+right; the commit takes wrong drafts back. A request whose step fails leaves the running set, and starts from the
+committed length if it is admitted again.
 """
 
 from __future__ import annotations
 
-from headrace.base.step import PageAppend, StepPlan
+from headrace.base.step import PageAppend, RowDraft, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
 from headrace.scheduling.cache.ledger import CacheLedger
+from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.fairness import Path, divide
 from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
 from headrace.scheduling.running import RunningSet
 
-VOID = -1  # an epoch that no request has: they count from 0
-
 
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
-    request's own epoch has changed since, the span's result is void. ``computed`` are ``(request, epoch, end)`` of
-    spans whose sampled token is void but whose KV up to position ``end`` is valid."""
+    request's own epoch has changed since, the span's result is void."""
 
-    __slots__ = ("computed", "epochs", "plan", "requests")
+    __slots__ = ("epochs", "plan", "requests")
 
     def __init__(self, plan: StepPlan, requests: list[Request]):
         self.plan = plan
         self.requests = requests
         self.epochs = [request.epoch for request in requests]
-        self.computed: list[tuple[Request, int, int]] = []
-
-    def void_sample(self, request: Request) -> None:
-        """Ignore the token that this step samples for the request: a forced token took its position. The KV that the
-        step computes is valid: its input is the token sampled just before the forced ones. (With a third plan in flight
-        that would not hold for the last of them; ``overlap_depth`` is at most 2.)"""
-        for index, (other, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
-            if other is request and epoch == request.epoch:
-                self.epochs[index] = VOID
-                self.computed.append((request, epoch, self.plan.begins[index] + self.plan.lengths[index]))
 
     def live_requests(self) -> list[Request]:
-        """Requests that have not left the running set since this plan was made, less those with void samples."""
+        """Requests that have not left the running set since this plan was made."""
         return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
 
 
@@ -75,10 +64,10 @@ class StepLimit:
                 self.tokens, self._calm = min(self._most, 2 * self.tokens), 0
 
 
-class Draft:
+class Sketch:
     """The spans of a plan being made, as parallel lists; see `StepPlan`."""
 
-    __slots__ = ("appends", "begins", "lengths", "num_decodes", "requests", "samples")
+    __slots__ = ("appends", "begins", "drafts", "lengths", "num_decodes", "num_tokens", "requests", "samples")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -86,12 +75,14 @@ class Draft:
         self.lengths: list[int] = []
         self.samples: list[int] = []
         self.appends: list[PageAppend] = []
+        self.drafts: list[RowDraft] = []
         self.num_decodes = 0
+        self.num_tokens = 0  # of decodes
 
 
 class Planner:
     """Composes plans. A step has at most ``limit.tokens`` tokens, and at most ``min(limit.tokens, max_running)``
-    requests run. As a decode is one token, all decodes fit into every step."""
+    requests run. As a decode without drafts is one token, all decodes fit into every step."""
 
     def __init__(
         self,
@@ -101,6 +92,7 @@ class Planner:
         queue: WaitingQueue,
         admission: Admission,
         retraction: Retraction,
+        drafting: Drafting,
         limit: StepLimit,
         max_running: int,
     ):
@@ -109,6 +101,7 @@ class Planner:
         self._queue = queue
         self._admission = admission
         self._retraction = retraction
+        self._drafting = drafting
         self._limit = limit
         self._max_running = max_running
         self._next_step_id = 0
@@ -121,35 +114,35 @@ class Planner:
     def plan(self, *, is_idle: bool) -> Flight | None:
         """The next step, or None when nothing can run before another step is committed. ``is_idle``: no step is in
         flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on."""
-        # A draft without spans has no appends either, so it can be thrown away. Retracting while a step is in flight
+        # A sketch without spans has no appends either, so it can be thrown away. Retracting while a step is in flight
         # would be premature: its commit may end requests and free their pages.
-        draft = self._compose()
-        while not draft.requests:
+        sketch = self._compose()
+        while not sketch.requests:
             if not is_idle or not self._running.num_running:
                 return None
             self._retraction.retract_one()
-            draft = self._compose()
-        return self._seal(draft)
+            sketch = self._compose()
+        return self._seal(sketch)
 
-    def _compose(self) -> Draft:
+    def _compose(self) -> Sketch:
         newcomer = self._make_way()
-        draft = Draft()
-        self._add_decodes(draft)
-        budget = self._limit.tokens - draft.num_decodes
+        sketch = Sketch()
+        self._add_decodes(sketch)
+        budget = self._limit.tokens - sketch.num_tokens
         shares = self._divide(budget, newcomer)
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
             share = min(budget, shares.get(request.path, budget))
             if share <= 0:
                 continue
-            length = self._add_chunk(draft, request, share)
+            length = self._add_chunk(sketch, request, share)
             if length == 0:
-                return draft  # no pages: newcomers must not take what this one waits for
+                return sketch  # no pages: newcomers must not take what this one waits for
             budget -= length
             if shares:
                 shares[request.path] -= length
         if budget > 0:
-            self._admit(draft, budget)
-        return draft
+            self._admit(sketch, budget)
+        return sketch
 
     @property
     def _can_admit(self) -> bool:
@@ -179,32 +172,71 @@ class Planner:
             demands[newcomer.path] = demands.get(newcomer.path, 0) + newcomer.known_len
         return divide(budget, demands) if len(demands) > 1 else {}
 
-    def _add_decodes(self, draft: Draft) -> None:
-        """One token for every decoding request whose output may still grow, counting tokens in flight. Retracts others
-        when there are no pages for them. Runs for every request in every step: no work per request but the lists."""
-        ledger, make_room, decoding = self._ledger, self._retraction.make_room, self._running.decoding
-        ready = [request for request in decoding if request.planned_len < request.limit_len]
+    def _add_decodes(self, sketch: Sketch) -> None:
+        """One token, and drafts to verify, for every decoding request whose output may still grow, counting tokens in
+        flight. Retracts others when there are no pages for them. Runs for every request in every step: no work per
+        request but the lists."""
+        ready = [request for request in self._running.decoding if request.planned_len < request.limit_len]
+        lengths = self._drafting.choose_lengths(ready, self._limit.tokens) if self._drafting.has_drafts else None
+        if lengths is None or not self._grow_for_drafts(sketch, ready, lengths):
+            ready = self._grow_decodes(sketch, ready)
+            lengths = [1] * len(ready)
+        sketch.requests = ready
+        sketch.num_decodes = len(ready)
+        sketch.begins = [request.planned_len for request in ready]
+        sketch.lengths, sketch.samples = lengths, list(lengths)  # apart: prefill spans are added to both
+        sketch.num_tokens = sum(lengths)
+        if sketch.num_tokens > len(ready):
+            sketch.drafts = self._drafting.take_drafts(ready, lengths)
+            for request, length in zip(ready, lengths, strict=True):
+                request.planned_len += length
+                request.num_unsure += length - 1
+        else:
+            for request in ready:
+                request.planned_len += 1
+
+    def _grow_decodes(self, sketch: Sketch, ready: list[Request]) -> list[Request]:
+        """Give every ready request room for one more position; returns those that are still ready."""
+        ledger, make_room = self._ledger, self._retraction.make_room
         # Those whose last page is full: each needs one more page per group.
         growing = [request for request in ready if request.planned_len == request.holding.capacity]
-        if growing:
-            for request in growing:
-                ledger.trim(request.holding, request.planned_len)  # first: a window may give back what is needed
-            # One victim at a time; it may be among the ready ones, and then they need fewer pages.
-            while make_room(len(growing)):
-                ready = [request for request in ready if request.state == State.DECODING]
-                growing = [request for request in growing if request.state == State.DECODING]
-            for request in growing:
-                ledger.grow(request.holding, request.planned_len + 1)
-                ledger.take_appends(request.holding, request.row, draft.appends)
-        draft.requests = ready
-        draft.num_decodes = len(ready)
-        draft.begins = [request.planned_len for request in ready]
-        draft.lengths = [1] * len(ready)
-        draft.samples = [1] * len(ready)
-        for request in ready:
-            request.planned_len += 1
+        if not growing:
+            return ready
+        for request in growing:  # first: a window may give back what is needed
+            ledger.trim(request.holding, request.planned_len - request.num_unsure)
+        if not ledger.reserve(len(growing)):
+            # Where drafts are in flight, the page may not be needed at all: their commit tells, so these wait for it.
+            waiting = {request for request in growing if request.num_unsure}
+            ready = [request for request in ready if request not in waiting]
+            growing = [request for request in growing if request not in waiting]
+        # One victim at a time; it may be among the ready ones, and then they need fewer pages.
+        while make_room(len(growing)):
+            ready = [request for request in ready if request.state == State.DECODING]
+            growing = [request for request in growing if request.state == State.DECODING]
+        for request in growing:
+            ledger.grow(request.holding, request.planned_len + 1)
+            ledger.take_appends(request.holding, request.row, sketch.appends)
+        return ready
 
-    def _add_chunk(self, draft: Draft, request: Request, budget: int) -> int:
+    def _grow_for_drafts(self, sketch: Sketch, ready: list[Request], lengths: list[int]) -> bool:
+        """Give every ready request room for so many positions; False, with nothing done, if there are no pages for all
+        of them: nobody is retracted for a draft."""
+        ledger = self._ledger
+        growing = [
+            (request, end)
+            for request, length in zip(ready, lengths, strict=True)
+            if (end := request.planned_len + length) > request.holding.capacity
+        ]
+        for request, _ in growing:
+            ledger.trim(request.holding, request.planned_len - request.num_unsure)
+        if not ledger.reserve(sum(-(-(end - r.holding.capacity) // ledger.page_size) for r, end in growing)):
+            return False
+        for request, end in growing:
+            ledger.grow(request.holding, end)
+            ledger.take_appends(request.holding, request.row, sketch.appends)
+        return True
+
+    def _add_chunk(self, sketch: Sketch, request: Request, budget: int) -> int:
         """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
         ledger.trim(holding, begin)
@@ -217,20 +249,20 @@ class Planner:
             has_pages = ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))  # may evict
             assert has_pages
             ledger.grow(holding, end)
-        ledger.take_appends(holding, request.row, draft.appends)
+        ledger.take_appends(holding, request.row, sketch.appends)
         request.planned_len = end
         is_last = end == request.goal_len
         # At planning, not at commit: the next plan decodes it, with the token that this step samples on the device. A
         # pooled request, or one of a single output token, has ``planned_len == limit_len`` and is never decoded.
         if is_last:
             self._running.start_decoding(request)
-        draft.requests.append(request)
-        draft.begins.append(begin)
-        draft.lengths.append(end - begin)
-        draft.samples.append(int(is_last and request.pooling is None))
+        sketch.requests.append(request)
+        sketch.begins.append(begin)
+        sketch.lengths.append(end - begin)
+        sketch.samples.append(int(is_last and request.pooling is None))
         return end - begin
 
-    def _admit(self, draft: Draft, budget: int) -> None:
+    def _admit(self, sketch: Sketch, budget: int) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
@@ -244,33 +276,34 @@ class Planner:
                 self._is_blocked = True
                 break
             if verdict is Verdict.ADMITTED:
-                length = self._add_chunk(draft, request, budget)
+                length = self._add_chunk(sketch, request, budget)
                 assert length > 0, f"{request} was admitted without a page to start with"
                 budget -= length
         queue.end_step()
 
-    def _seal(self, draft: Draft) -> Flight:
-        """Make the plan: the draft's spans, with all changes of rows and page tables since the last plan."""
+    def _seal(self, sketch: Sketch) -> Flight:
+        """Make the plan: the sketch's spans, with all changes of rows and page tables since the last plan."""
         running = self._running
         # Tables in which a commit replaced pages by the tree's. The device must get these entries now, even where the
         # request has no span here: the replaced pages are free, and this plan may have handed them out.
         if running.rewired:
             for request in running.rewired:
-                self._ledger.take_appends(request.holding, request.row, draft.appends)
+                self._ledger.take_appends(request.holding, request.row, sketch.appends)
             running.rewired = {}
-        releases, starts, growths = running.take_changes()
+        releases, starts = running.take_changes()
         plan = StepPlan(
             step_id=self._next_step_id,
-            num_decodes=draft.num_decodes,
-            rows=[request.row for request in draft.requests],
-            begins=draft.begins,
-            lengths=draft.lengths,
-            samples=draft.samples,
+            num_decodes=sketch.num_decodes,
+            rows=[request.row for request in sketch.requests],
+            begins=sketch.begins,
+            lengths=sketch.lengths,
+            samples=sketch.samples,
             releases=releases,
             starts=starts,
-            appends=draft.appends,
-            growths=growths,
+            appends=sketch.appends,
+            drafts=sketch.drafts,
+            num_proposals=self._drafting.num_proposals,
         )
         self._next_step_id += 1
         self._limit.count_step()
-        return Flight(plan, draft.requests)
+        return Flight(plan, sketch.requests)

@@ -42,7 +42,8 @@ class Request:
     ``known_len``           both together
     ``cached_len``          tokens found in the prefix tree at the latest admission
     ``computed_len``        positions whose KV is in the cache for certain: their step was committed
-    ``planned_len``         the same, counting steps still in flight
+    ``planned_len``         the same, counting steps still in flight as if all their drafts were right: an upper bound
+    ``num_unsure``          drafts of steps in flight; ``planned_len - num_unsure`` is a lower bound
     ``goal_len``            where the current prefill ends: ``known_len`` at the latest admission
     ``limit_len``           positions that can ever need computing: the last sampled token is not computed
     ======================  ==============================================================================
@@ -55,7 +56,8 @@ class Request:
         "arrived_at", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers", "goal_len",
         "hit_pages", "hit_version",
         "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "origin", "path", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
+        "num_shared_waits", "num_unsure", "origin", "path", "planned_len", "pooling", "priority", "prompt_len",
+        "prompt_logprobs_len",
         "prompt_token_ids", "queued_s",
         "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
@@ -87,7 +89,7 @@ class Request:
         self.epoch = 0
         self.row = -1
         self.holding: Holding = None  # type: ignore[assignment]  # its pages, only while it runs
-        self.cached_len = self.computed_len = self.planned_len = 0
+        self.cached_len = self.computed_len = self.planned_len = self.num_unsure = 0
         self.goal_len = self.prompt_len
 
         self.arrived_at = 0.0  # by the scheduler's clock

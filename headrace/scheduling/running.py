@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from headrace.base.step import RowGrowth, RowStart
+from headrace.base.step import RowStart
 from headrace.scheduling.request import Request, State
 
 
@@ -31,7 +31,6 @@ class RunningSet:
         self.rewired: dict[Request, None] = {}  # with entries that the device has already, but that were replaced
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._newcomers: list[Request] = []
-        self._grown: dict[Request, int] = {}  # first position whose token the device does not know
         self._released: list[int] = []
 
     @property
@@ -70,21 +69,11 @@ class RunningSet:
         del self.prefilling[request]
         self.decoding[request] = None
 
-    def restart_prefill(self, request: Request) -> None:
-        """Tokens were appended without being sampled (a grammar forced them): compute them before any other prefill.
-        The next plan carries them to the device, whose own last token is that of a void sample."""
-        request.state = State.PREFILLING
-        request.goal_len = request.known_len
-        del self.decoding[request]
-        self.prefilling = {request: None, **self.prefilling}
-        self._grown[request] = request.planned_len
-
     def leave(self, request: Request, state: State) -> None:
         """Take the row away. The new epoch makes results of steps in flight void for this request."""
         if request.is_running:
             del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
             self.rewired.pop(request, None)
-            self._grown.pop(request, None)
             self._count_shares(request, -1)
             self._free_rows.append(request.row)
             self._released.append(request.row)
@@ -111,8 +100,8 @@ class RunningSet:
             if number == 1 + (change > 0):  # from one to two, or back
                 self.num_several[end] = self.num_several.get(end, 0) + change
 
-    def take_changes(self) -> tuple[list[int], list[RowStart], list[RowGrowth]]:
-        """Rows released, started and grown since the last plan. A request that was retracted and admitted again in
+    def take_changes(self) -> tuple[list[int], list[RowStart]]:
+        """Rows released and started since the last plan. A request that was retracted and admitted again in
         between is in ``starts`` with its new row."""
         starts = [
             RowStart(
@@ -121,12 +110,9 @@ class RunningSet:
             )
             for request in self._newcomers
         ]
-        growths = [
-            RowGrowth(request.row, start, request.tokens[start:].tolist()) for request, start in self._grown.items()
-        ]
         released = self._released
-        self._newcomers, self._released, self._grown = [], [], {}
-        return released, starts, growths
+        self._newcomers, self._released = [], []
+        return released, starts
 
     def free_rows(self) -> list[int]:
         """A copy, for audits."""

@@ -22,6 +22,7 @@ from headrace.scheduling.admission import Admission, QueueLimits
 from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
+from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.lifecycle import Lifecycle, Retraction
 from headrace.scheduling.planner import Flight, Planner, StepLimit
 from headrace.scheduling.queue import POLICIES, WaitingQueue
@@ -50,6 +51,7 @@ class Scheduler:
         max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
 
         self._counters = Counters()
+        self._drafting = Drafting()
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
@@ -67,7 +69,7 @@ class Scheduler:
         forecast = self._admission.forecast
         self._lifecycle = Lifecycle(
             ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
-            forecast=forecast, counters=self._counters,
+            drafting=self._drafting, forecast=forecast, counters=self._counters,
             hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
         retraction = Retraction(
@@ -77,10 +79,10 @@ class Scheduler:
         self._limit = StepLimit(max_step_tokens)
         self._planner = Planner(
             ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission,
-            retraction=retraction, limit=self._limit, max_running=max_running,
+            retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
         )  # fmt: skip
         self._committer = Committer(
-            lifecycle=self._lifecycle, running=self._running, sharing=self._sharing, counters=self._counters
+            lifecycle=self._lifecycle, sharing=self._sharing, drafting=self._drafting, counters=self._counters
         )
 
         self._flights: deque[Flight] = deque()  # oldest first; committed in this order
@@ -166,7 +168,7 @@ class Scheduler:
         """Apply a step's result; returns one output per request that progressed. Results of steps launched before a
         failure (see `fail`) are ignored."""
         flight = self._take_flight(plan)
-        return [] if flight is None else self._committer.commit(flight, result, self._flights)
+        return [] if flight is None else self._committer.commit(flight, result)
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
         """A step raised: its requests end with an error, and their pages are not stored in the prefix tree. The

@@ -13,8 +13,8 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
     """Decodes with so many keys, and prompts computed from their start."""
     lengths = np.array([1] * len(decode_lens) + prefill_lens, dtype=np.int64)
     ends = np.array(decode_lens + prefill_lens, dtype=np.int64)
-    requests = np.stack((np.arange(len(ends)), ends))
-    return StepShape(len(decode_lens), requests, lengths, np.concatenate(([0], lengths.cumsum())))
+    entries = np.stack((np.arange(len(ends)), np.zeros_like(ends)))
+    return StepShape(len(decode_lens), entries, ends, lengths, np.concatenate(([0], lengths.cumsum())))
 
 
 @pytest.fixture(scope="module")

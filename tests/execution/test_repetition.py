@@ -62,11 +62,12 @@ class Bench:
 
     def sample(self, logits: dict[int, torch.Tensor]):
         rows = np.array(list(logits), dtype=np.int64)
-        batch = SampleBatch.of(rows, np.array([len(self.histories[r]) for r in logits], dtype=np.int64), self.rows)
+        batch = SampleBatch.of(np.stack((rows, np.zeros_like(rows))), 0, self.rows)
+        positions = torch.tensor([len(self.histories[row]) - 1 for row in logits], device=self.device)
         upload = Upload()
         self.sampler.pack(batch, upload)
         stacked = torch.stack(list(logits.values())).to(self.device)
-        sampled = self.sampler.sample(stacked, batch, upload.send(self.device))
+        sampled = self.sampler.sample(stacked, positions, batch, upload.send(self.device))
         for row, token in zip(logits, sampled.tokens[0].tolist(), strict=False):
             self.histories[row].append(token)
         return batch, sampled
@@ -227,12 +228,13 @@ def test_xtc_chooses_among_what_the_grammar_allows():
     bench = Bench(DEVICES[0])
     for row in range(2):
         bench.start(row, [1], spec)
-    rows = np.array([0, 1])
-    batch, upload = SampleBatch.of(rows, np.array([1, 1]), bench.rows), Upload()
+    batch, upload = SampleBatch.of(np.array([[0, 1], [0, 0]]), 0, bench.rows), Upload()
     bench.sampler.pack(batch, upload)
     masks: RowBitmasks = OneMask()
-    sampled = bench.sampler.sample(torch.stack([logits, logits]), batch, upload.send(DEVICES[0]), masks)
-    ids, states = sampled.tokens.tolist()
+    sampled = bench.sampler.sample(
+        torch.stack([logits, logits]), torch.zeros(2, dtype=torch.int64), batch, upload.send(DEVICES[0]), masks
+    )
+    ids, states, _ = sampled.tokens.tolist()
     assert states == [0, 0] and ids[0] == 0 and ids[1] in range(2, VOCAB)
 
 
@@ -256,7 +258,7 @@ def test_rows_without_these_samplers_pay_nothing():
     bench.start(1, list(range(2000)), SamplingSpec(penalties=Penalties(dry=dry)))
     bench.sample({1: logits})
     upload = Upload()
-    batch = SampleBatch.of(np.array([0]), np.array([len(bench.histories[0])]), bench.rows)
+    batch = SampleBatch.of(np.array([[0], [0]]), 0, bench.rows)
     bench.sampler.pack(batch, upload)
     assert not [name for name in upload.send(DEVICES[0]) if name.startswith(("dry", "xtc"))]
     assert measure() < 3 * before + 0.005

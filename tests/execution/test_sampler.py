@@ -38,10 +38,11 @@ class Bench:
 
     def sample(self, logits: dict[int, torch.Tensor]) -> tuple[SampleBatch, Sampled]:
         rows = np.array(list(logits), dtype=np.int64)
-        batch = SampleBatch.of(rows, np.array([self.lens[r] for r in logits], dtype=np.int64), self.rows)
+        batch = SampleBatch.of(np.stack((rows, np.zeros_like(rows))), 0, self.rows)
+        positions = torch.tensor([self.lens[row] - 1 for row in logits])
         upload = Upload()
         self.sampler.pack(batch, upload)
-        sampled = self.sampler.sample(torch.stack(list(logits.values())), batch, upload.send(CPU))
+        sampled = self.sampler.sample(torch.stack(list(logits.values())), positions, batch, upload.send(CPU))
         for row in logits:
             self.lens[row] += 1
         return batch, sampled
@@ -190,7 +191,7 @@ def test_every_processor_against_numpy_and_every_row_against_itself_alone(reques
         for row, (spec, prompt) in enumerate(requests):
             chosen = int(sampled.tokens[0, row])
             assert chosen == int(alone[row].sample({3: logits[row].clone()})[1].tokens[0])
-            assert chosen == int(bench.rows.last_token[row])
+            assert chosen == int(bench.rows.tensors.last_token[row])
             x = edited_logits(logits[row].numpy(), spec, prompt, outputs[row])
             if not np.isfinite(x).any():
                 assert sampled.tokens[1, row] == NOTHING_ALLOWED
@@ -259,7 +260,8 @@ def test_non_finite_rows_are_told_apart():
                 temperature=1.0 if row % 2 else 0.0, seed=row, rules=LogitRules(bias={1: 1.0}) if row == 2 else None
             )
         )
-    ids, states = bench.sample(logits)[1].tokens.tolist()
+    ids, states, counts = bench.sample(logits)[1].tokens.tolist()
+    assert counts == [1] * 5
     assert states == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK]
     assert all(0 <= token < 8 for token in ids)
 

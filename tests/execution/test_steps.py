@@ -26,6 +26,7 @@ def started(*lengths: int) -> Rows:
     rows = Rows(len(lengths), CPU)
     for row, (length, spec) in enumerate(zip(lengths, SPECS, strict=True)):
         rows.start(RowStart(row, f"r{row}", [1] * length, length, spec))
+        rows.tensors.computed_len[row] = length
     return rows
 
 
@@ -50,18 +51,36 @@ def test_a_step_behind_another():
     step = Step.of(plan_of([0, 1, 2, 3], [4, 9, 2, 9]), rows)
     assert list(step.shape.rows) == [1, 3, 0, 2] and list(step.shape.ends) == [10, 10, 5, 3]
     assert step.order == [2, 0, 3, 1]
-    assert list(step.batch.output_lens) == [1, 1, 1, 1] and list(step.batch.random) == [0, 3]
+    assert list(step.batch.random) == [0, 3] and list(step.batch.firsts) == [0, 1, 2, 3]
     for begins in ([5, 10, 3, 10], [6, 11, 4, 11], [6, 12, 4, 11]):
         plan = plan_of([0, 1, 2, 3], begins)
+        rows.tensors.computed_len[:4] = torch.tensor(begins)
         step = step.follow(plan, rows)
         assert_equal(step, Step.of(plan, rows))
-    forced = StepPlan(0, 3, [0, 1, 2, 3], [7, 13, 5, 12], [1, 1, 1, 9], [1] * 4)
-    assert_equal(step.follow(forced, rows), Step.of(forced, rows))
+    mixed = StepPlan(0, 3, [0, 1, 2, 3], [7, 13, 5, 12], [1, 1, 1, 9], [1] * 4)
+    assert_equal(step.follow(mixed, rows), Step.of(mixed, rows))
+    drafted = StepPlan(0, 4, [0, 1, 2, 3], [7, 13, 5, 12], [1, 3, 1, 2], [1, 3, 1, 2])
+    step = step.follow(drafted, rows)
+    assert_equal(step, Step.of(drafted, rows))
+    after = plan_of([0, 1, 2, 3], [8, 16, 6, 14])
+    assert_equal(step.follow(after, rows), Step.of(after, rows))
     plan = plan_of([3, 1], [30, 40])
     assert_equal(step.follow(plan, rows), Step.of(plan, rows))
     rows.release(1)
     with pytest.raises(HeadraceError, match="never started"):
         Step.of(plan, rows)
+
+
+def test_a_decode_with_drafts_is_one_entry_for_each_token():
+    rows = started(4, 9, 2, 9)
+    plan = StepPlan(0, 2, [2, 0, 3], [5, 6, 0], [1, 3, 4], [1, 3, 1])  # bounds: the rows are at 2 and 4
+    step = Step.of(plan, rows)
+    assert step.shape.entries.tolist() == [[2, 0, 0, 0, 3], [0, 0, 1, 2, 0]]
+    assert step.shape.begins.tolist() == [2, 4, 5, 6, 0] and step.shape.lengths.tolist() == [1, 1, 1, 1, 4]
+    assert (step.shape.num_decodes, step.shape.most_drafts, step.order) == (4, 2, None)
+    assert step.samples.tolist() == [0, 1, 2, 3, 4] and step.batch.firsts.tolist() == [0, 1, 4]
+    step = Step.of(StepPlan(0, 2, [2, 0], [5, 6], [1, 3], [1, 3]), rows)
+    assert step.shape.entries.tolist() == [[0, 0, 0, 2], [0, 1, 2, 0]] and step.order == [1, 0]
 
 
 def test_sampling_parameters_are_sent_once():
@@ -74,7 +93,8 @@ def test_sampling_parameters_are_sent_once():
         batch, upload = Step.of(plan, rows).batch, Upload()
         by.pack(batch, upload)
         sent = upload.send(CPU)
-        return by.sample(logits.clone(), batch, sent).tokens[0].tolist(), set(sent)
+        positions = torch.tensor([plan.begins[plan.rows.index(row)] for row in batch.rows])
+        return by.sample(logits.clone(), positions, batch, sent).tokens[0].tolist(), set(sent)
 
     sent = []
     for plan in plans:

@@ -34,7 +34,6 @@ def _check(
         logits[3, vocab_size // 2] = float("nan")
     if num_rows > 5:
         logits[5] = -torch.inf
-    rows, last_token = torch.arange(num_rows, device=device).flip(0) + 2, torch.full((num_rows + 4,), -5, device=device)
     more: dict[str, Any] = {}
     expected, whole = logits.cpu().numpy().copy(), wide.clone()
     if masked:
@@ -55,17 +54,14 @@ def _check(
     if is_random:
         params = more["params"] = sample_params(num_rows, device, top_k=7)
         params.temperature[::2] = 0.0
-    sampled = sample(logits, rows, last_token, **more).cpu()
+    sampled = sample(logits, **more).cpu()
     ids, states = sampled.numpy()
     np.testing.assert_array_equal(wide[:, :vocab_size].cpu().numpy(), expected)
     assert torch.equal(wide[:, vocab_size:], whole[:, vocab_size:]), "beyond the row nothing is written"
     greatest = expected.max(1)
     state = np.where(np.isfinite(before), np.where(np.isfinite(greatest), OK, NOTHING_ALLOWED), NOT_FINITE)
     assert states.tolist() == state.tolist()
-    assert (
-        ((ids >= 0) & (ids < vocab_size)).all() and torch.equal(last_token[rows].cpu(), sampled[0])
-        and (last_token.cpu()[[0, 1, -1, -2]] == -5).all()
-    )
+    assert ((ids >= 0) & (ids < vocab_size)).all()
     for row in np.flatnonzero(np.isfinite(greatest)):
         if is_random and row % 2:
             assert (

@@ -85,10 +85,7 @@ def test_find_best(device):
 def test_keep_best_stores_what_a_greedy_step_needs(device):
     logits = random_logits(5, 9000, device, has_ties=False)
     logits[2, 7], logits[3], logits[4, 1] = float("nan"), float("-inf"), float("inf")
-    rows, last_token = torch.tensor([6, 1, 3, 0, 2], device=device), torch.full((8,), -5, device=device)
-    other = last_token.clone()
-    sampled, expected = sample.sample_greedy(logits, rows, last_token), reference.sample_greedy(logits, rows, other)
+    sampled, expected = sample.sample_greedy(logits), reference.sample_greedy(logits)
     assert sampled[1].tolist() == expected[1].tolist() == [0, 0, 1, 1, 1]
     assert torch.equal(sampled[0, :2], logits[:2].argmax(-1))
     assert torch.equal(sampled[0, [0, 1, 4]], expected[0, [0, 1, 4]])
-    assert torch.equal(last_token[rows], sampled[0]) and last_token[[4, 5, 7]].tolist() == [-5, -5, -5]

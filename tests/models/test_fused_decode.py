@@ -40,29 +40,26 @@ def start(harness: Harness, lengths: tuple[int, ...] = LENGTHS) -> list[Sequence
 
 def run(
     harness: Harness, sequences: list[Sequence], tokens: list[int], *, is_greedy: bool
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Logits, sampled, and the rows' last tokens afterwards, of the next step of the sequences."""
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Logits and sampled of the next step of the sequences."""
     step = harness.model.fuse_decode()
     assert isinstance(step, FusedDecode)
     rows = torch.tensor(ROWS[: len(sequences)])
     tables = torch.full((len(harness.geometries), 16, len(sequences[0].page_tables[0])), 10**6, dtype=torch.int32)
     for row, sequence in zip(rows, sequences, strict=True):
         tables[:, row] = torch.tensor(sequence.page_tables, dtype=torch.int32)
-    last_token = torch.full((17,), -1)
-    last_token[rows] = torch.tensor(tokens)
     lengths = torch.tensor([sequence.length + 1 for sequence in sequences])
-    return *step.run(torch.stack((rows, lengths)), last_token, tables, is_greedy=is_greedy), last_token[rows]
+    return step.run(torch.stack((rows, lengths, torch.tensor(tokens))), tables, is_greedy=is_greedy)
 
 
 def check(harness: Harness, sequences: list[Sequence]) -> None:
     """Both ways through the next step."""
     tokens = [5 + i for i in range(len(sequences))]
-    logits, _, kept = run(harness, sequences, tokens, is_greedy=False)
-    none, sampled, last = run(harness, sequences, tokens, is_greedy=True)
+    logits, _ = run(harness, sequences, tokens, is_greedy=False)
+    none, sampled = run(harness, sequences, tokens, is_greedy=True)
     expected = torch.cat(harness.step(*((s, [t]) for s, t in zip(sequences, tokens, strict=True))))
     assert torch.equal(logits, expected) and none is None
     assert sampled[0].tolist() == [int((row == row.max()).nonzero()[0]) for row in expected] and not sampled[1].any()
-    assert kept.tolist() == tokens and torch.equal(last, sampled[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,7 +110,7 @@ def test_members_of_a_team_agree(case, dtype):
                 harness = build(case, dtype, **sizes)
                 sequences, tokens = start(harness, LENGTHS[:count]), [9] * count
                 for _ in range(6):
-                    logits, _, _ = run(harness, sequences, tokens, is_greedy=False)
+                    logits, _ = run(harness, sequences, tokens, is_greedy=False)
                     check(harness, sequences)
                     sampled.append(logits)
             for one, other in zip(sampled[:6], sampled[6:], strict=True):
@@ -145,7 +142,7 @@ def edit_head(harness: Harness, edit) -> None:
 def test_of_equal_logits_the_first():
     harness = build("llama", vocab_size=2500)
     sequences = start(harness)
-    _, sampled, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
+    _, sampled = run(harness, sequences, [5] * len(sequences), is_greedy=True)
     best = sampled[0].tolist()
 
     def repeat(weight: torch.Tensor) -> None:
@@ -164,7 +161,7 @@ def test_logits_that_are_not_finite(value):
     harness = build("llama", vocab_size=2500)
     sequences = start(harness)
     edit_head(harness, lambda weight: weight[1777].fill_(value))
-    _, sampled, _ = run(harness, sequences, [5] * len(sequences), is_greedy=True)
+    _, sampled = run(harness, sequences, [5] * len(sequences), is_greedy=True)
     assert sampled[1].all() and (sampled[0] >= 0).all() and (sampled[0] < 2500).all()
 
 

@@ -6,6 +6,7 @@ it was freed, a table entry never sent, a chunk computed twice or skipped: each 
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from headrace.base.cache import NULL_PAGE, CacheGroup, CacheLayout, CacheSpec
@@ -13,7 +14,7 @@ from headrace.base.config import CacheConfig, SchedulerConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.base.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from headrace.base.step import PromptLogprobs, RowDraft, StepPlan, StepResult, TokenLogprobs
 from headrace.scheduling.scheduler import Scheduler
 
 MODULUS = 2**61 - 1
@@ -29,14 +30,8 @@ def draw_token(fingerprint: int, seed: int, vocab: int) -> int:
     return (fingerprint * 2_654_435_761 + seed * 40_503 + 11) % MODULUS % vocab
 
 
-def force_tokens(fingerprint: int, seed: int, vocab: int) -> list[int]:
-    """What a grammar forces after a prefix: mostly nothing."""
-    draw = (fingerprint * 1_000_033 + seed) % MODULUS
-    return [(draw >> k) % vocab for k in range(draw % 7)] if draw % 3 == 0 else []
-
-
 FORCED = Grammar("regex", "forced")
-"""Requests with it have tokens forced."""
+"""The fake device guesses what the outputs of requests with this grammar continue with, rightly or not."""
 
 
 def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[int], str]:
@@ -53,12 +48,6 @@ def run_alone(ask: EngineRequest, vocab: int, max_model_len: int) -> tuple[list[
         if token in stops and len(output) >= ask.stop.min_tokens:
             return output, "stop"
         fingerprint = extend_print(fingerprint, token)
-        for token in force_tokens(fingerprint, ask.sampling.seed, vocab) if ask.sampling.grammar is not None else ():
-            if len(output) < limit:
-                output.append(token)
-                fingerprint = extend_print(fingerprint, token)
-                if token in stops and len(output) >= ask.stop.min_tokens:
-                    return output, "stop"
     return output, "length"
 
 
@@ -83,7 +72,8 @@ class Row:
     is_pooled: bool = False
     is_forced: bool = False
     tables: list[dict[int, int]] = field(default_factory=list)
-    jumped_from: int = -1  # position of the token that the latest forced run follows
+    computed_len: int = 0
+    last_token: int = -1
     host_len: int = 0  # tokens that spans other than decodes can read
 
 
@@ -97,7 +87,9 @@ class FakeRunner:
         self.kv: list[dict[tuple[int, int], int]] = [{} for _ in layout.groups]
         self.namespaces: dict[str, str] = {}
         self.num_computed = 0
+        self.num_accepted = 0
         self.last_step = -1
+        self.random = random.Random(vocab)
 
     def execute(self, plan: StepPlan, failed: set[str] = frozenset()) -> StepResult:
         """Apply the plan in the documented order, check every read, and draw tokens."""
@@ -106,45 +98,88 @@ class FakeRunner:
         self._apply_changes(plan)
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.begins) == len(plan.lengths) == len(plan.samples) > 0
         written: set[tuple[int, int, int]] = set()
-        for row_id, begin, length in zip(plan.rows, plan.begins, plan.lengths, strict=True):
-            self._write(self.rows[row_id], begin, length, written)
-        tokens, prompts, broken, pooled, forced = [], [], [], [], []
+        drafts = {draft.row: draft for draft in plan.drafts}
+        assert drafts.keys() <= set(plan.rows[: plan.num_decodes]), "drafts of a row that does not decode"
+        tokens, counts, prompts, broken, pooled, guesses = [], [], [], [], [], []
         for index, (row_id, begin, length) in enumerate(zip(plan.rows, plan.begins, plan.lengths, strict=True)):
             row = self.rows[row_id]
+            self.num_computed += length
             if index < plan.num_decodes:
-                assert length == 1 and plan.samples[index] == 1
-                assert begin == len(row.prints) - 1 or (row.is_forced and begin == row.jumped_from)
+                assert plan.samples[index] == length
+                new_ids = self._verify(row, begin, self._find_drafts(row, length - 1, drafts.get(row_id)), written)
+                tokens += new_ids
+                counts.append(len(new_ids))
             else:
                 assert begin + length <= row.host_len, "a span of tokens that nobody told the device"
-            self._check_reads(row, begin, length)
-            self.num_computed += length
+                self._write(row, begin, row.prints[begin : begin + length], written)
+                row.computed_len = begin + length
+                if plan.samples[index]:
+                    assert begin + length == len(row.prints), "sampled before the end of what is known"
+                    tokens.append(self._sample(row))
+                    counts.append(1)
             if row.wants_prompt_logprobs:
                 entries = [
                     TokenLogprobs(p, -1.0, 1) for p in range(max(1, begin + 1), min(begin + length + 1, row.prompt_len))
                 ]
                 if entries:
                     prompts.append(PromptLogprobs(row_id, max(1, begin + 1), entries))
-            if plan.samples[index] and begin + length == row.jumped_from + 1:
-                tokens.append(-5)  # known before it was sampled: whatever comes out means nothing
-            elif plan.samples[index]:
-                assert begin + length == len(row.prints), "sampled before the end of what is known"
-                tokens.append(draw_token(row.prints[-1], row.seed, self.vocab))
-                row.prints.append(extend_print(row.prints[-1], tokens[-1]))
-                forced += self._force(row_id, row)
             if row.is_pooled and begin + length == len(row.prints):
                 pooled.append((row_id, pooled_bytes(row.prints[-1])))
             if row.request_id in failed:
                 broken.append((row_id, "logits are not finite"))
-        return StepResult(plan.step_id, tokens, None, prompts, broken, pooled, forced=forced)
+            if row.is_forced and plan.samples[index]:
+                guesses += self._guess(row_id, row)
+        has_drafts = max(counts, default=0) > 1 or any(length > 1 for length in plan.lengths[: plan.num_decodes])
+        return StepResult(
+            plan.step_id, tokens, None, prompts, broken, pooled, drafts=guesses, counts=counts if has_drafts else []
+        )
 
-    def _force(self, row_id: int, row: Row) -> list[tuple[int, list[int]]]:
-        run = force_tokens(row.prints[-1], row.seed, self.vocab) if row.is_forced else []
-        if not run:
-            return []
-        row.jumped_from = len(row.prints) - 1
-        for token in run:
-            row.prints.append(extend_print(row.prints[-1], token))
-        return [(row_id, run)]
+    def _sample(self, row: Row) -> int:
+        row.last_token = draw_token(row.prints[-1], row.seed, self.vocab)
+        row.prints.append(extend_print(row.prints[-1], row.last_token))
+        return row.last_token
+
+    def _find_drafts(self, row: Row, count: int, guess: RowDraft | None) -> list[int]:
+        """The next ``count`` tokens of a guess, -1 where it has none; without a guess the device makes some itself."""
+        position = row.computed_len + 1
+        if guess is None:
+            return self._continue(row, count)
+        at = position - guess.start
+        if at < 0 or (at > 0 and (at > len(guess.token_ids) or guess.token_ids[at - 1] != row.last_token)):
+            return [-1] * count
+        found = guess.token_ids[at : at + count]
+        return found + [-1] * (count - len(found))
+
+    def _continue(self, row: Row, count: int) -> list[int]:
+        """The true continuation of a row, wrong in places."""
+        fingerprint, ids = row.prints[-1], []
+        for _ in range(count):
+            token = draw_token(fingerprint, row.seed, self.vocab)
+            ids.append(token if self.random.random() < 0.8 else self.random.randrange(self.vocab))
+            fingerprint = extend_print(fingerprint, token)
+        return ids
+
+    def _verify(self, row: Row, begin: int, drafts: list[int], written: set[tuple[int, int, int]]) -> list[int]:
+        """Compute a decode and its drafts; returns the tokens sampled up to the first wrong draft."""
+        first = row.computed_len
+        assert first == len(row.prints) - 1 <= begin, "a decode begins behind the bound of its plan"
+        prints = [row.prints[-1]]
+        for token in drafts:
+            prints.append(extend_print(prints[-1], token))
+        self._write(row, first, prints, written)
+        new_ids = [self._sample(row)]
+        for token in drafts:
+            if token != new_ids[-1]:
+                break
+            self._check_reads(row, first + len(new_ids), 1)
+            new_ids.append(self._sample(row))
+        row.computed_len = first + len(new_ids)
+        self.num_accepted += len(new_ids) - 1
+        return new_ids
+
+    def _guess(self, row_id: int, row: Row) -> list[RowDraft]:
+        run = self._continue(row, self.random.choice((0, 0, 1, 3, 9)))
+        return [RowDraft(row_id, len(row.prints), run)] if run else []
 
     def reset(self) -> None:
         """Forget all rows, as the executor does after a failed step."""
@@ -167,17 +202,6 @@ class FakeRunner:
                 start.request_id, prints, start.sampling.seed, start.prompt_len, wants, is_pooled, is_forced, tables,
                 host_len=len(prints)
             )
-        for growth in plan.growths:
-            row = self.rows[growth.row]
-            assert row.jumped_from <= growth.start <= row.jumped_from + 1, (
-                "a growth leaves a hole, or tells what is known"
-            )
-            fingerprint = row.prints[growth.start - 1]
-            for position, token in enumerate(growth.token_ids, growth.start):
-                fingerprint = extend_print(fingerprint, token)
-                assert row.prints[position] == fingerprint, "another token than was forced"
-            assert growth.start + len(growth.token_ids) == len(row.prints)
-            row.host_len = len(row.prints)
         entries = [
             (append.group, append.row, entry)
             for append in plan.appends
@@ -192,13 +216,16 @@ class FakeRunner:
         size = self.layout.page_size
         return row.tables[group][position // size], position % size
 
-    def _write(self, row: Row, begin: int, length: int, written: set[tuple[int, int, int]]) -> None:
+    def _write(self, row: Row, begin: int, prints: list[int], written: set[tuple[int, int, int]]) -> None:
+        """Compute the positions from ``begin`` on, with these fingerprints; the first must find all before it."""
         for group in range(len(self.layout.groups)):
-            for position in range(begin, begin + length):
+            for position, fingerprint in enumerate(prints, begin):
                 page, offset = self._slot(row, group, position)
                 assert (group, page, offset) not in written, "two rows write one slot"
                 written.add((group, page, offset))
-                self.kv[group][page, offset] = row.prints[position]
+                self.kv[group][page, offset] = fingerprint
+        known = len(row.prints) - begin  # of a verify step only the first position: the drafts may be wrong
+        self._check_reads(row, begin, min(len(prints), known))
 
     def _check_reads(self, row: Row, begin: int, length: int) -> None:
         for group, spec in enumerate(g.spec for g in self.layout.groups):

@@ -1,28 +1,24 @@
-"""Text that a grammar forces: what the libraries say is forced, how it is split, and how rows jump over it."""
+"""Text that a grammar forces: what the libraries say is forced, how it is split, and how rows verify it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_structured_engine import BASE, folder  # noqa: F401
-from walks import EOS, NUM_WORDS, TOKENS, allowed, library
+from walks import EOS, TOKENS, allowed, library
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.grammar import Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
-from headrace.base.step import RowGrowth, RowStart
+from headrace.base.step import RowDraft, RowStart
 from headrace.execution.rows import Rows
 from headrace.execution.step import SampleBatch
-from headrace.execution.structured import rows as rows_module
-from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.structured.forced_tokens import ForcedTokens
 from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import GrammarRows
@@ -109,134 +105,111 @@ def test_what_is_forced_is_all_that_is_allowed(grammar: Grammar):
 
 
 class Step:
-    def __init__(self, ids: list[int], *, is_done: bool):
-        self.ids, self.is_done, self.forced = ids, is_done, []
+    """A launched step; of its ids ``count`` count."""
 
-    def read_ids(self) -> list[int]:
-        return self.ids
+    def __init__(self, ids: list[int], count: int, *, is_done: bool):
+        self.ids, self.count, self.is_done = ids, count, is_done
+        self.drafts: list[RowDraft] = []
+
+    def read_tokens(self) -> tuple[list[int], list[int]]:
+        return self.ids, [self.count] * len(self.ids)
 
 
-def allowed_words(masks: RowBitmasks) -> np.ndarray:
-    """The mask of the only row; everything is allowed where it has none."""
-    table, mask_of_row = (part.numpy() for part in masks.send())
-    return table[mask_of_row[0]] if mask_of_row[0] >= 0 else np.full_like(table[0], -1)
+class Drafts:
+    def __init__(self, ids: list[int]):
+        self.ids = ids
+
+    def read(self) -> np.ndarray:
+        return np.array([self.ids])
 
 
 class Bench:
     """One row with a grammar, driven as the runner does."""
 
-    def __init__(self, grammar: Grammar, *, min_forced: int = 2, **sampling: Any):
+    def __init__(self, grammar: Grammar, *, forces: bool = True, **sampling: Any):
         self.store = GrammarStore(lambda: VOCABULARY, len(TOKENS), [EOS])
         self.rows, self.grammars = (
             Rows(2, torch.device("cpu")),
-            GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), min_forced=min_forced)
+            GrammarRows(self.store, len(TOKENS), 2, torch.device("cpu"), forces=forces)
         )
         self.store.prepare(grammar).result(200)
         self.grammars.start(0, self.rows.start(RowStart(0, "r", [1, 2], 2, SamplingSpec(grammar=grammar, **sampling))))
 
-    def step(self, index: int, token: int, *, is_done: bool = True) -> tuple[Step, int]:
-        """A step that draws output token ``index``; the step, and how many tokens it had to choose from."""
-        fill = self.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + index]), self.rows))
-        masks = allowed_words(fill.result())
-        step = Step([token], is_done=is_done)
+    def step(
+        self, sampled: list[int], drafts: tuple[int, ...] = (), *, is_done: bool = True
+    ) -> tuple[Step, np.ndarray]:
+        """A step that verifies drafts, and of whose tokens ``sampled`` count; the step, and [1 + drafts, V] what each
+        of its positions was allowed."""
+        offsets = range(1 + len(drafts))
+        batch = SampleBatch.of(np.array(([0] * len(offsets), offsets)), len(drafts), self.rows)
+        fill = self.grammars.begin(batch, Drafts(list(drafts)) if drafts else None)
+        table, mask_of_row = (part.numpy() for part in fill.result().send())
+        masks = np.stack([table[slot] if slot >= 0 else np.full_like(table[0], -1) for slot in mask_of_row])
+        step = Step(sampled + [7] * (len(offsets) - len(sampled)), len(sampled), is_done=is_done)
         fill.follow(step)
-        return step, int(np.unpackbits(masks.view(np.uint8)).sum())
+        return step, np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : len(TOKENS)]
 
 
-def test_a_row_jumps_with_one_step_in_flight():
-    bench = Bench(CALL)
-    step, _ = bench.step(0, ord("<"))
-    bench.grammars.catch_up(step)
-    ((row, run),) = step.forced
-    text = b"".join(TOKENS[i] for i in run).decode()
-    assert row == 0 and (BEGIN + "{").startswith("<" + text) and len(text) > len(BEGIN) - 3
-    left = (BEGIN + "{")[1 + len(text) :]
-    after, _ = bench.step(1 + len(run), longest(left)[0])
-    bench.grammars.catch_up(after)
-    assert bench.grammars._constraints[0].matcher.error is None
-
-
-def test_a_row_jumps_with_two_steps_in_flight():
-    """The second step is launched before the first is read; what it draws is known by then."""
-    bench = Bench(CALL)
-    first, _ = bench.step(0, ord("<"), is_done=False)
-    second, num_allowed = bench.step(1, 5, is_done=False)
-    assert num_allowed == NUM_WORDS * 32, "its draw means nothing"
-    bench.grammars.catch_up(first)
-    ((_, run),) = first.forced
-    third, num_allowed = bench.step(1 + len(run), ord("{"), is_done=False)
-    assert num_allowed < 10 and second.forced == []
-    bench.grammars.catch_up(third)
-    assert bench.grammars._constraints[0].num_tokens == 2 + len(run) + sum(len(r) for _, r in third.forced)
-
-
-def test_a_matcher_that_gives_up_within_a_run_ends_its_row_alone():
-    bench = Bench(CALL)
-    constraint = bench.grammars._constraints[0]
-    accept, told = constraint.matcher.accept, []
-
-    class Tired:
-        error = None
-        inner, forced_bytes = constraint.matcher.inner, constraint.matcher.forced_bytes
-
-        def accept(self, token_ids: list[int]) -> None:
-            told.extend(token_ids)
-            accept(token_ids)
-            self.error = "too much work" if len(told) == 4 else None
-
-    constraint._matcher = Tired()
-    step, _ = bench.step(0, ord("<"))
-    bench.grammars.catch_up(step)
-    ((row, run),) = step.forced
-    assert (row, [ord("<"), *run], constraint.num_tokens) == (0, told, 4)
-    fill = bench.grammars.begin(SampleBatch.of(np.array([0]), np.array([2 + 4]), bench.rows))
-    masks = fill.result()
-    assert masks.errors == {0: "too much work"} and not allowed_words(masks).any()
-
-
-def test_rows_jump_where_they_gain_more_together_than_their_step_loses(monkeypatch: pytest.MonkeyPatch):
-    gain = len(forced_together(1)[0]) - 1
-    assert gain > 1
-    monkeypatch.setattr(rows_module, "FORCED_COST", 0.75 * gain)
-    assert forced_together(1) == [] and len(forced_together(2)) == 2
-
-
-def forced_together(num_jumping: int) -> list[list[int]]:
-    """The runs of a step of two rows, of which so many may jump."""
-    bench = Bench(CALL)
-    bench.grammars.release(0)
-    for row in range(2):
-        sampling = SamplingSpec(grammar=CALL, num_logprobs=-1 if row < num_jumping else 0)
-        bench.grammars.start(row, bench.rows.start(RowStart(row, "r", [1, 2], 2, sampling)))
-    fill = bench.grammars.begin(SampleBatch.of(np.array([0, 1]), np.array([2, 2]), bench.rows))
-    fill.result()
-    step = Step([ord("<")] * 2, is_done=True)
-    fill.follow(step)
-    bench.grammars.catch_up(step)
-    return [run for _, run in step.forced]
+def forced(step: Step) -> list[int]:
+    return step.drafts[0].token_ids if step.drafts else []
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}, {"min_forced": 1000}], ids=str
+    "sampling", [{}, {"num_logprobs": 1}, {"rules": LogitRules(min_tokens=1, held_ids=[3])}], ids=str
 )
-def test_rows_that_must_be_sampled_one_by_one_do_not_jump(sampling: dict[str, Any]):
+def test_forced_text_is_reported_behind_what_was_sampled(sampling: dict[str, Any]):
     bench = Bench(CALL, **sampling)
-    step, _ = bench.step(0, ord("<"))
+    step, _ = bench.step([ord("<")])
     bench.grammars.catch_up(step)
-    assert step.forced == []
+    (draft,) = step.drafts
+    text = b"".join(TOKENS[i] for i in draft.token_ids).decode()
+    assert (draft.row, draft.start) == (0, 3), "behind the prompt and one token"
+    assert (BEGIN + "{").startswith("<" + text) and len(text) > len(BEGIN) - 3
+    quiet = Bench(CALL, forces=False)
+    step, _ = quiet.step([ord("<")])
+    quiet.grammars.catch_up(step)
+    assert step.drafts == []
 
 
-def test_rows_know_what_they_have_grown_by():
-    rows = Rows(2, torch.device("cpu"))
-    rows.start(RowStart(1, "r", [4, 5, 6], 3, SamplingSpec()))
-    rows.grow(RowGrowth(1, 5, [8, 9]))
-    assert rows[1].token_ids.tolist() == [4, 5, 6, -1, -1, 8, 9] and rows[1].prompt_len == 3
-    rows.grow(RowGrowth(1, 8, [3]))
-    assert rows[1].token_ids.tolist()[-2:] == [-1, 3]
+@pytest.mark.parametrize("has_states", [True, False])
+@pytest.mark.parametrize("is_done", [True, False])
+def test_positions_behind_drafts_are_allowed_what_they_would_be_one_by_one(
+    has_states: bool, is_done: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not has_states:
+        monkeypatch.setattr("headrace.execution.structured.llguidance.build_automaton", lambda *_: None)
+    whole = longest(BEGIN + '{"delivery_town": "a", "number_of_people": 12}' + END)
+    plain = Bench(CALL)
+    expected = []
+    for token in whole:
+        step, masks = plain.step([token])
+        plain.grammars.catch_up(step)
+        expected.append(masks[0])
+    bench, at = Bench(CALL), 0
+    for right, more in ((0, 0), (3, 0), (2, 3), (0, 4), (9, 0), (5, 2), (1, 1)):
+        drafts = whole[at : at + right]
+        if more:
+            drafts = [*drafts, whole[at + right] + 1, *range(5, 5 + more - 1)]
+        step, masks = bench.step(whole[at : at + right + 1], tuple(drafts), is_done=is_done)
+        assert (masks[: right + 1] == expected[at : at + right + 1]).all()
+        at += right + 1
+        if is_done:
+            bench.grammars.catch_up(step)
+    bench.grammars.catch_up(step)
+    assert bench.grammars._constraints[0].num_tokens == at
 
 
-def generate(llm: LLM, asks: list[SamplingParams], min_forced: int) -> list[list[Any]]:
-    llm._client._engine.executor._runner._grammars.min_forced = min_forced
+def test_nothing_is_asked_behind_an_end_or_a_missing_draft():
+    bench = Bench(Grammar.regex("ab"))
+    _, masks = bench.step([ord("a")], (ord("a"), ord("b"), EOS, 7, 7))
+    assert masks[0].sum() >= 1 and masks[2, EOS] and masks[3:].all()
+    bench = Bench(Grammar.regex("ab"))
+    _, masks = bench.step([ord("a")], (ord("a"), -1, 7))
+    assert not masks[1].all() and masks[2:].all()
+
+
+def generate(llm: LLM, asks: list[SamplingParams], *, forces: bool) -> list[list[Any]]:
+    llm._client._engine.executor._runner._grammars._forces = forces
     return [output.outputs for output in llm.generate([f"Prompt {i}" for i in range(len(asks))], asks)]
 
 
@@ -248,41 +221,37 @@ def llm(request: pytest.FixtureRequest, folder: Path):  # noqa: F811
         llm.check()
 
 
-def test_documents_are_whole_and_take_fewer_steps(llm: LLM):
+def test_drafts_change_nothing_but_the_number_of_steps(llm: LLM):
     asks = [
         SamplingParams(grammar=CALL, max_tokens=250, temperature=0.0),
         SamplingParams(grammar=CALL, max_tokens=250, seed=4, n=2),
         SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0),
-        SamplingParams(grammar=PATTERNED, max_tokens=60, seed=1),
+        SamplingParams(grammar=PATTERNED, max_tokens=60, seed=1, repetition_penalty=1.3),
         SamplingParams(grammar=CALL, max_tokens=250, seed=4, logprobs=1),
+        SamplingParams(grammar=Grammar.regex("[ab]" + "ZQXJ" * 12), max_tokens=60, seed=4, min_tokens=9),
     ]
-    stepwise = generate(llm, asks, 10**6)
-    before = llm.stats()
-    jumping = generate(llm, asks, 1)
-    after = llm.stats()
-    assert (
-        after.generation_tokens_total - before.generation_tokens_total
-        == sum(len(o.token_ids) for outputs in jumping for o in outputs)
-    )
-    assert (
-        jumping[2][0].token_ids == stepwise[2][0].token_ids and jumping[4][0].token_ids == stepwise[4][0].token_ids
-    ), "beside others"
-    for outputs in [jumping[i] for i in (0, 1, 4)]:
-        for output in outputs:
-            if output.finish_reason == "stop":
-                assert output.text.startswith(BEGIN) and output.text.endswith(END)
-                jsonschema.validate(json.loads(output.text[len(BEGIN) : -len(END)]), TOOL)
-            assert output.text.startswith(BEGIN[: len(output.text)])
-    assert jumping[3][0].text.startswith("The code is ") and jumping[3][0].text.endswith(", as agreed.")
-    assert len(jumping[4][0].logprobs) == len(jumping[4][0].token_ids)
+    stepwise, before = generate(llm, asks, forces=False), llm.stats()
+    drafted, after = generate(llm, asks, forces=True), llm.stats()
+    for plain, fast in zip(stepwise, drafted, strict=True):
+        assert [o.token_ids for o in fast] == [o.token_ids for o in plain]
+        assert [o.finish_reason for o in fast] == [o.finish_reason for o in plain]
+    tokens = after.generation_tokens_total - before.generation_tokens_total
+    assert tokens == sum(len(o.token_ids) for outputs in drafted for o in outputs)
+    plain, fast = stepwise[4][0].logprobs, drafted[4][0].logprobs
+    assert [(e.token_id, e.rank) for e in plain] == [(e.token_id, e.rank) for e in fast]
+    assert [e.logprob for e in plain] == pytest.approx([e.logprob for e in fast], abs=1e-4)
+    ((alone,),), start = generate(llm, asks[5:], forces=True), after.steps_total
+    assert alone.text[1:] == "ZQXJ" * 12 and llm.stats().steps_total - start < 12
 
 
 def test_limits_and_stop_strings_within_a_run(llm: LLM):
     for length in (3, 9, 20):
-        ((output,),) = generate(llm, [SamplingParams(grammar=CALL, max_tokens=length, temperature=0.0)], 1)
+        ((output,),) = generate(llm, [SamplingParams(grammar=CALL, max_tokens=length, temperature=0.0)], forces=True)
         assert (
             (len(output.token_ids), output.finish_reason) == (length, "length")
             and BEGIN.startswith(output.text[: len(BEGIN)])
         )
-    ((output,),) = generate(llm, [SamplingParams(grammar=CALL, max_tokens=100, stop=["book"], temperature=0.0)], 1)
-    assert (output.text, output.stop_reason) == ('<tool_call>\n{"name": "', "book")
+    for forces in (False, True):
+        asks = [SamplingParams(grammar=CALL, max_tokens=100, stop=["book"], temperature=0.0)]
+        ((output,),) = generate(llm, asks, forces=forces)
+        assert output.text == BEGIN[: BEGIN.index("book")] and output.finish_reason == "stop"

@@ -112,7 +112,7 @@ def test_a_text_beyond_ascii_goes_on_without_states():
     for seed in range(4):
         check("(?:a|[é-ü0-3]*)é", seed)  # a class beyond ASCII and a character of it
     lib = library()
-    constraint = Constraint(0, lib.compile(Grammar.regex(".{3}")))
+    constraint = Constraint.begin(0, lib.compile(Grammar.regex(".{3}")), 0)
     for byte in "é".encode():
         constraint.accept(byte, is_end=False)
     assert constraint.state is None and constraint.error is None

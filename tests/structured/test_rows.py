@@ -13,7 +13,7 @@ import pytest
 from headrace.base.errors import ConfigError, RequestError, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.sampling import LogitRules, SamplingSpec
-from headrace.base.step import RowStart
+from headrace.base.step import RowDraft, RowStart
 from headrace.execution.rows import Rows, RowTokens
 from headrace.execution.step import SampleBatch
 from headrace.execution.structured.bitmasks import BitmaskTable, RowBitmasks
@@ -85,11 +85,11 @@ class Step:
 
     def __init__(self, ids: list[int], *, is_done: bool = True):
         self.ids, self.is_done, self.num_reads = ids, is_done, 0
-        self.forced: list[tuple[int, list[int]]] = []
+        self.drafts: list[RowDraft] = []
 
-    def read_ids(self) -> list[int]:
+    def read_tokens(self) -> tuple[list[int], list[int]]:
         self.num_reads += 1
-        return self.ids
+        return self.ids, [1] * len(self.ids)
 
 
 def store_of(library: CountLibrary, **options: Any) -> GrammarStore:
@@ -120,7 +120,7 @@ class Bench:
         return known
 
     def batch(self, *rows: int) -> SampleBatch:
-        return SampleBatch.of(np.array(rows), np.array([2 + self.num_sampled[row] for row in rows]), self.rows)
+        return SampleBatch.of(np.array((rows, [0] * len(rows))), 0, self.rows)
 
     def step(
         self, ids: dict[int, int], *, is_done: bool = True

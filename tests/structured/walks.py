@@ -75,7 +75,7 @@ def check_states(
     forced: dict[Any, tuple[bytes, str]] = {}
     num_asked = num_known = 0
     for attempt in range(count):
-        oracle, ours, written = compiled.start(), Constraint(0, compiled), begin if attempt % 2 else b""
+        oracle, ours, written = compiled.start(), Constraint.begin(0, compiled, 0), begin if attempt % 2 else b""
         for byte in written:
             oracle.accept([byte])
             ours.accept(byte, is_end=False)

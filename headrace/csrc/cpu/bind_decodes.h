@@ -1,5 +1,6 @@
-// decode_step: a step of decodes alone in one call: embedding of the last sampled tokens, layers, final norm, LM head
-// and argmax. See `FusedDecode` in kernels/decoder_layers/table.py. R rows, V vocabulary, G cache groups.
+// decode_step: a step of decodes alone in one call: embedding of the input tokens, layers, final norm, LM head and
+// argmax. See `FusedDecode` in kernels/decoder_layers/table.py. R decodes, V vocabulary, G cache groups. A row may occur
+// several times (its last token and drafts): each layer writes the keys of all decodes before any of them attends.
 #pragma once
 
 #include <limits>
@@ -23,15 +24,15 @@ struct Ends {
 // The inputs of a step (positions, slots, page tables), made from its rows and their lengths after it.
 class Decodes {
  public:
-  // rows, ends [R]; last_token [num_rows]; tables [G, num_rows, entries], of which each row's used entries are copied.
-  Decodes(const int64_t* rows, const int64_t* ends, int64_t count, const int64_t* last_token, const int32_t* tables,
-          int64_t num_groups, int64_t num_rows, int64_t entries, int64_t page_size)
-      : tokens(count), positions(count), slots_(num_groups * count), query_start_(count + 1), kv_lens_(count) {
+  // rows, ends [R]; tables [G, num_rows, entries], of which each row's used entries are copied.
+  Decodes(const int64_t* rows, const int64_t* ends, int64_t count, const int32_t* tables, int64_t num_groups,
+          int64_t num_rows, int64_t entries, int64_t page_size)
+      : positions(count), slots_(num_groups * count), query_start_(count + 1), kv_lens_(count) {
     int64_t longest = 0;
     for (int64_t r = 0; r < count; ++r) {
       STD_TORCH_CHECK(rows[r] >= 0 && rows[r] < num_rows && ends[r] > 0 && ends[r] <= entries * page_size,
                       "a row does not exist or is too long");
-      tokens[r] = last_token[rows[r]], positions[r] = ends[r] - 1;
+      positions[r] = ends[r] - 1;
       kv_lens_[r] = static_cast<int32_t>(ends[r]), query_start_[r + 1] = static_cast<int32_t>(r + 1);
       longest = std::max(longest, ends[r]);
     }
@@ -50,7 +51,7 @@ class Decodes {
 
   Requests requests() const { return {static_cast<int64_t>(kv_lens_.size()), query_start_.data(), kv_lens_.data()}; }
 
-  std::vector<int64_t> tokens, positions;
+  std::vector<int64_t> positions;
   std::vector<Group> groups;
 
  private:
@@ -106,12 +107,12 @@ class DecodeStep {
   DecodeStep(const Ends& ends, double embedding_scale, const Reals& reals)
       : ends_(ends), embedding_scale_(static_cast<float>(embedding_scale)), reals_(reals) {}
 
-  // Rows of the embedding [R, D], scaled, as input of the first layer.
-  void embed(const Member& member, const Decodes& decodes, const Step& step) const {
+  // Rows of the embedding [R, D] of tokens [R], scaled, as input of the first layer.
+  void embed(const Member& member, const int64_t* tokens, const Step& step) const {
     const packed::Weight weight = weight_of(ends_.embedding);
     char* const x = step.input(member);
     step.over_rows(member, [&](int64_t begin, int64_t end) {
-      best_packed_gather().gather(weight, decodes.tokens.data(), begin, end, x, ends_.type == kBFloat16);
+      best_packed_gather().gather(weight, tokens, begin, end, x, ends_.type == kBFloat16);
       if (embedding_scale_ == 1.0f) return;
       for (int64_t i = begin * weight.inputs; i < end * weight.inputs; ++i) {
         if (ends_.type == kFloat32) reinterpret_cast<float*>(x)[i] *= embedding_scale_;
@@ -178,35 +179,35 @@ class DecodeStep {
 
 }  // namespace layers
 
-// requests [2, R]: rows, and their lengths after the step. Writes sampled [2, R] (ids, and 1 where the greatest logit
-// is not finite) and the ids to last_token. With logits [R, V] it writes these instead and samples nothing.
-inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor last_token,
-                        Tensor tables, Tensor sampled, std::optional<Tensor> logits) {
+// requests [3, R]: rows, their lengths up to and with the decode's token, and that token. Writes sampled [2, R] (ids,
+// and 1 where the greatest logit is not finite). With logits [R, V] it writes these instead and samples nothing.
+inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor tables,
+                        Tensor sampled, std::optional<Tensor> logits) {
   layers::check_table(table, reals);
   STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && ends.is_contiguous() &&
                       ends.numel() == sizeof(layers::Ends) / sizeof(int64_t),
                   "the ends do not match this library's layout");
   STD_TORCH_CHECK(end_reals.scalar_type() == ScalarType::Double && end_reals.numel() == 3,
                   "end_reals must be scale, eps and offset");
-  for (const Tensor* x : {&requests, &last_token, &sampled})
+  for (const Tensor* x : {&requests, &sampled})
     STD_TORCH_CHECK(x->scalar_type() == ScalarType::Long && x->is_contiguous(),
-                    "requests, last_token and sampled must be contiguous int64");
-  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 && tables.is_contiguous() &&
-                      last_token.numel() >= tables.size(1),
+                    "requests and sampled must be contiguous int64");
+  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 && tables.is_contiguous(),
                   "tables must be [G, rows, entries] int32");
   const auto* layers_of = pointer<layers::Layer>(table);
   const auto& about = *pointer<layers::Ends>(ends);
   const double* numbers = pointer<double>(end_reals);
   const int64_t count = requests.size(1), *rows = pointer<int64_t>(requests);
-  STD_TORCH_CHECK(requests.dim() == 2 && requests.size(0) == 2 && sampled.numel() == 2 * count && count > 0,
-                  "requests and sampled must be [2, R]");
+  STD_TORCH_CHECK(requests.dim() == 2 && requests.size(0) == 3 && sampled.numel() == 2 * count && count > 0,
+                  "requests must be [3, R] and sampled [2, R]");
   STD_TORCH_CHECK(!logits || (logits->scalar_type() == ScalarType::Float && logits->is_contiguous() &&
                               logits->numel() == count * about.head.outputs),
                   "logits must be [R, V] float32, contiguous");
-  const layers::Decodes decodes(rows, rows + count, count, pointer<int64_t>(last_token), pointer<int32_t>(tables),
-                                tables.size(0), tables.size(1), tables.size(2), layers_of->page_size);
-  for (const int64_t token : decodes.tokens)
-    STD_TORCH_CHECK(token >= 0 && token < about.embedding.outputs, "no such token in the vocabulary");
+  const layers::Decodes decodes(rows, rows + count, count, pointer<int32_t>(tables), tables.size(0), tables.size(1),
+                                tables.size(2), layers_of->page_size);
+  const int64_t* const tokens = rows + 2 * count;
+  for (int64_t r = 0; r < count; ++r)
+    STD_TORCH_CHECK(tokens[r] >= 0 && tokens[r] < about.embedding.outputs, "no such token in the vocabulary");
 
   const int64_t hidden_size = about.embedding.inputs, bytes = count * hidden_size * (about.type == kFloat32 ? 4 : 2);
   static thread_local Arena arena;
@@ -221,24 +222,24 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
   float* const all = logits ? writable<float>(*logits) : nullptr;
   run_team(step.num_members(), [&](Team& team, int64_t index) {
     layers::Member member{team, index, count};
-    outside.embed(member, decodes, step);
+    outside.embed(member, tokens, step);
     step.run(member);
     step.enter(member, about.norm, norm, true, about.head);
     const packed::Rows hidden = step.entered(member, layers::weight_of(about.head));
     all ? outside.multiply(member, hidden, all) : outside.argmax(member, hidden, found);
   });
   if (all) return;
-  int64_t *last = writable<int64_t>(last_token), *out = writable<int64_t>(sampled);
+  int64_t* const out = writable<int64_t>(sampled);
   for (int64_t r = 0; r < count; ++r) {
     const auto [id, is_finite] = found.result(r);
-    last[rows[r]] = out[r] = id, out[count + r] = !is_finite;
+    out[r] = id, out[count + r] = !is_finite;
   }
 }
 
 inline void define_decodes(Library& m) {
   m.def(
-      "decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor(a!) last_token, "
-      "Tensor tables, Tensor(b!) sampled, Tensor(c!)? logits) -> ()");
+      "decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor tables, "
+      "Tensor(a!) sampled, Tensor(b!)? logits) -> ()");
 }
 
 inline void implement_decodes(Library& m) { m.impl("decode_step", TORCH_BOX(&decode_step)); }

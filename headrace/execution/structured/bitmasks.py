@@ -34,6 +34,10 @@ class BitmaskTable:
         self._slots: OrderedDict[Hashable, int] = OrderedDict()
         self._free = list(range(min_slots - 1, -1, -1))
 
+    def require(self, count: int) -> None:
+        """A step needs up to ``count`` bitmasks at once: with as many slots, adding one evicts none that it uses."""
+        self._max_slots = max(self._max_slots, count)
+
     def find(self, key: Hashable) -> int | None:
         """The slot of a key, which becomes the most recently used; None if it has none."""
         slot = self._slots.get(key)

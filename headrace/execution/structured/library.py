@@ -31,6 +31,9 @@ class Matcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens. A token that the grammar does not allow leaves the matcher with an ``error``."""
 
+    def copy(self) -> Matcher:
+        """Another one in the same state, which advances by itself."""
+
     def forced_bytes(self) -> bytes:
         """The text that must come next; empty where there is a choice, or where the output may end."""
 

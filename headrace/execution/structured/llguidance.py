@@ -78,6 +78,10 @@ class GuidanceMatcher:
         """See `Matcher`."""
         self.inner.consume_tokens(list(token_ids))
 
+    def copy(self) -> GuidanceMatcher:
+        """See `Matcher`."""
+        return GuidanceMatcher(self.inner.deep_copy())
+
     def forced_bytes(self) -> bytes:
         """See `Matcher`. llguidance writes a special token with 0xFF before it, which no UTF-8 has: cut there."""
         return self.inner.compute_ff_bytes().split(b"\xff", 1)[0]

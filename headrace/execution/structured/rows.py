@@ -4,9 +4,12 @@ A bitmask needs the token before it. Where that is still on the device (two plan
 its sampling; the bitmasks are filled as soon as the step before is read, while the device computes, and sampling is
 launched before the next step. S sampled rows, V vocabulary, W = ceil(V / 32).
 
-Forced tokens (jump-forward decoding): where a grammar leaves no choice for a few tokens, the step that sampled the one
-before them reports them, too. The matcher advances by them at once; what a later step in flight samples in their place
-is recognised by its index in the output and ignored.
+Drafts: a row with drafts samples at several positions, and the bitmask of each depends on the drafts before it. Those
+are read from the device once the step before is done, as they may have been made or chosen there. A fork of the row's
+state follows them; the state itself advances by the tokens that count.
+
+Forced tokens: where a grammar leaves no choice for a few tokens, the step that sampled the one before them reports them
+as drafts (`StepResult.drafts`).
 
 All of this runs on the thread that drives the runner; only compiling and `GrammarLibrary.fill` use other threads.
 """
@@ -14,7 +17,7 @@ All of this runs on the thread that drives the runner; only compiling and `Gramm
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,29 +25,23 @@ import numpy as np
 import torch
 
 from headrace.base.sampling import SamplingSpec
+from headrace.base.step import RowDraft
 from headrace.execution.structured.bitmasks import BitmaskTable, HeldTokens, RowBitmasks
 from headrace.execution.structured.lazy_dfa import DfaState
 from headrace.execution.structured.library import CompiledGrammar, GrammarLibrary, GrammarStore, Matcher
 
-MIN_FORCED = 2
-"""The fewest tokens of a forced run that is reported: a run of one gains nothing."""
-
-FORCED_COST = 0.8
-"""The cost of forced runs to each row of a step, in decode steps, as measured over captured graphs (the next step has
-prefill spans, which the decode graphs cannot replay). A row with a run of n tokens gains n - 1 steps."""
-
 
 class SampledStep(Protocol):
-    """A launched step, as `headrace.execution.result.PendingSample` is one. ``forced``: see `StepResult`."""
+    """A launched step, as `headrace.execution.result.PendingSample` is one. ``drafts``: see `StepResult`."""
 
-    forced: list[tuple[int, list[int]]]
+    drafts: list[RowDraft]
 
     @property
     def is_done(self) -> bool:
-        """Whether `read_ids` would not wait."""
+        """Whether `read_tokens` would not wait."""
 
-    def read_ids(self) -> list[int]:
-        """The sampled ids in the order of the batch; waits for the step."""
+    def read_tokens(self) -> tuple[list[int], list[int]]:
+        """The sampled ids in the order of the batch, and for each how many of its row's count; waits for the step."""
 
 
 class StartedRow(Protocol):
@@ -59,22 +56,21 @@ class StartedRow(Protocol):
 
 
 class SampledRows(Protocol):
-    """The rows that sample in a step: see `headrace.execution.step.SampleBatch`."""
+    """The positions that sample in a step: see `headrace.execution.step.SampleBatch`."""
 
     @property
-    def rows(self) -> np.ndarray: ...
+    def entries(self) -> np.ndarray: ...
     @property
-    def output_lens(self) -> np.ndarray: ...
+    def most_drafts(self) -> int: ...
     @property
     def constrained(self) -> np.ndarray: ...
 
 
 @dataclass(eq=False, slots=True)
 class Constraint:
-    """The grammar of one row and the state of its output. ``num_tokens``: length of the output as far as it is known.
-    ``can_force``: whether sampling a token has no effect but the token (no rules, penalties or logprobs). ``is_over``:
-    the output has ended. ``bitmask_key``: equal for outputs whose next bitmasks are equal; the row's number, shared
-    with nobody, where no state is known.
+    """The grammar of one row and the state of its output. ``prompt_len``: tokens before the output; ``num_tokens``:
+    length of the output as far as it is known. ``is_over``: the output has ended. ``bitmask_key``: equal for outputs
+    whose next bitmasks are equal; where no state is known ``own_key``, which is shared with nobody.
 
     ``state``: of the output in the grammar's automaton, None where that cannot tell. Where it can, the matcher is
     advanced only when it is needed: a bitmask from the table costs 2 us, one that llguidance fills 60 to 200.
@@ -82,24 +78,42 @@ class Constraint:
 
     row: int
     grammar: CompiledGrammar
-    can_force: bool = False
+    prompt_len: int = 0
     held: HeldTokens | None = None
+    own_key: Hashable = None
     num_tokens: int = 0
     is_over: bool = False
     last_token: int = -1
     error: str | None = None
     state: DfaState | None = None
     bitmask_key: Hashable = None
-    _matcher: Matcher = field(init=False)
+    _matcher: Matcher | None = None  # made when it is needed first
+    _origin: Constraint | None = None  # of a fork: where its matcher is copied from
     _pending: list[int] = field(default_factory=list)  # tokens that the matcher has not seen
 
-    def __post_init__(self) -> None:
-        self._matcher = self.grammar.start()
-        self._move(self.grammar.states.start if self.grammar.states is not None else None)
+    @classmethod
+    def begin(cls, row: int, grammar: CompiledGrammar, prompt_len: int, held: HeldTokens | None = None) -> Constraint:
+        """The constraint of an output without tokens."""
+        constraint = cls(row, grammar, prompt_len, held, own_key=row)
+        constraint._move(grammar.states.start if grammar.states is not None else None)
+        return constraint
+
+    def fork(self, index: int) -> Constraint:
+        """A copy that follows drafts; ``index`` tells the forks of a row apart. It must not be used once the constraint
+        itself has advanced."""
+        own_key = (self.row, index)
+        key = own_key if self.bitmask_key == self.own_key else self.bitmask_key
+        return Constraint(
+            self.row, self.grammar, self.prompt_len, self.held, own_key, self.num_tokens, self.is_over,
+            self.last_token, self.error, self.state, key, _origin=self,
+        )
 
     @property
     def matcher(self) -> Matcher:
         """The library's matcher, advanced by all tokens of the output first."""
+        if self._matcher is None:
+            self._matcher = self.grammar.start() if self._origin is None else self._origin.matcher.copy()
+            self._read_error()
         if self._pending:
             self._matcher.accept(self._pending)
             self._pending = []
@@ -141,28 +155,37 @@ class Constraint:
             self.held.clear(bitmask)
 
     def _move(self, state: DfaState | None) -> None:
-        self.state, self.bitmask_key = state, self.row
+        self.state, self.bitmask_key = state, self.own_key
         if state is not None and self.grammar.states is not None:
             key = self.grammar.states.find_key(state)
             is_held = self.held is not None and self.num_tokens < self.held.count
             self.bitmask_key = (key, self.held) if is_held else key
 
     def _read_error(self) -> None:
+        assert self._matcher is not None
         self.error = self._matcher.error
         if self.error is not None:
-            self.bitmask_key = self.row
+            self.bitmask_key = self.own_key
+
+
+class PendingDrafts(Protocol):
+    """The drafts of a step's rows, on their way to the host."""
+
+    def read(self) -> np.ndarray:
+        """[n, N] int64, -1 where there is none; waits for the step before."""
 
 
 @dataclass(slots=True)
 class BitmaskFill:
-    """The bitmasks of a step: ``constraints[i]`` is at index ``places[i]`` of the batch [S] and samples token
-    ``indices[i]`` of its output. They are filled once all tokens before are known to the host."""
+    """The bitmasks of a step: ``constraints[i]`` has ``lengths[i]`` positions in the batch [S], from index
+    ``places[i]`` on. They are filled once all tokens before, and the drafts, are known to the host."""
 
     rows: GrammarRows
-    num_rows: int
+    num_positions: int
     constraints: list[Constraint]
     places: list[int]
-    indices: list[int]
+    lengths: list[int]
+    drafts: PendingDrafts | None = None
     step: SampledStep | None = None
     bitmasks: RowBitmasks | None = None
 
@@ -176,34 +199,47 @@ class BitmaskFill:
     def follow(self, step: SampledStep) -> None:
         """Note the step that uses these bitmasks, launched up to its sampling: its tokens are read next."""
         self.step = step
-        self.rows.await_step(step, list(zip(self.places, self.indices, self.constraints, strict=True)))
+        self.rows.await_step(step, list(zip(self.places, self.constraints, strict=True)))
+
+    def expand(self) -> Iterator[tuple[int, Constraint]]:
+        """``(index in the batch, state)`` of every position: the row's own state, then forks that follow its drafts."""
+        drafts = None if self.drafts is None else self.drafts.read()
+        for i, (place, length, constraint) in enumerate(zip(self.places, self.lengths, self.constraints, strict=True)):
+            yield place, constraint
+            state = constraint
+            for j in range(1, length):
+                assert drafts is not None, "positions behind drafts, which nobody sent"
+                token = int(drafts[i, j - 1])
+                if token < 0:  # no draft, so nothing behind it counts
+                    break
+                state = state.fork(j)
+                self.rows.accept(state, token)
+                yield place + j, state
 
 
 @dataclass(slots=True)
 class _Unread:
-    """A launched step whose tokens the matchers have not seen: ``(place in the batch, index in the output, row)``."""
+    """A launched step whose tokens the matchers have not seen: ``(index in the batch of its first position, row)``."""
 
     step: SampledStep
-    sampled: list[tuple[int, int, Constraint]] = field(default_factory=list)
+    sampled: list[tuple[int, Constraint]] = field(default_factory=list)
 
 
 class GrammarRows:
     """Driven by the runner: `start` and `release` with the rows, `begin` as a step is launched, `BitmaskFill.follow`
     once all of it but its sampling is, and `catch_up` before its result is read.
 
-    ``min_forced``: forced runs of fewer tokens are sampled one by one, and so are longer ones where the rows of a step
-    would lose more by them than those that have runs gain.
+    ``forces``: whether tokens that a grammar forces are reported as drafts.
     """
 
     def __init__(
-        self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, min_forced: int = MIN_FORCED
+        self, store: GrammarStore, vocab_size: int, max_rows: int, device: torch.device, *, forces: bool = True
     ):
-        self.min_forced = min_forced
+        self._forces = forces
         self._store, self._num_words, self._device = store, -(-vocab_size // 32), device
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
         self._waiting: BitmaskFill | None = None  # not filled yet: tokens of the steps before it are not read
-        self._batch_size = 1  # rows of the latest step
         self._max_rows = max_rows
         self._table: BitmaskTable | None = None  # made for the first row
 
@@ -212,14 +248,13 @@ class GrammarRows:
         sampling, rules = known.sampling, known.sampling.rules
         assert sampling.grammar is not None
         compiled = self._store.find(sampling.grammar)
-        can_force = rules is None and sampling.penalties is None and sampling.num_logprobs < 0
         held = HeldTokens(rules.min_tokens, tuple(rules.held_ids)) if rules is not None and rules.min_tokens else None
         if self._table is None:
             self._table = BitmaskTable(self._max_rows, self._num_words, self._device)
-        constraint = self._constraints[row] = Constraint(row, compiled, can_force, held)
+        constraint = self._constraints[row] = Constraint.begin(row, compiled, known.prompt_len, held)
         # `Rows` has the output of a request that was retracted; for a new request this is empty.
         for token in map(int, known.token_ids[known.prompt_len :]):
-            self._accept(constraint, token)
+            self.accept(constraint, token)
 
     def release(self, row: int) -> None:
         """Drop the grammar of a row that was given back. Steps in flight keep its `Constraint`, which nobody reads
@@ -227,22 +262,27 @@ class GrammarRows:
         if self._constraints.pop(row, None) is not None and not self._constraints:
             self._unread.clear()
 
-    def begin(self, batch: SampledRows) -> BitmaskFill | None:
-        """Fill the bitmasks of a batch, now or when the tokens before are read; None when no row has a grammar. Call it
-        once the device is at work."""
-        self._batch_size = len(batch.rows)
+    def find_rows(self, batch: SampledRows) -> list[int]:
+        """The rows of a batch that have a grammar, in the order of `BitmaskFill.constraints`."""
+        rows, offsets = batch.entries[:, batch.constrained]
+        return list(map(int, rows[offsets == 0]))
+
+    def begin(self, batch: SampledRows, drafts: PendingDrafts | None = None) -> BitmaskFill | None:
+        """Fill the bitmasks of a batch, now or when the tokens before are read; None when no row has a grammar.
+        ``drafts``: of the rows of `find_rows`, where the batch has any. Call it once the device is at work."""
         if not len(batch.constrained):
             return None
-        constraints = [self._constraints[row] for row in map(int, batch.rows[batch.constrained])]
-        places = list(map(int, batch.constrained))
-        indices = list(map(int, batch.output_lens[batch.constrained]))
-        fill = self._waiting = BitmaskFill(self, self._batch_size, constraints, places, indices)
+        constraints = [self._constraints[row] for row in self.find_rows(batch)]
+        firsts = np.flatnonzero(batch.entries[1, batch.constrained] == 0)
+        places = list(map(int, batch.constrained[firsts]))
+        lengths = list(map(int, np.diff(firsts, append=len(batch.constrained))))
+        fill = self._waiting = BitmaskFill(self, batch.entries.shape[1], constraints, places, lengths, drafts)
         if all(entry.step.is_done for entry in self._unread):
             self.catch_up()  # without waiting; else `BitmaskFill.result` does it, as late as it can
         return fill
 
-    def await_step(self, step: SampledStep, sampled: list[tuple[int, int, Constraint]]) -> None:
-        """A step was launched that samples tokens ``(place in its batch, index in the output, constraint)``."""
+    def await_step(self, step: SampledStep, sampled: list[tuple[int, Constraint]]) -> None:
+        """A step was launched that samples tokens of ``(index in its batch, constraint)``."""
         self._unread.append(_Unread(step, sampled))
 
     def reset(self) -> None:
@@ -267,59 +307,45 @@ class GrammarRows:
             self._waiting = None
             self._fill(fill)
 
-    def _accept(self, constraint: Constraint, token: int) -> None:
+    def accept(self, constraint: Constraint, token: int) -> None:
+        """Advance a state by a token."""
         constraint.accept(token, is_end=token in self._store.eos_ids)
 
     def _advance(self, entry: _Unread) -> None:
-        ids, going = entry.step.read_ids(), []
-        for place, index, constraint in entry.sampled:
-            if index == constraint.num_tokens:  # else it was known before it was sampled
-                self._accept(constraint, ids[place])
-                if constraint.can_force and not constraint.is_over:
-                    going.append(constraint)
-        if going and self._store.forced_tokens is not None:
-            entry.step.forced += self._force(going)
+        ids, counts = entry.step.read_tokens()
+        for place, constraint in entry.sampled:
+            for token in ids[place : place + counts[place]]:
+                self.accept(constraint, token)
+            if self._forces and not constraint.is_over:
+                run = self._find_forced(constraint)
+                if run:
+                    start = constraint.prompt_len + constraint.num_tokens
+                    entry.step.drafts.append(RowDraft(constraint.row, start, run))
 
-    def _force(self, constraints: list[Constraint]) -> list[tuple[int, list[int]]]:
-        """Advance by the tokens that grammars force now, if that saves more than it costs: ``[(row, tokens)]`` or
-        []. Rows that gain pay, too; see `FORCED_COST`."""
-        runs = [(each, run) for each in constraints if len(run := self._find_run(each)) >= self.min_forced]
-        if sum(len(run) - 1 for _, run in runs) < FORCED_COST * self._batch_size:
-            return []
-        return [(each.row, self._follow_run(each, run)) for each, run in runs]
-
-    def _find_run(self, constraint: Constraint) -> list[int]:
-        assert self._store.forced_tokens is not None
-        text = constraint.forced_bytes()
-        is_short = len(text) < self.min_forced
-        return [] if is_short else self._store.forced_tokens.find(text, constraint.last_token)
-
-    def _follow_run(self, constraint: Constraint, run: list[int]) -> list[int]:
-        """The run, or its beginning if the matcher reaches its limit on work; the next bitmask reports that."""
-        for count, token in enumerate(run, 1):
-            self._accept(constraint, token)
-            _ = constraint.matcher
-            if constraint.error is not None:
-                return run[:count]
-        return run
+    def _find_forced(self, constraint: Constraint) -> list[int]:
+        """The tokens that the grammar forces next, as the tokenizer would split them."""
+        forced_tokens = self._store.forced_tokens
+        text = constraint.forced_bytes() if forced_tokens is not None else b""
+        return forced_tokens.find(text, constraint.last_token) if forced_tokens is not None and text else []
 
     def _fill(self, fill: BitmaskFill) -> None:
-        """Fill each bitmask that the step needs and the table has not. A row that is over, or further on by a forced
-        run, is allowed everything: what it samples is ignored."""
-        table, slot_of_row = self._table, np.full(fill.num_rows, -1, dtype=np.int32)
+        """Fill each bitmask that the step needs and the table has not. A row that is over is allowed everything: what
+        it samples is ignored. So is what comes behind a draft that the grammar does not allow."""
+        table, slot_of_row = self._table, np.full(fill.num_positions, -1, dtype=np.int32)
         assert table is not None, "a row with a grammar was started"
+        table.require(sum(fill.lengths))
         users: dict[Hashable, list[Constraint]] = {}  # of the bitmasks to fill
         slots: dict[Hashable, int] = {}
-        for place, index, constraint in zip(fill.places, fill.indices, fill.constraints, strict=True):
-            if constraint.is_over or index < constraint.num_tokens:
+        for place, constraint in fill.expand():
+            if constraint.is_over or (constraint.error is not None and constraint.own_key != constraint.row):
                 continue
-            # In the table from before: nothing to fill. Keys that are row numbers are of one output at one position, so
-            # their slot's old content is never valid.
+            # In the table from before: nothing to fill. Own keys are of one output at one position, so their slot's old
+            # content is never valid.
             key = constraint.bitmask_key
             slot = table.find(key)
-            if key == constraint.row or slot is None or key in users:
+            if key == constraint.own_key or slot is None or key in users:
                 _ = constraint.matcher
-                key = constraint.bitmask_key  # advancing may have failed, and then the key is the row's own
+                key = constraint.bitmask_key  # advancing may have failed, and then the key is the state's own
                 users.setdefault(key, []).append(constraint)
                 slot = table.find(key)
                 slot = slots[key] = table.add(key) if slot is None else slot

@@ -1,5 +1,5 @@
 """Operations on each token's or request's row by itself, between the matrix products: norms, gated activations, rotary
-embedding with the KV write, hyper-connection weights, and the inputs of a decode step.
+embedding with the KV write, hyper-connection weights.
 
 T tokens, D hidden size, F intermediate size, H heads, K kv heads, E head dim, P pages, S streams, B requests, G cache
 groups. Norms, rotation and softmax compute in float32 whatever the dtype.
@@ -7,7 +7,6 @@ groups. Norms, rotation and softmax compute in float32 whatever the dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 import torch
@@ -82,38 +81,6 @@ shape has ``streams``.
 """
 
 
-@dataclass(slots=True)
-class DecodeInputs:
-    """Inputs of B decodes: ``token_ids`` and ``positions`` [B] int64, ``kv_lens`` [B] int32, ``slots`` [G, B] int64,
-    ``page_tables`` [G, B, entries] int32. Allocated once and overwritten by every step, since captured graphs hold the
-    addresses; table entries beyond a row's length keep their old values."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    kv_lens: torch.Tensor
-    slots: torch.Tensor
-    page_tables: torch.Tensor
-
-    @classmethod
-    def allocate(cls, size: int, tables: torch.Tensor) -> DecodeInputs:
-        """Inputs for ``size`` decodes on the device of ``tables`` [G, rows, entries] int32. All zeros, so that an entry
-        never written is the null page."""
-        groups, _, entries = tables.shape
-        token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=tables.device)
-        kv_lens = torch.zeros(size, dtype=torch.int32, device=tables.device)
-        slots = torch.zeros((groups, size), dtype=torch.int64, device=tables.device)
-        page_tables = torch.zeros((groups, size, entries), dtype=torch.int32, device=tables.device)
-        return cls(token_ids, positions, kv_lens, slots, page_tables)
-
-
-DECODE_INPUTS = Operation("decode_inputs kernel")
-"""``decode_inputs(requests [2, B] int64, last_token [rows] int64, tables [G, rows, entries] int32, page_size, out:
-DecodeInputs)``: fills ``out``.
-
-``requests[0]`` are rows, ``requests[1]`` their lengths after the step (at least 1): the last token of a row goes to
-position length - 1. On a GPU it is one launch, which may be captured.
-"""
-
 _on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
 _on_gpu = requires(device="cuda")
 _on_hopper = requires(device="cuda", capability=(9, 0))
@@ -143,5 +110,3 @@ STREAM_WEIGHTS.add(
     "triton", f"{_MODULE}.triton:stream_weights", supports=lambda q: _on_gpu(q) or _reason_against_streams(q),
     priority=10, doc="one launch; matrices stay in registers",
 )
-DECODE_INPUTS.add("reference", f"{_MODULE}.reference:decode_inputs", doc="plain torch")
-DECODE_INPUTS.add("triton", f"{_MODULE}.triton:decode_inputs", supports=_on_gpu, priority=10, doc="one launch")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import write_codes
-from headrace.kernels.rowwise import DecodeInputs, HeadShape
+from headrace.kernels.rowwise import HeadShape
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -134,17 +134,3 @@ def balance(mix: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
         mix = mix / (mix.sum(-1, keepdim=True) + eps)
         mix = mix / (mix.sum(-2, keepdim=True) + eps)
     return mix
-
-
-def decode_inputs(
-    requests: torch.Tensor, last_token: torch.Tensor, tables: torch.Tensor, page_size: int, out: DecodeInputs
-) -> None:
-    """See `headrace.kernels.rowwise.DECODE_INPUTS`; copies whole page-table rows, used or not."""
-    rows, lens = requests.unbind()
-    torch.index_select(last_token, 0, rows, out=out.token_ids)
-    torch.sub(lens, 1, out=out.positions)
-    out.kv_lens.copy_(lens)
-    torch.index_select(tables, 1, rows, out=out.page_tables)
-    # [G, B]: the page of each row's last token, by cache group
-    pages = out.page_tables.gather(2, (out.positions // page_size).expand(len(tables), -1).unsqueeze(2)).squeeze(2)
-    torch.add(pages.long() * page_size, out.positions % page_size, out=out.slots)

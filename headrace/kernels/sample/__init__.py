@@ -34,9 +34,8 @@ class SampleParams:
 
 
 SAMPLE = Operation("sample kernel")
-"""``sample(logits [S, V] float32, rows [S] int64, last_token [R] int64, *, params: SampleParams | None = None,
-masks=None, mask_of_row=None, before=None) -> sampled [2, S] int64``: ids and states; ``last_token[rows]`` is set to the
-ids.
+"""``sample(logits [S, V] float32, *, params: SampleParams | None = None, masks=None, mask_of_row=None, before=None) ->
+sampled [2, S] int64``: ids and states.
 
 First, in place, row s of the logits becomes -inf wherever the bit of a token in ``masks[mask_of_row[s]]`` is 0; masks
 are [G, W] int32, W = ceil(V / 32), and token v is bit ``v % 32``, counted from the least significant, of word ``v //
@@ -76,9 +75,8 @@ ARGMAX.add(
 )
 
 SAMPLE_GREEDY = Operation("sample_greedy kernel")
-"""``sample_greedy(logits [B, V] float32, rows [B] int64, last_token [R] int64) -> sampled [2, B] int64``:
-`SAMPLE` where every row is greedy and unmasked: ``sampled[0]`` are the ids, ``sampled[1]`` the states OK or NOT_FINITE;
-``last_token[rows]`` is set to the ids (a row that occurs twice keeps one of them)."""
+"""``sample_greedy(logits [B, V] float32) -> sampled [2, B] int64``: `SAMPLE` where every row is greedy and unmasked:
+``sampled[0]`` are the ids, ``sampled[1]`` the states OK or NOT_FINITE."""
 
 SAMPLE_GREEDY.add("reference", "headrace.kernels.sample.reference:sample_greedy", doc="plain torch")
 SAMPLE_GREEDY.add(

@@ -32,8 +32,8 @@ def compose(
     runs for all rows, since states and greedy rows need it; ``params`` then replace the ids of sampled rows."""
 
     def sample(
-        logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
-        masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
+        logits: torch.Tensor, *, params: SampleParams | None = None, masks: torch.Tensor | None = None,
+        mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if masks is None:
             after, ids = argmax(logits)
@@ -44,7 +44,6 @@ def compose(
         states = torch.where((raw if before is None else before).isfinite(), states, NOT_FINITE)
         if params is not None:
             ids = torch.where(params.temperature > 0, sample_rows(logits, params), ids)
-        last_token.index_copy_(0, rows, ids)
         return torch.stack((ids, states))
 
     return sample
@@ -156,10 +155,9 @@ def _rank(x: torch.Tensor, params: SampleParams, rows: slice, num_ranked: int) -
     return torch.where(has_cut, lowest, -torch.inf), is_decided
 
 
-def sample_greedy(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     """See `headrace.kernels.sample.SAMPLE_GREEDY`."""
     best, ids = argmax(logits)
-    last_token.index_copy_(0, rows, ids)
     return torch.stack((ids, (~best.isfinite()).long()))
 
 

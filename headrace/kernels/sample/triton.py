@@ -215,7 +215,7 @@ def _gather_candidates(row_ptr, V, temperature, best, low, top_k, top_p, values_
 
 
 COLUMNS = [
-    "sampled_ptr", "rows_ptr", "last_token_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr",
+    "sampled_ptr", "ids_ptr", "masks_ptr", "mask_of_row_ptr", "before_ptr",
     "temperature_ptr", "top_k_ptr",
     "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr",
 ]
@@ -227,7 +227,7 @@ they would need a dozen variants of the kernel, each compiled while a request wa
     do_not_specialize=["num_words", "has_masks", "has_before", "has_params"], do_not_specialize_on_alignment=COLUMNS
 )
 def _sample_kernel(
-    logits_ptr, sampled_ptr, rows_ptr, last_token_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
+    logits_ptr, sampled_ptr, values_ptr, ids_ptr, masks_ptr, mask_of_row_ptr, before_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, row_stride, V, num_words, has_masks,
     has_before, has_params, BLOCK: tl.constexpr,
 ):
@@ -283,16 +283,15 @@ def _sample_kernel(
         sampled_ptr + tl.num_programs(0) + row,
         tl.where(is_broken, NOT_FINITE, tl.where(is_empty, NOTHING_ALLOWED, 0)).to(tl.int64)
     )
-    tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
 
 
 def sample(
-    logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor, *, params: SampleParams | None = None,
-    masks: torch.Tensor | None = None, mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
+    logits: torch.Tensor, *, params: SampleParams | None = None, masks: torch.Tensor | None = None,
+    mask_of_row: torch.Tensor | None = None, before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `headrace.kernels.sample.SAMPLE`. One program per row; several where all rows are greedy and unmasked."""
     if params is None and masks is None and before is None:
-        return sample_greedy(logits, rows, last_token)
+        return sample_greedy(logits)
     num_rows, vocab_size = logits.shape
     sampled = torch.empty((2, num_rows), dtype=torch.int64, device=logits.device)
     reals, words = sampled.view(torch.float64), sampled.view(torch.int32)  # stand in for absent tensors
@@ -305,7 +304,7 @@ def sample(
     if params is not None:
         columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
     _sample_kernel[(num_rows,)](
-        logits, sampled, rows, last_token, values, ids, words if masks is None else masks,
+        logits, sampled, values, ids, words if masks is None else masks,
         words if mask_of_row is None else mask_of_row, logits if before is None else before, *columns, logits.stride(0),
         vocab_size, 0 if masks is None else masks.shape[1], int(masks is not None), int(before is not None),
         int(params is not None), BLOCK=BLOCK, num_warps=16, maxnreg=MAX_REGISTERS,
@@ -346,19 +345,19 @@ def _part_kernel(logits_ptr, values_ptr, ids_ptr, row_stride, V, PARTS: tl.const
     tl.store(ids_ptr + row * PARTS + part, find_first(x, index, V - 1))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # a part of an upload, at any offset
+@triton.jit
 def _combine_kernel(
-    part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, rows_ptr, last_token_ptr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    part_values_ptr, part_ids_ptr, values_ptr, ids_ptr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_STATES: tl.constexpr,
 ):
-    """Combine the parts of a row. With KEEP, ``ids_ptr`` [2, B] gets ids and states, and last tokens are set."""
+    """Combine the parts of a row. With HAS_STATES ``ids_ptr`` [2, B] gets ids and states; else ``values_ptr`` the
+    maxima."""
     row = tl.program_id(0)
     best, token = combine_parts(part_values_ptr, part_ids_ptr, row, PARTS, BLOCK)
     tl.store(ids_ptr + row, token)
-    if KEEP:
+    if HAS_STATES:
         is_broken = (best != best) | (tl.abs(best) == float("inf"))
         tl.store(ids_ptr + tl.num_programs(0) + row, is_broken.to(tl.int64))
-        tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
     else:
         tl.store(values_ptr + row, best)
 
@@ -382,16 +381,16 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
-        _combine_kernel[(logits.shape[0],)](part_values, part_ids, values, ids, ids, ids, KEEP=False, **shape)
+        _combine_kernel[(logits.shape[0],)](part_values, part_ids, values, ids, HAS_STATES=False, **shape)
     return values, ids
 
 
-def sample_greedy(logits: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     """See `headrace.kernels.sample.SAMPLE_GREEDY`."""
     part_values, part_ids, shape = _search_parts(logits)
     sampled = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
         _combine_kernel[(logits.shape[0],)](
-            part_values, part_ids, part_values, sampled, rows, last_token, KEEP=True, **shape
+            part_values, part_ids, part_values, sampled, HAS_STATES=True, **shape
         )
     return sampled

@@ -102,12 +102,16 @@ class CacheBackend(ABC):
     another; a size that the class cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths
     or waits for the device, so that no CUDA graph may be captured over it. ``supports_dynamic_lengths``: accepts
     `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
+    ``verifies_drafts``: a request may occur several times among the decodes of a step, at consecutive positions (its
+    last token and drafts), and the page may hold wrong drafts behind a request's length; False where a decode changes
+    state that the decode behind it reads.
     """
 
     preferred_page_size: ClassVar[int | None] = None
     is_capturable: ClassVar[bool] = True
     supports_dynamic_lengths: ClassVar[bool] = False
     fuses_layers: ClassVar[bool] = False
+    verifies_drafts: ClassVar[bool] = True
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs) -> None:

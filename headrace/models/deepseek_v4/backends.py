@@ -52,6 +52,7 @@ class _Backend(CacheBackend):
 
     preferred_page_size = PAGE_SIZE
     is_capturable = False
+    verifies_drafts = False  # compressors add each token to a row's state
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.spec, self.page_size, self.device = spec, page_size, device
