@@ -188,4 +188,4 @@ class Acceptance:
 
 
 def _patience(failures: int) -> float:
-    return _FORGET * 0.5 ** float(min(failures // _STREAK, 8))
+    return math.ldexp(_FORGET, -min(failures // _STREAK, 8))

@@ -149,6 +149,11 @@ class DraftPolicy:
             self._acceptance.forget()
         return counts
 
+    def survival(self, key: int, probabilities: Sequence[float]) -> float:
+        """The probability that all of a row's drafts are right."""
+        curve = self._acceptance.curve(key, probabilities, 1.0)
+        return SURVIVAL[curve[-1]] if curve and len(curve) == len(probabilities) else 0.0
+
     def _choose_fixed(self, most_per_key: Sequence[int], budget: int) -> list[int]:
         counts, fixed = [], self._fixed or 0
         for most in most_per_key:
