@@ -1,24 +1,18 @@
-"""`create_app`: the HTTP application over an engine client, with the chat page at ``/``. Refuses: sockets, signals and
+"""`create_app`: the HTTP application over an engine client, and its pages for browsers. Refuses: sockets, signals and
 processes (``server.py``)."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
-from collections.abc import Awaitable, Callable
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.openapi import document_handler
+from headrace.serving.http.pages import add_pages
 from headrace.serving.http.routes import (
     admin,
     chat,
@@ -53,34 +47,6 @@ _MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, nat
 ENDPOINTS = tuple(each for module in _MODULES for endpoint in module.ENDPOINTS for each in endpoint.expand())
 
 
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def page_policy(html: str) -> str:
-    """Content-Security-Policy: only the page's own script and style, by hash, and connections to this server."""
-    scripts = " ".join(map(_digest, re.findall(r"<script>(.*?)</script>", html, re.DOTALL)))
-    styles = " ".join(map(_digest, re.findall(r"<style>(.*?)</style>", html, re.DOTALL)))
-    return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def page_handler() -> Callable[[Request], Awaitable[HTMLResponse]]:
-    """The handler of ``/``; the file is read once."""
-    html = (files("headrace.serving.http") / "page.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": page_policy(html), "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer"
-    }
-
-    async def show(_: Request) -> HTMLResponse:
-        return HTMLResponse(html, headers=headers)
-
-    return show
-
-
 def create_app(client: EngineClient, server: ServerConfig, operations: OperationsConfig | None = None) -> Starlette:
     """The application. The caller starts and closes ``client``; until it is ready, requests get 503. The routes share
     ``app.state.context``."""
@@ -89,25 +55,26 @@ def create_app(client: EngineClient, server: ServerConfig, operations: Operation
     context = app.state.context = AppContext(client, server, Metrics(), operations or OperationsConfig())
     for endpoint in ENDPOINTS:
         app.add_route(endpoint.path, endpoint.handler, methods=list(endpoint.methods))
-    app.add_route("/", page_handler(), methods=["GET"])
+    pages = add_pages(app)
     app.add_route("/openapi.json", document_handler(ENDPOINTS, server, OPEN_PATHS), methods=["GET"])
     install_handlers(app)
-    _add_middleware(app, context, frozenset({"/", "/openapi.json", *(e.path for e in ENDPOINTS)}))
+    _add_middleware(app, context, pages)
     return app
 
 
-def _add_middleware(app: Starlette, context: AppContext, routes: frozenset[str]) -> None:
-    """Add middleware; Starlette wraps the application with each, so the last one added sees a request first. The order
-    matters: `Recorder` is inside the gates, so refused requests are not recorded; `AdminGate` is outside `KeyGate`,
-    which relies on its ``is_admin``; CORS is outside both, as browsers send preflights without a key; `RequestLedger`
-    also counts refused requests and preflights, and logs the client's address, which the proxies' headers tell;
-    `Prefix` sets the root path that `path_of` needs in all others."""
+def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) -> None:
+    """Add middleware; ``pages`` are the paths of the pages' files. Starlette wraps the application with each, so the
+    last one added sees a request first. The order matters: `Recorder` is inside the gates, so refused requests are not
+    recorded; `AdminGate` is outside `KeyGate`, which relies on its ``is_admin``; CORS is outside both, as browsers send
+    preflights without a key; `RequestLedger` also counts refused requests and preflights, and logs the client's
+    address, which the proxies' headers tell; `Prefix` sets the root path that `path_of` needs in all others."""
     server = context.server
+    routes = frozenset({"/openapi.json", *pages, *(e.path for e in ENDPOINTS)})
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
     if sinks:
         app.add_middleware(Recorder, sinks=sinks, paths=frozenset(e.path for e in ENDPOINTS if not e.is_admin))
     if server.api_key is not None:
-        app.add_middleware(KeyGate, key=check_key(server.api_key))
+        app.add_middleware(KeyGate, key=check_key(server.api_key), open_paths=OPEN_PATHS | pages)
     app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:

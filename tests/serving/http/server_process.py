@@ -1,4 +1,5 @@
-"""A real server process over the fake client, for tests of signals: ``python server_process.py DELAY_S DRAIN_S MODE``.
+"""A real server process over the fake client, for tests of signals and crashes: ``python server_process.py DELAY_S
+DRAIN_S MODE [PORT]``.
 
 SIGUSR1 lets it answer without delay."""
 
@@ -49,7 +50,7 @@ class StartingClient(FakeClient):
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     StartingClient.mode = sys.argv[3]
-    config = ServeConfig(server=ServerConfig(port=0, drain_s=float(sys.argv[2])))
+    config = ServeConfig(server=ServerConfig(port=int((sys.argv[4:] or ["0"])[0]), drain_s=float(sys.argv[2])))
     try:
         asyncio.run(HttpServer(config, client=StartingClient(delay_s=float(sys.argv[1]))).run())
     except HeadraceError as error:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
 MAX_WARNED = 16
 """Ignored fields named in a response header."""
-OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/ping", "/metrics"})
-"""Served without a key; compared exactly. The page asks the user for the key itself."""
+OPEN_PATHS = frozenset({"/openapi.json", "/health", "/ready", "/ping", "/metrics"})
+"""Served without a key, as are the pages for browsers, which ask the user for it; compared exactly."""
 
 
 class Prefix:
@@ -208,16 +208,17 @@ def _refuse_media_type(headers: Headers) -> HeadraceError | None:
 
 
 class KeyGate:
-    """Requires the API key except on `OPEN_PATHS`; requests that passed `AdminGate` with the admin key need no
+    """Requires the API key except on ``open_paths``; requests that passed `AdminGate` with the admin key need no
     other."""
 
-    def __init__(self, app: ASGIApp, key: str):
+    def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str]):
         self._app = app
         self._key = key.strip().encode()  # stripped like the keys in headers
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
-            scope["type"] != "http" or path_of(scope) in OPEN_PATHS or scope.get("is_admin")
+            scope["type"] != "http" or path_of(scope) in self._open_paths or scope.get("is_admin")
             or _has_key(Headers(scope=scope), self._key)
         ):
             await self._app(scope, receive, send)
