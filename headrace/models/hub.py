@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from headrace.base.errors import ModelError
 from headrace.models.hub_files import HubName, choose_weights, parse_name, supporting_files
 from headrace.models.hub_transfer import transfer
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S = 10.0  # timeout of a query for a repository's files
@@ -78,23 +81,15 @@ def find_in_hub(
     return _fetch(wanted, revision, asker, wants_weights=wants_weights)
 
 
-def pull(
-    name: str, revision: str | None, *, shows_progress: bool, before: Callable[[Download], None],
-    on_file: Callable[[HubFile], None]
-) -> Path:
+def pull(name: str, revision: str | None, *, before: Callable[[Download], None]) -> Path:
     """Bring the cached copy of a model up to date with the hub and return its folder or GGUF file. An interrupted
-    download goes on where it stopped. ``before`` is called once, ``on_file`` before each missing file;
-    ``shows_progress``: a bar per file, on stderr. Raises `ModelError` with the reason and a remedy."""
+    download goes on where it stopped. ``before`` is called once, when it is known what is missing. Raises `ModelError`
+    with the reason and a remedy."""
     if env.hub_offline():
         raise ModelError(f"cannot fetch {name}: HF_HUB_OFFLINE is set; unset it to ask the Hugging Face hub")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelError(f"cannot fetch {name}: huggingface_hub is not installed; pip install huggingface_hub")
-    cache_root()
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not shows_progress:
-        disable_progress_bars()
-    return _fetch(parse_name(name), revision, _Asker(name, f"cannot fetch {name}: "), before=before, on_file=on_file)
+    return _fetch(parse_name(name), revision, _Asker(name, f"cannot fetch {name}: "), before=before)
 
 
 def cached_names() -> set[str]:
@@ -140,10 +135,17 @@ def _place_in(folder: Path, wanted: HubName) -> Path | None:
 
 def _fetch(
     wanted: HubName, revision: str | None, asker: _Asker, *, wants_weights: bool = True,
-    before: Callable[[Download], None] = lambda _: None, on_file: Callable[[HubFile], None] = lambda _: None
+    before: Callable[[Download], None] = lambda _: None
 ) -> Path:
+    env.home()  # sets HOME where there is none: the library reads it when it is imported
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():  # log files get a line per file instead
+        disable_progress_bars()
+    if not logger.isEnabledFor(logging.DEBUG):
+        for name in ("httpx", "httpx2"):  # a line per request
+            logging.getLogger(name).setLevel(logging.WARNING)
     info: Any = _ask(
         lambda: HfApi().model_info(wanted.repository, revision=revision, timeout=ANSWER_S, files_metadata=True), asker
     )
@@ -158,7 +160,7 @@ def _fetch(
     _require_room(download, asker)
     before(download)
     for file in download.missing:
-        on_file(file)
+        logger.info("fetching %s of %s, %.1f MB", file.name, wanted.repository, file.num_bytes / 1e6)
         _ask(partial(transfer, wanted.repository, file.name, info.sha, repository, ANSWER_S), asker)
     # only now: until everything is here, the revision's complete older copy stays in use
     if revision != info.sha:

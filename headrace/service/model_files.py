@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.models.hub import Download, HubFile, pull
+from headrace.models.hub import Download, pull
 from headrace.models.hub_files import read_name
 from headrace.models.listing import ListedModel, describe, list_models
 
 __all__ = [
-    "Download", "HubFile", "ListedModel", "Memory", "describe", "find_memory", "list_models", "pull", "read_name"
+    "Download", "ListedModel", "Memory", "describe", "find_memory", "list_models", "pull", "read_name"
 ]
 
 FIXED_BYTES = 256 * 2**20

@@ -80,11 +80,15 @@ def test_the_summary_names_one_command_for_what_is_missing():
 def test_the_summary_tells_what_is_broken_and_which_kernels_there_are():
     findings = [
         Finding("model family", "llama", OK), Finding("model family", "odd", BROKEN, (), "raised at import"),
-        Finding("native kernels", "cpu", UNAVAILABLE, (), "unavailable: no C++ compiler found (g++); install one")
+        Finding("native kernels", "cpu", UNAVAILABLE, (), "unavailable: no C++ compiler found (g++); install one"),
+        Finding("native kernels", "other", OK, (), "idle: never asked for"),
+        Finding("native kernels", "third", OK, (), "ready: avx2")
     ]
     text = "\n".join(lines_of(list(check.summarize(LAPTOP, findings, 80))))
-    assert "families     llama" in text and "model family odd" in text and "raised at import" in text
-    assert "no C++ compiler found (g++); install one" in text
+    words = " ".join(text.split())
+    assert "families llama" in words and "Broken model family odd raised at import" in words
+    assert "CPU kernels none, plain torch is used: no C++ compiler found (g++); install one" in words
+    assert "OTHER kernels not compiled yet" in words and "THIRD kernels compiled (avx2)" in words
 
 
 def test_what_was_changed_comes_first_in_show_config(monkeypatch):

@@ -98,7 +98,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def fetch(name: str, revision: str | None = None) -> tuple[Path, Download]:
     told: list[Download] = []
-    path = pull(name, revision, shows_progress=False, before=told.append, on_file=lambda _: None)
+    path = pull(name, revision, before=told.append)
     return path, told[0]
 
 

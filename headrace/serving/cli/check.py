@@ -116,7 +116,11 @@ def _names(findings: Sequence[Finding], kind: str) -> list[str]:
 
 def _native_state(finding: Finding) -> str:
     status, _, detail = finding.detail.partition(": ")
-    return f"compiled, {detail}" if status == "ready" else f"{status}: {detail}"
+    states = {
+        "ready": f"compiled ({detail})",
+        "idle": "not compiled yet: the first model on a CPU starts that, and is slower for a minute or two"
+    }
+    return states.get(status, f"none, plain torch is used: {detail}")
 
 
 def _missing(machine: Machine, findings: Sequence[Finding], width: int) -> Iterator[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
 from headrace.service.model_files import (
     Download,
-    HubFile,
     ListedModel,
     Memory,
     describe,
@@ -80,10 +78,7 @@ def run_pull(invocation: Invocation) -> int:
     if len(invocation.words) != 1:
         raise ConfigError("name one model: headrace pull OWNER/NAME")
     name = read_name(invocation.words[0])
-    path = pull(
-        name, invocation.section("pull").revision, shows_progress=sys.stderr.isatty(), before=_announce,
-        on_file=_announce_file
-    )
+    path = pull(name, invocation.section("pull").revision, before=_announce)
     memory, width = find_memory(), terminal_width()
     model = describe(name, "hub", path)
     print("\n".join(explain(model, memory, width)))
@@ -97,9 +92,7 @@ def run_pull(invocation: Invocation) -> int:
 def _announce(download: Download) -> None:
     missing = download.missing
     what = f"{len(missing)} files, {size(sum(f.num_bytes for f in missing))}" if missing else "everything is here"
-    print(f"{download.repository} at {download.commit[:12]}: {what}", flush=True)
+    lines = [f"{download.repository} at {download.commit[:12]}: {what}"]
+    lines += [f"  {file.name}, {size(file.num_bytes)}" for file in missing]
+    print("\n".join(lines), flush=True)
 
-
-def _announce_file(file: HubFile) -> None:
-    if not sys.stderr.isatty():  # where there are no progress bars
-        print(f"  {file.name}, {size(file.num_bytes)}", flush=True)
