@@ -67,6 +67,35 @@ def test_what_cannot_be_enforced_is_a_plain_400(ai: openai.OpenAI, stream: bool)
             ai.completions.create(model="", prompt="x", max_tokens=5, stream=stream, extra_body=fields)
 
 
+def test_what_is_too_wide_further_on_is_a_400_before_the_stream(tiny_server: LiveServer):
+    free = [{"type": "object", "properties": {f"name{i}": {"type": "integer"}}} for i in range(1500)]
+    schema = {"type": "object", "properties": {"a": {"const": "x"}, "b": {"anyOf": free}}, "required": ["a", "b"]}
+    chat = {"model": "tiny", "messages": MESSAGES, "stream": True, "max_tokens": 100}
+    form = {"type": "json_schema", "schema": schema}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 100, "guided_json": schema}),
+        ("/v1/chat/completions", {
+            **chat, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        }),
+        ("/v1/messages", {**chat, "output_config": {"format": form}}),
+        ("/v1/responses", {
+            "model": "tiny", "input": "x", "stream": True, "text": {"format": {**form, "name": "x"}}
+        }),
+        ("/api/chat", {"model": "tiny", "messages": MESSAGES, "format": schema}),
+        ("/generate", {"text": "x", "stream": True, "sampling_params": {"json_schema": json.dumps(schema)}}),
+    ):
+        answer = tiny_server.post(path, body)
+        assert answer.status_code == 400 and "fewer alternatives" in answer.text, (path, answer.text[:300])
+
+
+def test_thousands_of_choices(tiny_server: LiveServer):
+    choices = [f"choice {i}" for i in range(4096)]
+    answer = tiny_server.post(
+        "/v1/completions", {"prompt": "x", "max_tokens": 30, "temperature": 1, "seed": 3, "guided_choice": choices}
+    )
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in choices
+
+
 async def test_all_kinds_at_once(tiny_server: LiveServer):
     async with httpx.AsyncClient(base_url=tiny_server.url, timeout=120) as http:
         def ask(i: int, **fields: object):

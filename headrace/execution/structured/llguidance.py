@@ -24,6 +24,7 @@ from headrace.execution.structured.schema import check_schema, embed_schema
 from headrace.execution.structured.sources import HEADER, check_regex, quote, read_ebnf, slash
 from headrace.execution.structured.structural_tag import to_lark
 from headrace.execution.structured.tag_automaton import build_automaton
+from headrace.execution.structured.trial import find_fault
 
 JSON_OPTIONS = {
     "whitespace_flexible": True,
@@ -37,9 +38,14 @@ JSON_OPTIONS = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 LIMITS = {
-    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 5_000, "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000, "verbose_errors": False
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 20_000, "max_items_in_row": 10_000,
+    "max_lexer_states": 100_000, "max_grammar_size": 200_000, "verbose_errors": False
 }
+"""Items are the ways to go on at one place of the output: about six for an alternative of ``anyOf``, four for an
+optional property. 10,000 take about 20 ms a token. 100,000 states of the lexer hold a string of 10,000 characters."""
+TRIAL_BYTES = 4096
+"""Grammars of at least so many bytes are tried out, see `find_fault`; shorter ones hardly have so many alternatives."""
+TOO_WIDE = ("many items", "Current row has", "too many expressions", "too many states", "fuel")
 SLICES = [r"[a-z]+", *llguidance.LLTokenizer.general_slices()]
 """Regular expressions of parts of the vocabulary that llguidance allows as a whole where a grammar allows all that they
 match. With lower-case letters among them, bitmasks of regular expressions take half the time."""
@@ -138,6 +144,8 @@ class GuidanceLibrary:
         if time.perf_counter() - began < SHORT_S:
             # Only quick ones: for the others a request would wait too long.
             origins += [self._open(grammar, text) for _ in range(1, self._num_threads)]
+        if len(text) >= TRIAL_BYTES and (fault := find_fault(origins[0], self._texts)) is not None:
+            raise _complain(grammar, fault)
         automaton = build_automaton(grammar, self._reach, self._special_ids.keys())
         return GuidanceGrammar(self, origins, None if automaton is None else LazyDfa(automaton, self._texts))
 
@@ -171,7 +179,7 @@ class GuidanceLibrary:
             case "ebnf":
                 return read_ebnf(text, kind)
             case "choice":
-                return "start: " + " | ".join(map(quote, msgspec.json.decode(text)))
+                return _read_choices(msgspec.json.decode(text))
             case "structural_tag":
                 return to_lark(msgspec.json.decode(text), JSON_OPTIONS, self._special_ids)
         raise RequestError(f"unknown kind of grammar {kind!r}", param="grammar")
@@ -189,7 +197,17 @@ class GuidanceLibrary:
                 matcher.inner.unsafe_compute_mask_ptr(address + i * size, size)
 
 
+def _read_choices(choices: Sequence[str]) -> str:
+    """Constants as one terminal: as many rules would be as many items in the parser."""
+    return f"start: CHOICE{'' if all(choices) else '?'}\nCHOICE: " + " | ".join(map(quote, filter(None, choices)))
+
+
 def _complain(grammar: Grammar, reason: str) -> RequestError:
+    if any(sign in reason for sign in TOO_WIDE):
+        reason = (
+            "at some place of the output it leaves more ways to go on than can be checked for every token; take fewer "
+            "alternatives (anyOf, optional properties, free names beside them) there"
+        )
     return RequestError(f"the {grammar.kind} cannot be used as a grammar: {_first_line(reason)}", param=grammar.kind)
 
 

@@ -148,8 +148,8 @@ def _subschemas(node: dict[str, Any]) -> Iterator[Any]:
         if isinstance(node.get(name), list):
             yield from node[name]
     for name in _SINGLE:
-        value = node.get(name)
-        yield from value if isinstance(value, list) else (value,)
+        if name in node:
+            yield from node[name] if isinstance(node[name], list) else (node[name],)
     yield from (
         value for name,
         value in node.items() if isinstance(value, dict) and name not in _DATA and name not in (*_NAMED, *_SINGLE)
