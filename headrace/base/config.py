@@ -14,6 +14,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
 from headrace.base.option import OptionInfo, Section, option, options_of
+from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
 
 LOG_LEVELS = ("none", "line", "fields", "prompts")
 
@@ -189,6 +190,28 @@ class DeviceConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig(Section):
+    """Guessing several tokens a step."""
+
+    speculative_config: str | None = option(
+        None,
+        "how tokens are guessed that the model then verifies, which changes its speed but not its output, such as "
+        "{\"method\": \"ngram\", \"num_speculative_tokens\": 4}; {\"method\": \"off\"}: not at all; default: "
+        "{\"method\": \"auto\"}, as many as pay; docs/speculation.md lists the keys",
+        metavar="JSON"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_speculative_config(self.speculative_config)
+
+    @property
+    def options(self) -> SpeculativeOptions:
+        """What the text states, with defaults."""
+        return parse_speculative_config(self.speculative_config)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AccessConfig(Section):
     """Access to the HTTP process."""
 
@@ -261,6 +284,7 @@ class ServerConfig(ToleranceConfig):
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
+    "speculation": SpeculationConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -274,6 +298,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +312,7 @@ class ServeConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "device")
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "speculation")
 
 
 def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.speculation import SpeculativeOptions
 from headrace.scheduling.speculation import ngram
-from headrace.scheduling.speculation.drafter import TEXT_DRAFTERS, DrafterOptions
+from headrace.scheduling.speculation.drafter import DrafterOptions, make_text_drafter
 from headrace.scheduling.speculation.ngram import NgramDrafter
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -68,5 +69,11 @@ def test_requests_do_not_see_each_other():
     assert drafter.propose(0, 3).token_ids == []
 
 
-def test_methods_are_registered():
-    assert TEXT_DRAFTERS.load("ngram") is NgramDrafter
+def test_a_drafter_is_made_from_the_users_options():
+    drafter = make_text_drafter("ngram", SpeculativeOptions(method="ngram", prompt_lookup_min=2, prompt_lookup_max=3))
+    assert isinstance(drafter, NgramDrafter)
+    drafter.start(0, [1, 2, 9, 4, 1, 2])
+    assert drafter.propose(0, 1).token_ids == [9]
+    strict = make_text_drafter("ngram", SpeculativeOptions(method="ngram"))
+    strict.start(0, [1, 2, 9, 4, 1, 2])
+    assert strict.propose(0, 1).token_ids == []

@@ -10,9 +10,10 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.speculation import SpeculativeOptions
 from headrace.scheduling.speculation import contexts, suffix
 from headrace.scheduling.speculation.contexts import ContextIndex
-from headrace.scheduling.speculation.drafter import TEXT_DRAFTERS, DrafterOptions
+from headrace.scheduling.speculation.drafter import DrafterOptions, make_text_drafter
 from headrace.scheduling.speculation.suffix import SuffixDrafter
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -217,5 +218,9 @@ def test_a_long_prompt_stalls_nobody_and_a_token_costs_microseconds():
     assert sorted(proposals)[200] < 150e-6
 
 
-def test_method_is_registered():
-    assert TEXT_DRAFTERS.load("suffix") is SuffixDrafter
+def test_a_drafter_is_made_from_the_users_options():
+    options = SpeculativeOptions(suffix_decoding_max_tree_depth=4, suffix_decoding_max_spec_factor=0.5)
+    drafter = make_text_drafter("suffix", options)
+    assert isinstance(drafter, SuffixDrafter)
+    drafter.start(0, [*range(20), *range(10)])
+    assert drafter.propose(0, 8).token_ids == [10, 11]  # half of the four tokens that are compared

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.base.registry import Registry
+from headrace.base.speculation import SpeculativeOptions
 
 ENTRY_POINT_GROUP = "headrace.drafters"
 
@@ -29,8 +30,8 @@ class DrafterOptions(NamedTuple):
     """What a drafter may be told; the fields of the speculative config that concern text. Each drafter reads those that
     it knows."""
 
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 8
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
     max_tree_depth: int = 24
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
@@ -70,3 +71,15 @@ TEXT_DRAFTERS.add(
     "suffix", "headrace.scheduling.speculation.suffix:SuffixDrafter",
     doc="what most often followed the longest matching context in the request's own text or in earlier outputs"
 )
+
+
+def make_text_drafter(method: str, options: SpeculativeOptions) -> TextDrafter:
+    """The drafter of a method, which may be out-of-tree; raises `PluginError` if it is unknown or cannot be loaded."""
+    if method not in TEXT_DRAFTERS:
+        TEXT_DRAFTERS.add_installed(ENTRY_POINT_GROUP)
+    low, high = options.lookup
+    drafter: TextDrafter = TEXT_DRAFTERS.make(method, DrafterOptions(
+        low, high, options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_spec_factor,
+        options.suffix_decoding_min_token_prob, options.suffix_decoding_max_cached_requests
+    ))
+    return drafter
