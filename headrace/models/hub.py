@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,12 +18,13 @@ from typing import Any, TypeVar
 
 from headrace.base import env
 from headrace.base.errors import ModelError
-from headrace.models.hub_files import HubName, choose_weights, parse_name, supporting_files
+from headrace.models.hub_files import HubName, choose_weights, group_ggufs, is_inside, parse_name, supporting_files
 from headrace.models.hub_transfer import transfer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 ANSWER_S = 10.0  # timeout of a query for a repository's files
 
 
@@ -72,7 +75,7 @@ def find_in_hub(
     if place is not None and can_open(place):
         return place
     if env.hub_offline():
-        held = "its cached copy is incomplete" if cached else "it is not in the cache"
+        held = _explain_absence(cached, wanted)
         raise ModelError(
             f"no model {name!r}: no such file, folder or installed package, and the Hugging Face hub may not be asked "
             f"(HF_HUB_OFFLINE is set; {held}, {cache_root()}). Unset HF_HUB_OFFLINE, or name a local model{near()}"
@@ -119,18 +122,47 @@ def cached_folder(repository: str, revision: str | None) -> Path | None:
     return None
 
 
+def cached_revisions(repository: str) -> list[tuple[str, Path]]:
+    """The revisions in the cache with their folders: ``main`` if it is there, else branches and tags, else commits."""
+    root = _repository_folder(repository)
+    if (main := cached_folder(repository, None)) is not None:
+        return [("main", main)]
+    files = sorted(path for path in root.glob("refs/**/*") if path.is_file())
+    references = [path.relative_to(root / "refs").as_posix() for path in files]
+    commits = [path.name for path in sorted(root.glob("snapshots/*"))]
+    found = ((name, cached_folder(repository, name)) for name in references or commits)
+    return [(name, folder) for name, folder in found if folder is not None]
+
+
 def _repository_folder(repository: str) -> Path:
     return cache_root() / f"models--{repository.replace('/', '--')}"
 
 
+def cached_files(folder: Path) -> list[str]:
+    """Names of the files of a cached copy."""
+    return [str(file.relative_to(folder)) for pattern in ("*", "*/*") for file in sorted(folder.glob(pattern))]
+
+
 def _place_in(folder: Path, wanted: HubName) -> Path | None:
     """What to open of a cached copy; None if it lacks what is wanted."""
-    names = [str(file.relative_to(folder)) for pattern in ("*", "*/*") for file in folder.glob(pattern)]
     try:
-        chosen = choose_weights(names, wanted)
+        chosen = choose_weights(cached_files(folder), wanted)
     except ModelError:
         return folder if wanted.file is None and wanted.tag is None else None
     return folder / chosen.entry if chosen.entry else folder
+
+
+def _explain_absence(folder: Path | None, wanted: HubName) -> str:
+    """Why a cached copy is not what is wanted."""
+    if folder is None:
+        return "it is not in the cache"
+    names = cached_files(folder)
+    try:
+        choose_weights(names, wanted)
+    except ModelError:
+        if group_ggufs(names):
+            return f"of {wanted.repository} the cache has {', '.join(sorted(group_ggufs(names)))}"
+    return "its cached copy is incomplete"
 
 
 def _fetch(
@@ -149,7 +181,9 @@ def _fetch(
     info: Any = _ask(
         lambda: HfApi().model_info(wanted.repository, revision=revision, timeout=ANSWER_S, files_metadata=True), asker
     )
-    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+    sizes = {item.rfilename: item.size or 0 for item in info.siblings or () if is_inside(item.rfilename)}
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise ModelError(f"{asker.lead}the hub names no commit: {info.sha!r}")
     chosen = choose_weights(sizes, wanted) if wants_weights else None
     files = [*supporting_files(sizes), *(chosen.weights if chosen else ())]
     repository = _repository_folder(wanted.repository)
@@ -212,6 +246,8 @@ def _ask(question: Callable[[], T], asker: _Asker) -> T:
     except (
         errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError, errors.HFValidationError, OSError
     ) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelError(f"{asker.lead}{cache_root()} is full; set HF_HOME to a folder with room") from error
         raise ModelError(
             f"{asker.lead}it is not (fully) in the Hugging Face cache {cache_root()}, and the hub cannot be reached: "
             f"{_first_line(error)} ({constants.ENDPOINT}). Go online and run the same command again, which goes on "

@@ -90,6 +90,11 @@ def supporting_files(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.endswith(_SUPPORTING) and ("/" not in name or _MODULE_FILE.fullmatch(name))]
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file's name, which the hub sent, stays inside the repository's folder."""
+    return not name.startswith("/") and ".." not in name.split("/") and "\\" not in name and "\0" not in name
+
+
 def group_ggufs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The GGUF models among the files: the file to open, and all its parts."""
     found: dict[str, tuple[str, ...]] = {}

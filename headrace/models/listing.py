@@ -14,7 +14,7 @@ from typing import Any
 from headrace.base.errors import HeadraceError, ModelError
 from headrace.models.catalog import find_family, find_gguf_family
 from headrace.models.finding import open_path
-from headrace.models.hub import cached_folder, cached_names
+from headrace.models.hub import cached_files, cached_names, cached_revisions
 from headrace.models.hub_files import group_ggufs
 from headrace.models.packages import base_of_parts, find_package, find_parts, installed_names
 from headrace.models.source import read_json
@@ -28,9 +28,10 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "pr
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine. ``name`` is what to give to ``serve``; ``place`` is ``package``, ``folder`` or ``hub``.
-    ``num_bytes`` of its weight files. ``architecture`` as in its files, ``family`` that of Headrace; ``quantization``
-    is the dtype of plain weights. ``max_len`` in tokens. ``problem``: why it cannot be served."""
+    """A model on this machine. ``name`` is what to give to ``serve``, perhaps with ``--revision``; ``place`` is
+    ``package``, ``folder`` or ``hub``. ``num_bytes`` of its weight files. ``architecture`` as in its files, ``family``
+    that of Headrace; ``quantization`` is the dtype of plain weights. ``max_len`` in tokens. ``problem``: why it cannot
+    be served."""
 
     name: str
     place: str
@@ -139,20 +140,26 @@ def _typed(path: Path) -> str:
 
 
 def _in_cache(repository: str) -> Iterator[ListedModel]:
-    folder = cached_folder(repository, None)
-    if folder is None:
-        yield ListedModel(
-            repository, "hub", Path(), problem=f"not fetched completely; headrace pull {repository} goes on"
-        )
-        return
-    names = [str(file.relative_to(folder)) for pattern in ("*", "*/*") for file in folder.glob(pattern)]
+    references = cached_revisions(repository)
+    models = [
+        model for revision, folder in references for model in _in_snapshot(repository, revision, folder)
+    ]
+    if not models or (all(model.problem for model in models) and "main" not in dict(references)):
+        problem = f"not fetched completely; headrace pull {repository} goes on"
+        models = [ListedModel(repository, "hub", Path(), problem=problem)]
+    yield from models
+
+
+def _in_snapshot(repository: str, revision: str, folder: Path) -> Iterator[ListedModel]:
+    names = cached_files(folder)
     ggufs = sorted(group_ggufs(names))
+    option = f" --revision {revision}" if revision != "main" else ""
     if _is_model(names) or not ggufs:
-        yield describe(repository, "hub", folder)
+        yield describe(repository + option, "hub", folder)
     for first in ggufs:
         is_only = len(ggufs) == 1 and not _is_model(names)
         name = repository if is_only else f"{repository}/{first}" if "/" not in first else str(folder / first)
-        yield describe(name, "hub", folder / first)
+        yield describe(name + option, "hub", folder / first)
 
 
 def _read_config(model: ListedModel) -> ListedModel:

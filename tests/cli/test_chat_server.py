@@ -99,6 +99,16 @@ def test_answers_stream_and_only_given_options_are_sent():
     assert [turn["content"] for turn in server.requests[1]["messages"]] == ["Hi", "Bonjour", "Again"]
 
 
+def test_fields_that_other_servers_leave_empty():
+    pieces = [
+        event({"role": "assistant", "content": None}), event({"content": "x"}),
+        b'data: {"choices": [{"delta": null, "finish_reason": "stop"}], "usage": {"completion_tokens": null}}\n\n',
+        b'data: {"choices": null, "usage": {"completion_tokens": 1}}\r\n\r\n', b": comment\n\n", DONE,
+    ]
+    talked = talk(Server(pieces), ["Hi"])
+    assert "x\n1 tokens" in talked.text and "error" not in talked.text
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_reasoning_is_shown_and_not_sent_back(name: str):
     pieces = [ROLE, event({name: "Let me "}), event({name: "see."}), event({"content": "Yes."}, "stop"), DONE]
@@ -113,7 +123,7 @@ def test_reasoning_is_shown_and_not_sent_back(name: str):
     ((502, b"<html>bad gateway</html>"), "502: <html>bad gateway"),
     ([ROLE, event({"content": "a"}), event(error={"message": "engine died"})], "engine died"),
     ([ROLE, event({"content": "a"})], "before the answer was complete"),
-    ([ROLE, b"data: {broken\n\n"], "error: "),
+    ([ROLE, b"data: {broken\n\n"], "no chat completion"),
 ])
 def test_a_failed_answer_leaves_the_conversation_usable(answer: list[bytes] | tuple[int, bytes], words: str):
     server = Server(answer, [event({"content": "fine"}, "stop"), DONE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from fake_hub import COMMIT, FakeHub, running_hub
 
+import headrace.models.hub
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ModelError
 from headrace.models.hub import Download, pull
@@ -140,6 +142,38 @@ def test_one_gguf_file_of_many(hub: FakeHub):
     assert fetch("acme/many:Q8_0")[0].name == "m-Q8_0.gguf"
     assert fetch("acme/many/m-Q2_K.gguf")[0].name == "m-Q2_K.gguf"
     assert sorted(hub.fetched()) == ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf"]
+
+
+def test_offline_the_cached_gguf_files_are_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    hub.repositories["acme/many"] = {f"m-{tag}.gguf": b"G" + tag.encode() for tag in ("Q2_K", "Q4_K_M", "Q8_0")}
+    fetch("acme/many:Q8_0")
+    fetch("acme/many:Q2_K")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("acme/many", "acme/many:Q4_K_M"):
+        with pytest.raises(ModelError, match=r"of acme/many the cache has m-Q2_K.gguf, m-Q8_0.gguf"):
+            resolve_source(ModelConfig(model=name))
+
+
+def test_names_from_the_hub_cannot_leave_its_folder(hub: FakeHub, tmp_path: Path):
+    hub.repositories["acme/evil"] = {
+        "config.json": CONFIG, "../../../../evil.gguf": b"e", "/evil.gguf": b"e", "1_x/..\\evil.json": b"e", SAFE: b"x"
+    }
+    _, download = fetch("acme/evil")
+    assert [file.name for file in download.files] == ["config.json", SAFE]
+    hub.commit = "../../../x"
+    with pytest.raises(ModelError, match="names no commit"):
+        fetch("acme/evil")
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_a_full_disk_says_so(hub: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hub.repositories["acme/rocket"] = {"config.json": CONFIG, SAFE: b"x"}
+    monkeypatch.setattr(headrace.models.hub, "transfer", fill)
+    with pytest.raises(ModelError, match="is full; set HF_HOME"):
+        fetch("acme/rocket")
 
 
 def test_a_damaged_rest_is_fetched_again(hub: FakeHub):

@@ -115,16 +115,21 @@ def test_the_hub_cache(tmp_path: Path):
     two = cached(tmp_path, "acme/two")
     new_gguf(two / "a.gguf")
     new_gguf(two / "b.gguf")
-    new_folder(cached(tmp_path, "acme/half", is_complete=False))
+    new_folder(cached(tmp_path, "acme/half", is_complete=False), weights=False)
+    (cached(tmp_path, "acme/nothing", is_complete=False)).mkdir(parents=True)
+    new_folder(cached(tmp_path, "acme/commit", is_complete=False))
+    new_folder(cached(tmp_path, "acme/tag", is_complete=False)).parents[1].joinpath("refs", "v2").write_text("abc")
     pickled = new_folder(cached(tmp_path, "acme/pickled"), weights=False)
     (pickled / "pytorch_model.bin").touch()
     models = found()
     assert set(models) == {
-        "acme/safe", "acme/one", "acme/two/a.gguf", "acme/two/b.gguf", "acme/half", "acme/pickled"
+        "acme/safe", "acme/one", "acme/two/a.gguf", "acme/two/b.gguf", "acme/half", "acme/pickled",
+        "acme/nothing", "acme/commit --revision abc", "acme/tag --revision v2"
     }
     assert {model.place for model in models.values()} == {"hub"}
     assert not models["acme/safe"].problem and not models["acme/two/b.gguf"].problem
     assert "headrace pull acme/half" in models["acme/half"].problem
+    assert "headrace pull acme/nothing" in models["acme/nothing"].problem
     assert "pickle" in models["acme/pickled"].problem
 
 

@@ -69,18 +69,18 @@ class LocalModel:
 
 
 class _Choice(msgspec.Struct):
-    delta: dict[str, Any] = msgspec.field(default_factory=dict)
+    delta: dict[str, Any] | None = None
     finish_reason: str | None = None
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
     """The parts of a streamed chunk that a chat shows."""
 
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -89,10 +89,12 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ServerModel:
-    """A model behind OpenAI's API at ``url``, with or without ``/v1``. `join` must be called first."""
+    """A model behind OpenAI's API at ``url``, with or without ``/v1`` or the whole route. `join` must be called first.
+    """
 
     def __init__(self, url: str, *, api_key: str | None, model: str | None):
-        self._http = HttpClient(url if "://" in url else f"http://{url}", api_key=api_key)
+        address = url.rstrip("/").removesuffix("/chat/completions")
+        self._http = HttpClient(address if "://" in address else f"http://{address}", api_key=api_key)
         self._model = model or ""
 
     @property
@@ -130,8 +132,10 @@ class ServerModel:
                         piece = _read_piece(event)
                         is_finished = is_finished or piece.finish_reason is not None
                         yield piece
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise HeadraceError(_unreachable(self._http.root, error)) from error
+        except ValueError as error:
+            raise HeadraceError(f"the server sent what is no chat completion: {error}") from error
         if response.status != 200:
             raise HeadraceError(_refusal(response))
         if not is_finished:
@@ -181,9 +185,10 @@ def _read_piece(data: bytes) -> Piece:
     if event.error:
         detail = event.error.get("message", event.error) if isinstance(event.error, dict) else event.error
         raise HeadraceError(f"the server stopped: {detail}")
-    num_tokens = event.usage.completion_tokens if event.usage else 0
+    num_tokens = (event.usage and event.usage.completion_tokens) or 0
     if not event.choices:
         return Piece(num_tokens=num_tokens)
     choice = event.choices[0]
-    reasoning = choice.delta.get("reasoning_content") or choice.delta.get("reasoning") or ""
-    return Piece(choice.delta.get("content") or "", reasoning, num_tokens, choice.finish_reason)
+    delta = choice.delta or {}
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return Piece(delta.get("content") or "", reasoning, num_tokens, choice.finish_reason)
