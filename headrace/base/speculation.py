@@ -41,7 +41,7 @@ _REFUSED = {
 }
 _OTHER_METHODS = {
     "eagle": "only heads of EAGLE-3 are served: method eagle3", "medusa": "its heads are not served",
-    "mlp_speculator": "its heads are not served", "deepseek_mtp": "method mtp takes the modules of every family",
+    "mlp_speculator": "its heads are not served",
     "none": "the method that drafts nothing is called off",
 }
 
@@ -114,7 +114,7 @@ class SpeculativeOptions(Section):
         if name in installed:
             return
         known = [*(method for method in METHODS if method != "bench"), *installed]
-        reason = _OTHER_METHODS.get(name)
+        reason = "method mtp takes the modules of every family" if name.endswith("_mtp") else _OTHER_METHODS.get(name)
         near = get_close_matches(name, known, n=1)
         hint = f"; {reason}" if reason else f"; did you mean {near[0]}?" if near else ""
         raise _error(f"unknown method {name[:80]!r}{hint}; known: {', '.join(known)}", "method")
