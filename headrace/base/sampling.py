@@ -18,6 +18,7 @@ MAX_LOGPROBS = 2**20
 MAX_LOGPROB_IDS = 128
 MAX_STOPS = 32
 MAX_STOP_TEXT = 1024
+MAX_STOP_REGEX = 256
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 128
 MAX_N = 128
@@ -56,12 +57,14 @@ class RepetitionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EndParams(RepetitionParams, kw_only=True, omit_defaults=True):
-    """When output ends, and how it becomes text. ``keep_special_tokens`` are texts: special tokens that occur in them
-    are not skipped."""
+    """When output ends, and how it becomes text. ``stop_regex``: patterns that end it like the strings in ``stop``
+    (`headrace.service.tokenization.stop_patterns`). ``keep_special_tokens`` are texts: special tokens that occur in
+    them are not skipped."""
 
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -70,6 +73,14 @@ class EndParams(RepetitionParams, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     thinking_budget: ThinkingBudget | None = None
+
+    def stop_strings(self) -> list[str]:
+        """``stop`` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def stop_patterns(self) -> list[str]:
+        """``stop_regex`` as a list."""
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else list(self.stop_regex or ())
 
 
 class ReportParams(EndParams, kw_only=True, omit_defaults=True):
@@ -113,10 +124,6 @@ class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     grammar: Grammar | None = None
-
-    def stop_strings(self) -> list[str]:
-        """``stop`` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def validate(self) -> SamplingParams:
         """Check every type and bound; raises `RequestError` naming the field. Returns self."""
@@ -191,6 +198,12 @@ def _check_amounts(p: SamplingParams) -> None:
         _fail(
             "stop", f"at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_TEXT} characters",
             f"{len(stops)} strings"
+        )
+    patterns = p.stop_patterns()
+    if len(patterns) > MAX_STOPS or any(not s or len(s.encode()) > MAX_STOP_REGEX for s in patterns):
+        _fail(
+            "stop_regex", f"at most {MAX_STOPS} non-empty patterns of at most {MAX_STOP_REGEX} bytes",
+            f"{len(patterns)} patterns"
         )
     if p.stop_token_ids and len(p.stop_token_ids) > MAX_STOPS * 4:
         _fail("stop_token_ids", f"at most {MAX_STOPS * 4} ids", f"{len(p.stop_token_ids)} ids")

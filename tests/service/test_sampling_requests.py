@@ -106,3 +106,18 @@ def test_the_matched_stop_is_also_the_models_own(tokenizer, stop_id, fields, exp
     reason = "length" if stop_id is None else "stop"
     delta = OutputAssembler(requests, params, tokenizer).feed(RequestOutput("r", [3, 15], Finish(reason, stop_id)))
     assert delta is not None and (delta.stop_reason, delta.matched_stop) == expected
+
+
+def test_a_pattern_ends_the_text_and_is_named(tokenizer):
+    params = SamplingParams(stop_regex=["zz", r"b\n"], stop="*")
+    requests = build_requests("r", [2], params, facts=FACTS, tokenizer=tokenizer)
+    assembler = OutputAssembler(requests, params, tokenizer)
+    deltas = [assembler.feed(RequestOutput("r", [token])) for token in (2, 3, 3, 0, 2)]
+    assert "".join(delta.text for delta in deltas if delta) == "ab"
+    assert deltas[3].stop_reason == deltas[3].matched_stop == r"b\n" and deltas[3].finish_reason == "stop"
+    assert assembler.can_end_early and [abort.request_id for abort in assembler.to_abort()] == ["r"]
+    for wrong, facts in (({"stop_regex": "(?=a)"}, FACTS), ({"stop_regex": "a*"}, FACTS)):
+        with pytest.raises(RequestError, match="stop_regex"):
+            build_requests("r", [2], SamplingParams(**wrong), facts=facts, tokenizer=tokenizer)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        build_requests("r", [2], SamplingParams(stop_regex="a"), facts=FACTS, tokenizer=None)

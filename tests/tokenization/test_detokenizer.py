@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.service.tokenization import Detokenizer, Tokenizer
-from headrace.service.tokenization.detokenizer import StopScanner
+from headrace.service.tokenization.detokenizer import Stops, StopScanner
 from headrace.service.tokenization.token_bytes import spelling_of_bytes
 from headrace.service.tokenization.tokenizer import TokenizerFacts
 
@@ -101,7 +101,7 @@ def test_text_is_cut_at_the_first_stop(case, data):
     full = plain.push(output) + plain.finish()
     parts = st.builds(lambda a, n: full[a : a + n], st.integers(0, max(0, len(full) - 1)), st.integers(1, 6))
     stops = data.draw(st.lists(st.one_of(parts, st.text(min_size=1, max_size=3)).filter(bool), min_size=1, max_size=4))
-    detokenizer = Detokenizer(tokenizer, prompt_ids=prompt, stop_strings=stops, include_stop=include)
+    detokenizer = Detokenizer(tokenizer, prompt_ids=prompt, stops=Stops(stops, is_included=include))
     text = "".join([detokenizer.push(chunk) for chunk in chunks_of(output, cuts)]) + detokenizer.finish()
     found = first_stop(full, stops)
     if found is None:
@@ -174,7 +174,7 @@ def test_what_a_prompt_left_incomplete_is_not_put_into_the_output(byte_by_byte: 
         tokenizer._backend.token_to_id(text) for text in (("<0xC3>", "\u2581a") if byte_by_byte else ("Ã", "a"))
     )
     for output, expected in (([letter], tokenizer.token_text(letter)), ([], ""), ([lead], "\ufffd")):
-        detokenizer = Detokenizer(tokenizer, prompt_ids=[letter, lead], stop_strings=["\ufffd\ufffd"])
+        detokenizer = Detokenizer(tokenizer, prompt_ids=[letter, lead], stops=Stops(["\ufffd\ufffd"]))
         assert detokenizer.push(output) + detokenizer.finish() == expected
 
 
@@ -206,7 +206,7 @@ def test_special_tokens_that_are_kept():
 def test_stop_strings_count_from_min_tokens():
     tokenizer = byte_level()
     ids = [tokenizer._backend.token_to_id(c) for c in "xabxab"]
-    detokenizer = Detokenizer(tokenizer, stop_strings=["ab"], min_tokens=3)
+    detokenizer = Detokenizer(tokenizer, stops=Stops(["ab"]), min_tokens=3)
     assert "".join([detokenizer.push([i]) for i in ids]) == "xabx"
     assert (detokenizer.stopped, detokenizer.num_tokens_kept) == ("ab", 6)
 

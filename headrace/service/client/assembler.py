@@ -9,7 +9,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.requests import special_stops
-from headrace.service.tokenization.detokenizer import Detokenizer
+from headrace.service.tokenization.detokenizer import Detokenizer, Stops
 from headrace.service.tokenization.tokenizer import Tokenizer
 
 
@@ -69,8 +69,10 @@ class _Choice:
         if tokenizer is not None and params.detokenize:
             self._text = Detokenizer(
                 tokenizer, prompt_ids=request.prompt_token_ids,
-                stop_strings=[s for s in params.stop_strings() if s not in stop_texts.values()],
-                include_stop=params.include_stop_str_in_output, skip_special_tokens=params.skip_special_tokens,
+                stops=Stops(
+                    [s for s in params.stop_strings() if s not in stop_texts.values()], params.stop_patterns(),
+                    params.include_stop_str_in_output
+                ), skip_special_tokens=params.skip_special_tokens,
                 keep_special_tokens=params.keep_special_tokens or (),
                 spaces_between_special_tokens=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
             )

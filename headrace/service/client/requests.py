@@ -32,6 +32,7 @@ from headrace.base.sampling import (
     ThinkingBudget,
     ThinkingLimit,
 )
+from headrace.service.tokenization.stop_patterns import compile_stops
 from headrace.service.tokenization.tokenizer import Tokenizer
 
 SEED_BITS = 63
@@ -139,11 +140,16 @@ def _explain_ids(ids: Iterable[int], param: str, vocab_size: int) -> NoReturn:
 
 
 def _check_strings(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    patterns = params.stop_patterns()
+    if patterns:
+        compile_stops(tuple(patterns))
     if tokenizer is not None and params.detokenize:
         return
     reason = "the model is served without a tokenizer" if tokenizer is None else "detokenize is false"
     if params.stop_strings():
         raise RequestError(f"stop strings cannot be found: {reason}; use stop_token_ids", param="stop")
+    if patterns:
+        raise RequestError(f"stop_regex cannot be searched: {reason}; use stop_token_ids", param="stop_regex")
     if params.bad_words and tokenizer is None:
         raise RequestError(f"bad_words cannot be made tokens: {reason}; use logit_bias", param="bad_words")
 

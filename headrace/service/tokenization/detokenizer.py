@@ -6,9 +6,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from headrace.service.tokenization.stop_patterns import StopPatterns, compile_stops
 from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a text: strings and patterns (`StopPatterns`); ``is_included``: the text ends with it."""
+
+    strings: Sequence[str] = ()
+    patterns: Sequence[str] = ()
+    is_included: bool = False
+
+
+NO_STOPS = Stops()
 
 
 class StopScanner:
@@ -52,6 +67,44 @@ class StopScanner:
         return longest
 
 
+class Scanner(Protocol):
+    """Searches a text that comes in parts; see `StopScanner`."""
+
+    tail: str
+
+    def scan(self, text: str) -> tuple[str, int, int] | None:
+        """Take the next part; the first match."""
+
+
+class BothScanners:
+    """Strings and patterns at once: the match that ends first wins, of two that end together the longer."""
+
+    def __init__(self, scanners: Sequence[Scanner]):
+        self._scanners = scanners
+        self.tail = ""
+
+    def scan(self, text: str) -> tuple[str, int, int] | None:
+        """See `StopScanner`."""
+        matches = []
+        for scanner in self._scanners:
+            shift = len(self.tail) - len(scanner.tail)  # offsets into the longest tail
+            found = scanner.scan(text)
+            if found is not None:
+                matches.append((found[2] + shift, found[1] + shift, found[0]))
+        if matches:
+            end, start, stop = min(matches)
+            return stop, start, end
+        self.tail = max((scanner.tail for scanner in self._scanners), key=len)
+        return None
+
+
+def _new_scanner(strings: Sequence[str], patterns: Sequence[str]) -> Scanner | None:
+    scanners: list[Scanner] = [StopScanner(list(strings))] if strings else []
+    if patterns:
+        scanners.append(StopPatterns(compile_stops(tuple(patterns))))
+    return BothScanners(scanners) if len(scanners) > 1 else scanners[0] if scanners else None
+
+
 class Detokenizer:
     """Incremental decoding of one output, as the continuation of its prompt. A few hundred nanoseconds per token.
 
@@ -63,8 +116,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), stop_strings: Sequence[str] = (),
-        include_stop: bool = False,
+        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), stops: Stops = NO_STOPS,
         skip_special_tokens: bool = True, keep_special_tokens: Sequence[str] = (),
         spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
@@ -74,8 +126,8 @@ class Detokenizer:
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
         self._text.skip_prompt(prompt_ids)
-        self._scanner = StopScanner(list(stop_strings)) if stop_strings else None
-        self._include_stop = include_stop
+        self._scanner = _new_scanner(stops.strings, stops.patterns)
+        self._include_stop = stops.is_included
         self._min_tokens = min_tokens
         self.stopped: str | None = None
         self.num_tokens_kept = 0

@@ -117,6 +117,20 @@ async def test_matched_stop_tells_what_ended_the_output(http, client):
     assert EOS  # the id of end of text: see the assembler's own test
 
 
+async def test_patterns_arrive_at_the_engine(http, client):
+    for path, body in (
+        (TEXT, {"prompt": "x", "stop_regex": r"a+\n"}), (CHAT, {"messages": [USER], "stop_regex": [r"a+\n"]}),
+        ("/generate", {"text": "x", "sampling_params": {"stop_regex": r"a+\n", "max_new_tokens": 1}}),
+        (RESPONSES, {"input": "x", "stop_regex": r"a+\n"}),
+    ):
+        limit = {"max_output_tokens": 16} if path == RESPONSES else {} if path == "/generate" else {"max_tokens": 1}
+        answer = await http.post(path, json={**body, **limit})
+        assert answer.status_code == 200 and client.submitted[-1][1].stop_patterns() == [r"a+\n"], answer.text
+    for wrong in ("", [""], ["a"] * 33, "a" * 257):
+        answer = await http.post(TEXT, json={"prompt": "x", "stop_regex": wrong})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("stop_regex")
+
+
 async def test_timings_are_told_on_request(http):
     for path, body in ((CHAT, {"messages": [USER]}), (TEXT, {"prompt": "hello"})):
         for stream in (False, True):

@@ -64,7 +64,7 @@ async def test_bounds_name_the_field(http, field, value):
 
 @pytest.mark.parametrize("field, value", [
     ("functions", [{}]),
-    ("guided_whitespace_pattern", "a+"), ("stop_regex", "a"), ("audio", {"voice": "x"}),
+    ("guided_whitespace_pattern", "a+"), ("audio", {"voice": "x"}),
     ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"),
     ("chat_template", "{{ x }}"), ("documents", [{}]),
     ("use_beam_search", True), ("return_hidden_states", True), ("web_search_options", {"a": 1}),
@@ -147,7 +147,7 @@ async def test_null_and_empty_ask_for_nothing(http):
         "/generate", {"text": "x", "sampling_params": {"max_tokens": 1}},
         "unknown field 'sampling_params.max_tokens'; did you mean max_new_tokens"
     ),
-    ("/generate", {"text": "x", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex is not supported"),
+    ("/generate", {"text": "x", "sampling_params": {"lora_path": "x"}}, "sampling_params.lora_path is not supported"),
     ("/generate", {"text": ["x", "y"], "sampling_params": [{}]}, "one for each of the 2"),
     ("/generate", {"text": ["x", "y"], "rid": ["a"]}, "one for each of the 2"),
     ("/generate", {"text": "x", "top_logprobs_num": 1}, "needs return_logprob"),

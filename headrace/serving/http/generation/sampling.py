@@ -26,8 +26,8 @@ from headrace.serving.http.transport.access import read_request_id
 
 RANGE = "dry_range"
 COPIED_FIELDS = (
-    *(name for name in SamplingFields.__struct_fields__ if name != RANGE), "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    *(name for name in SamplingFields.__struct_fields__ if name != RANGE), "stop", "stop_regex", "stop_token_ids",
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
 )
 """Fields of `OutputFields` that `SamplingParams` has under the same names."""
 NATIVE_PREFIX = "gen-"

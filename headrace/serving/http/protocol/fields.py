@@ -17,6 +17,7 @@ from headrace.base.sampling import (
     MAX_DRY_LENGTH,
     MAX_LOGPROB_IDS,
     MAX_N,
+    MAX_STOP_REGEX,
     MAX_STOP_TEXT,
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
@@ -31,6 +32,8 @@ Tag = Source | dict[str, Any]
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_TEXT)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+StopPattern = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_REGEX)]
+StopRegex = StopPattern | Annotated[list[StopPattern], Meta(max_length=MAX_STOPS)]
 StopIds = Annotated[list[TokenId], Meta(max_length=MAX_STOPS * 4)]
 BadWords = Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)]
 AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BIASED_TOKENS)]
@@ -151,6 +154,7 @@ class OutputFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     choice: Choice | None = None
     structural_tag: Tag | None = None
     stop: Stop | None = None
+    stop_regex: StopRegex | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -247,7 +251,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "custom_logit_processor logits_processors custom_params vllm_xargs",
         "code and parameters of other servers are not run"
     ),
-    ("stop_regex", "stopping at a pattern is not supported; use stop, or regex for the whole output"),
     ("suffix", "text after the gap (fill in the middle) is not supported"),
     ("documents", "retrieval templates are not supported yet; put the documents into a message"),
     ("prediction", "predicted output is not supported yet"),

@@ -18,6 +18,7 @@ from headrace.serving.http.protocol.fields import (
     SharedSampling,
     Stop,
     StopIds,
+    StopRegex,
     TopP,
 )
 from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
@@ -113,6 +114,7 @@ class ResponseExtensions(SharedSampling, kw_only=True, forbid_unknown_fields=Tru
     """Fields that OpenAI's API does not have; they mean the same as at ``/v1/chat/completions``."""
 
     stop: Stop | None = None
+    stop_regex: StopRegex | None = None
     stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
