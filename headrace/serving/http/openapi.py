@@ -15,6 +15,7 @@ from starlette.responses import Response
 from headrace.base import VERSION
 from headrace.base.config import ServerConfig
 from headrace.serving.http.protocol.errors import form_of
+from headrace.serving.http.reference import EXAMPLES, TAGS, describe_fields
 from headrace.serving.http.transport.endpoint import Endpoint, Handler
 from headrace.serving.http.transport.errors import EncodedResponse
 
@@ -35,6 +36,7 @@ def describe_api(
         types |= dict.fromkeys(t for t in candidates if t is not None)
     schemas, components = schema_components(list(types), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
+    describe_fields(components, [schema_of[endpoint.body.record] for endpoint in endpoints if endpoint.body])
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
         is_guarded = has_key and endpoint.path not in open_paths
@@ -45,6 +47,7 @@ def describe_api(
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": VERSION, "description": ABOUT},
+        "tags": [{"name": tag, "x-displayName": title, "description": about} for tag, (title, about) in TAGS.items()],
         "paths": paths,
         "components": {"schemas": components},
     }
@@ -92,9 +95,10 @@ def _describe_operation(
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        operation["requestBody"] = {
-            "required": True, "content": {"application/json": {"schema": schema_of[endpoint.body.record]}}
-        }
+        content = {"schema": schema_of[endpoint.body.record]}
+        if endpoint.path in EXAMPLES:
+            content["example"] = EXAMPLES[endpoint.path]
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if is_guarded:
         operation["security"] = [{"key": []}]
     return operation

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 FOLDER = "page"
-DOCUMENTS = {"/": "index.html"}
+DOCUMENTS = {"/": "index.html", "/docs": "docs.html"}
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 POLICY = (
     # Nothing inline and nothing from elsewhere; no string becomes markup or code, whatever a model writes.

@@ -98,7 +98,7 @@ def announce_ready(
             console.print(memory_table(memory, facts.device))
             console.print(f"[bold]{escape(name)}[/] is ready: {summary}", highlight=False, soft_wrap=True)
             console.print(
-                f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/openapi.json",
+                f"[bold]{address}[/]  chat page, OpenAI API under {address}/v1, all routes in {address}/docs",
                 highlight=False, soft_wrap=True
             )
             console.print(

@@ -239,10 +239,10 @@ async def test_not_ready_is_503_with_retry_after(state):
 
 async def test_key_is_needed_but_for_what_tells_nothing(client):
     async with http_for(client, api_key="s3cret") as http:
-        for path in ("/", "/openapi.json", "/health", "/ready", "/ping", "/metrics"):
+        for path in ("/", "/docs", "/openapi.json", "/health", "/ready", "/ping", "/metrics"):
             assert (await http.get(path)).status_code == 200
         for path in (
-            "/v1/models", "/server_info", "/docs", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x",
+            "/v1/models", "/server_info", "/docs/", "/openapi.json/", "/nope", "/health/", "/healthx", "/metrics/x",
             "http://server//health", "/health_generate", "/flush_cache"
         ):
             answer = await http.get(path)
