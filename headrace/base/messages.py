@@ -137,14 +137,35 @@ class ModelFacts(msgspec.Struct, frozen=True):
     pooling: PoolingFacts | None = None
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """Counters of speculation since start: how often a request had drafts in a step, their tokens, those that were
+    right, and these by position in the draft."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_position: list[int] = []
+
+    @property
+    def tokens_per_draft(self) -> float:
+        """Mean output tokens of a request in a step that verified drafts for it; 1 before the first."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+class PageStats(msgspec.Struct, frozen=True):
+    """KV pages of one engine."""
+
+    num_pages: int = 0
+    num_used_pages: int = 0
+    num_evictable_pages: int = 0
+    evicted_pages_total: int = 0
+
+
+class EngineStats(PageStats, frozen=True):
     """Counters (``*_total``, since start) and gauges of one engine; sent with outputs a few times a second."""
 
     num_queued: int = 0
     num_running: int = 0
-    num_pages: int = 0
-    num_used_pages: int = 0
-    num_evictable_pages: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     computed_tokens_total: int = 0
@@ -154,7 +175,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     retracted_total: int = 0
     failed_steps_total: int = 0
     steps_total: int = 0
-    evicted_pages_total: int = 0
+    speculation: SpeculationStats = SpeculationStats()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,11 @@ from headrace.base.errors import ConfigError
 from headrace.serving.bench.options import TargetOptions, TrafficOptions
 from headrace.serving.bench.traffic import TrafficRequest
 from headrace.serving.http_client import EventSplitter, HttpClient, HttpResponse
+
+_DRAFT_METRIC = re.compile(
+    r"^\w+[:_]spec_decode_num_(?P<what>drafts|accepted_tokens)(?:_total)?(?:\{[^}\n]*\})? (?P<value>[\d.eE+]+)\s*$",
+    re.MULTILINE,
+)
 
 
 @dataclass
@@ -91,6 +97,21 @@ class ServerConnection:
                 f"the server responds to POST /flush_cache with {response.status}; leave out --flush-cache",
                 param="flush_cache"
             )
+
+    async def count_drafts(self) -> tuple[float, float] | None:
+        """Drafts and accepted tokens since the server's start, by its metrics (ours or vLLM's names); None if it counts
+        none."""
+        try:
+            response = await self._http.send("GET", "/metrics")
+        except (OSError, ValueError):  # no HTTP, or no route: these metrics are an extra
+            return None
+        if response.status != 200:
+            return None
+        found = dict.fromkeys(("drafts", "accepted_tokens"), 0.0)
+        matches = list(_DRAFT_METRIC.finditer(response.body.decode("utf-8", "replace")))
+        for match in matches:  # one per engine, where there are several
+            found[match["what"]] += float(match["value"])
+        return (found["drafts"], found["accepted_tokens"]) if matches else None
 
     def body_of(self, request: TrafficRequest) -> dict[str, Any]:
         """The JSON body of a request."""

@@ -43,7 +43,9 @@ class Distribution:
 @dataclass(frozen=True)
 class Report:
     """One benchmark of a server. ``duration_s``: from the first request's start to the last one's end; throughputs are
-    per second of it and count successful requests. ``errors``: failures by kind; ``examples``: one of each."""
+    per second of it and count successful requests. ``errors``: failures by kind; ``examples``: one of each.
+    ``tokens_per_step``: output tokens of a request in a step that verified drafts for it (speculation), by the server's
+    metrics; None without."""
 
     model: str
     num_requests: int
@@ -56,6 +58,7 @@ class Report:
     examples: dict[str, str]
     latencies: dict[str, Distribution]
     options: dict[str, Any] = field(default_factory=dict)
+    tokens_per_step: float | None = None
 
     @property
     def request_throughput(self) -> float:
@@ -117,6 +120,8 @@ def print_report(report: Report, console: Console) -> None:
     )
     if report.cached_tokens:
         counts.add_row("prompt tokens from cache", "", f"{report.cached_tokens:,}")
+    if report.tokens_per_step is not None:
+        counts.add_row("tokens per step with drafts", "", f"{report.tokens_per_step:.2f}")
     console.print(counts)
     latencies = Table("milliseconds")
     for name in ("mean", "p50", "p90", "p99"):

@@ -55,14 +55,24 @@ async def _measure(options: ServeBenchOptions, console: Console | None) -> tuple
         await _warm_up(server, options, requests)
         if options.target.flush_cache:
             await server.flush_cache()
+        before = await server.count_drafts()
         with _progress(console) as progress:
             task = progress.add_task("requests", total=len(requests))
             timings = await send_all(server.send, requests, load, lambda: progress.advance(task), read_stream)
+        after = await server.count_drafts()
         described = {
             section: dataclasses.asdict(getattr(options, section)) for section in ("target", "load", "traffic")
         }
         described["target"].pop("api_key")  # the report may be shared
-        return summarise(timings, model=server.model, options=described), timings
+        report = summarise(timings, model=server.model, options=described)
+        return dataclasses.replace(report, tokens_per_step=_tokens_per_step(before, after)), timings
+
+
+def _tokens_per_step(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """Output tokens per step of a request with drafts; None if the server verified none meanwhile."""
+    if before is None or after is None or after[0] <= before[0]:
+        return None
+    return 1.0 + (after[1] - before[1]) / (after[0] - before[0])
 
 
 def _progress(console: Console | None) -> Progress:

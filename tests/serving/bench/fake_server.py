@@ -15,9 +15,10 @@ class FakeServer:
 
     def __init__(
         self, *, gap_s: float = 0.0, faults: dict[int, str] | None = None, key: str | None = None,
-        with_usage: bool = True
+        with_usage: bool = True, metrics: str | None = None
     ):
         self.gap_s, self.faults, self.key, self.with_usage = gap_s, faults or {}, key, with_usage
+        self.metrics = metrics  # with {n} for the number of requests so far
         self.bodies: list[dict[str, Any]] = []
         self.running = self.most_running = self.flushed = 0
 
@@ -27,7 +28,12 @@ class FakeServer:
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/flush_cache", self._flush)
+        if self.metrics is not None:
+            app.router.add_get("/metrics", self._metrics)
         return app
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=(self.metrics or "").replace("{n}", str(len(self.bodies))))
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":

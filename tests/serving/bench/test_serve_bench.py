@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import threading
 from concurrent.futures import Future
 
@@ -320,3 +321,30 @@ def test_ranges_and_options():
             parse_range("x", wrong)
     names = [info.name for kind in SERVE_BENCH_SECTIONS.values() for info in options_of(kind)]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["headrace_spec_decode_num", "vllm:spec_decode_num"])
+def test_tokens_per_step_are_those_of_the_measured_requests(name: str):
+    """Of both engines together, without what was there before and without the counters beside them."""
+    metrics = "\n".join([
+        f"# TYPE {name}_drafts_total counter",
+        f'{name}_drafts_total{{engine="0",model_name="m"}} {{n}}0.0', f'{name}_drafts_total{{engine="1"}} {{n}}0.0',
+        f'{name}_accepted_tokens_total{{engine="0"}} {{n}}0.0', f'{name}_accepted_tokens_total{{engine="1"}} 7.0',
+        f'{name}_accepted_tokens_per_pos_total{{position="0"}} {{n}}00.0', f"{name}_draft_tokens_total {{n}}00.0",
+        f'{name}_drafts_created{{engine="0"}} 1.7e+09', ""
+    ])
+    out = io.StringIO()
+    with serving(FakeServer(metrics=metrics)) as url:
+        report = run_serve_bench(
+            serve_bench_options(base_url=url, warmup=1, num_requests=4, output_len="2", input_len="4"),
+            Console(file=out, width=100)
+        )
+    assert report.tokens_per_step == 1.5
+    assert report.to_dict()["tokens_per_step"] == 1.5
+    assert re.search(r"tokens per step with drafts +.* 1\.50", out.getvalue())
+
+
+@pytest.mark.parametrize("metrics", [None, "", "headrace_spec_decode_num_drafts_total 5.0\n", "\x00\xff"])
+def test_servers_without_speculation_have_no_tokens_per_step(metrics: str | None):
+    report = bench(FakeServer(metrics=metrics), num_requests=2)
+    assert report.tokens_per_step is None and report.num_completed == 2

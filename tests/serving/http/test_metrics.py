@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.base.config import OperationsConfig
+from headrace.base.messages import EngineStats, SpeculationStats
 from headrace.serving.http.transport.metrics import Metrics
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -80,3 +82,22 @@ async def test_applications_do_not_share_metrics(http):
     await http.get("/health")
     async with http_for(FakeClient()) as other:
         assert ("headrace_http_requests_total", ("/health", "200", "GET")) not in await series(other)
+
+
+async def test_speculation_is_counted_as_in_other_servers(http, client, monkeypatch):
+    stats = EngineStats(speculation=SpeculationStats(5, 20, 9, [5, 3, 1]))
+
+    async def current() -> EngineStats:
+        return stats
+
+    monkeypatch.setattr(client, "stats", current)
+    found = await series(http)
+    assert found["headrace_spec_decode_num_drafts_total", ()] == 5
+    assert found["headrace_spec_decode_num_draft_tokens_total", ()] == 20
+    assert found["headrace_spec_decode_num_accepted_tokens_total", ()] == 9
+    name = "headrace_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [found[name, (str(position),)] for position in range(3)] == [5, 3, 1]
+    assert stats.speculation.tokens_per_draft == 2.8
+    shown = (await http.get("/server_info")).json()["stats"]
+    assert shown["speculation"]["num_accepted_tokens"] == 9
+    assert msgspec.convert(msgspec.to_builtins(stats), EngineStats) == stats  # as it comes from the engine

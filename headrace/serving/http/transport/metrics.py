@@ -47,6 +47,12 @@ COUNTERS = {
     "evicted_pages_total": ("evicted_pages", "Cached pages evicted for other requests."),
 }
 
+SPECULATION_COUNTERS = {
+    "num_drafts": ("num_drafts", "Times a request had drafts to verify in a step."),
+    "num_draft_tokens": ("num_draft_tokens", "Tokens of these drafts."),
+    "num_accepted_tokens": ("num_accepted_tokens", "Draft tokens that were right."),
+}
+
 
 class EngineCollector(Collector):
     """Engine statistics as metrics. ``stats`` is the latest snapshot; `Metrics.render` sets it before each scrape."""
@@ -68,6 +74,19 @@ class EngineCollector(Collector):
         )
         for name, (metric, doc) in COUNTERS.items():
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
+        yield from self._collect_speculation()
+
+    def _collect_speculation(self) -> Iterable[Metric]:
+        stats = self.stats.speculation
+        for name, (metric, doc) in SPECULATION_COUNTERS.items():
+            yield CounterMetricFamily(f"headrace_spec_decode_{metric}", doc, value=getattr(stats, name))
+        by_position = CounterMetricFamily(
+            "headrace_spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by position in the draft.", labels=("position",)
+        )
+        for position, count in enumerate(stats.num_accepted_tokens_per_position):
+            by_position.add_metric((str(position),), count)
+        yield by_position
 
 
 class LoopHistogram(Collector):
