@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.base.config import ModelConfig
 from headrace.base.errors import HeadraceError, ModelError
 from headrace.models.catalog import find_family, find_gguf_family
 from headrace.models.finding import open_path
@@ -72,7 +73,9 @@ def describe(name: str, place: str, path: Path) -> ListedModel:
 
 
 def _packages() -> Iterator[ListedModel]:
-    for name in sorted({base_of_parts(name) for name in installed_names()}):
+    usual = ModelConfig().model  # spelled as the documentation does; pip takes - and _ for the same
+    bases = {base_of_parts(name) for name in installed_names()}
+    for name in sorted(usual if base.replace("-", "_") == usual else base for base in bases):
         try:
             parts = find_parts(name)
             path = None if parts else find_package(name)

