@@ -15,7 +15,7 @@ from headrace.base.errors import ContextLengthExceeded
 from headrace.service.client.pooling import PoolingEncoder
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.pieces import AROUND, PIECE, encode_end, encode_pieces
+from headrace.service.tokenization.pieces import AROUND, PIECE, Encoder, encode_end, encode_pieces
 from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts
 
 
@@ -68,7 +68,7 @@ def test_pieces_are_the_whole(make: Any, size: int):
             asked.append(len(part))
             return tokenizer._encode_piece(part)
 
-        found = list(encode_pieces(text, encode, size=size, around=200))
+        found = list(encode_pieces(text, Encoder(encode), size=size, around=200))
         assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
         if repeats == (1,):
             assert max(asked) <= 2 * size + 200
@@ -80,7 +80,7 @@ def test_pieces_of_real_vocabularies_are_the_whole(name: str):
     package_path(name)
     tokenizer, text = REAL[name](name), draw_text(150_000, "Of mills and of races, in 1789; and so on.\n\n")
     assert tokenizer.encode(text) == [i for piece in tokenizer.encode_pieces(text) for i in piece]
-    found = list(encode_pieces(text, tokenizer._encode_piece, size=9000, around=1000))
+    found = list(encode_pieces(text, tokenizer._encoder, size=9000, around=1000))
     assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
     assert len(found) > 10
 
@@ -95,7 +95,7 @@ def test_pieces_of_real_vocabularies_are_the_whole(name: str):
 )
 def test_what_cannot_be_cut_is_read_whole(make: Any, text: str):
     tokenizer = make()
-    found = list(encode_pieces(text, tokenizer._encode_piece, size=1000, around=100))
+    found = list(encode_pieces(text, tokenizer._encoder, size=1000, around=100))
     assert [i for piece in found for i in piece] == tokenizer._encode_piece(text)
 
 
@@ -104,7 +104,7 @@ def test_text_is_not_lost_where_what_follows_changes_all_before():
         return [ord(c) + 1000 * ((len(part) - i) // 300) for i, c in enumerate(part)]
 
     text = draw_text(5000)
-    found = [i for piece in encode_pieces(text, encode, size=600, around=100) for i in piece]
+    found = [i for piece in encode_pieces(text, Encoder(encode), size=600, around=100) for i in piece]
     assert "".join(chr(i % 1000) for i in found) == "".join(chr(ord(c) % 1000) for c in text)
 
 
@@ -150,7 +150,7 @@ def test_ends_of_texts_have_the_ids_of_the_whole(make: Any, text: str):
     tokenizer = make()
     whole = tokenizer.encode(text)
     for enough in (1, 7, 500, len(whole) - 1, len(whole), len(whole) + 1):
-        found = encode_end(text, enough, tokenizer._encode_piece, length=max(60, enough), size=5000, around=200)
+        found = encode_end(text, enough, tokenizer._encoder, length=max(60, enough), size=5000, around=200)
         assert found is None or (len(found) >= enough and found == tokenizer._encode_piece(text)[-len(found) :])
         assert found is not None or enough > 7 or len(set(text)) < 12
         ends = tokenizer.encode_ends(text, enough)

@@ -114,6 +114,8 @@ class EngineClient:
             self.tokenizer = await asyncio.to_thread(
                 open_tokenizer, self.config.model, chat_template=self._chat_template, is_optional=is_optional,
             )
+            if self.tokenizer is not None:  # now, or the first long text would hold up the event loop
+                await asyncio.to_thread(lambda tokenizer: tokenizer.bound, self.tokenizer)
             undo.pop_all()
 
     async def wait_ready(self) -> None:

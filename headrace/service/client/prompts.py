@@ -60,12 +60,21 @@ def encode_text(
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = tokenizer.encode_within(text, most, add_special_tokens=add_special_tokens)
     if ids is None:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, "
-            "or have it cut off by "
-            "truncate_prompt_tokens at the routes that take it", param=param,
-        )
+        raise _too_long(most, param)
     return ids
+
+
+def check_length(text: str, tokenizer: Tokenizer, most: int, param: str) -> None:
+    """Raise `ContextLengthExceeded` for a text that certainly has more than ``most`` tokens, without encoding it."""
+    if tokenizer.bound.proves_more(text, most):
+        raise _too_long(most, param)
+
+
+def _too_long(most: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, or "
+        "have it cut off by truncate_prompt_tokens at the routes that take it", param=param,
+    )
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:

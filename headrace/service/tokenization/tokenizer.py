@@ -10,8 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from headrace.base.errors import RequestError
+from headrace.service.tokenization.bounds import NO_BOUND, TokenBound, find_bound
 from headrace.service.tokenization.chat_template import ChatTemplates
-from headrace.service.tokenization.pieces import AROUND, encode_end, encode_pieces
+from headrace.service.tokenization.pieces import AROUND, Encoder, encode_end, encode_pieces
 from headrace.service.tokenization.text_decoder import TextDecoder
 from headrace.service.tokenization.token_bytes import TokenBytes
 
@@ -80,6 +81,8 @@ class Tokenizer:
     def encode_within(self, text: str, most: int, *, add_special_tokens: bool = True) -> list[int] | None:
         """Ids as of `encode`, or None when a long text certainly has more than ``most``, which encoding a prefix
         shows. A short text, or one with hardly more ids, is encoded and returned: callers check the length."""
+        if self.bound.proves_more(text, most):
+            return None
         length = LETTERS_READ * (most + CUT_TOKENS)
         while length < len(text):
             # The last ids of a prefix may merge with what follows; `CUT_TOKENS` more than ``most`` is proof.
@@ -95,7 +98,7 @@ class Tokenizer:
         if len(text) <= 2 * length:
             return self.encode(text, add_special_tokens=add_special_tokens)
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
-        last = encode_end(text, most, self._encode_piece, length=length)
+        last = encode_end(text, most, self._encoder, length=length)
         if last is None:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return [*(before[:1] or self._encode_piece(text[:AROUND])[:1]), *last, *after]
@@ -103,7 +106,7 @@ class Tokenizer:
     def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
         """Ids as of `encode`, some ten thousand at a time."""
         yield self._before if add_special_tokens else []
-        yield from encode_pieces(text, self._encode_piece)
+        yield from encode_pieces(text, self._encoder)
         yield self._after if add_special_tokens else []
 
     def encode_pair(self, first: str, second: str, *, limit: int | None = None) -> tuple[list[int], int]:
@@ -176,7 +179,7 @@ class Tokenizer:
     def _encode_bare(self, text: str, enough: int | None = None) -> list[int]:
         """Ids of a text; of a long one at least ``enough`` of the first."""
         ids: list[int] = []
-        for piece in encode_pieces(text, self._encode_piece):
+        for piece in encode_pieces(text, self._encoder):
             ids += piece
             if enough is not None and len(ids) >= enough:
                 break
@@ -189,6 +192,20 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
+
+    @cached_property
+    def bound(self) -> TokenBound:
+        """How much text one id can stand for. Takes 0.1 s or more with a large vocabulary, when first asked."""
+        return find_bound(self._backend) or NO_BOUND
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        unknown = self._backend.token_to_id(self._facts.names.get("unk_token", ""))
+        return Encoder(lambda text: self._encode_piece(text), self._starts, unknown)
+
+    def _starts(self, text: str) -> list[int]:
+        """Positions at which tokens begin; of the parts of one character, the first."""
+        return sorted({start for start, _ in self._backend.encode(text, add_special_tokens=False).offsets})
 
     @cached_property
     def _pair_surroundings(self) -> tuple[list[int], list[int], list[int]]:

@@ -30,6 +30,7 @@ from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.prompts import open_request
 from headrace.service.client.requests import refuse_generation
 from headrace.service.client.stream import RequestStream
+from headrace.service.tokenization.bounds import TokenBound
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 QUEUED_S = 0.002
@@ -41,6 +42,7 @@ class ByteTokenizer:
     ending = ""
 
     vocab_size = VOCAB
+    bound = TokenBound(1)
     bos_id = BOS
     eos_ids = (EOS,)
     has_chat_template = True

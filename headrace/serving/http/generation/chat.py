@@ -3,9 +3,7 @@ Every API that answers conversations is converted to `ChatRequest` and comes thr
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -20,9 +18,13 @@ from headrace.service.parsing.events import MAX_CALLS, Event, TextDelta, merge_e
 from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
-from headrace.service.tokenization import LONG_TEXT
-from headrace.serving.http.generation.context import AppContext
-from headrace.serving.http.generation.conversation import chosen_names, offered_tools, render_conversation
+from headrace.serving.http.generation.context import AppContext, compute
+from headrace.serving.http.generation.conversation import (
+    chosen_names,
+    offered_tools,
+    render_conversation,
+    render_size,
+)
 from headrace.serving.http.generation.run import GenerationRequest, Prompt
 from headrace.serving.http.generation.sampling import (
     body_request_id,
@@ -195,7 +197,7 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
     return openai_params(body, context.facts().default_sampling, max_tokens=max_tokens, logprobs=num_top)
 
 
-async def _fit(
+def _fit(
     context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool
 ) -> tuple[Prompt, bool]:
     """Lower ``params.max_tokens`` (in place) to what the context leaves after the prompt. Returns the prompt, as token
@@ -204,8 +206,7 @@ async def _fit(
     limit, max_tokens = context.facts().max_model_len, params.max_tokens
     if max_tokens is None or len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
         return prompt, False  # fits even at one token per byte, so the prompt need not be encoded here
-    encode = partial(encode_prompt, prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
-    ids = await asyncio.to_thread(encode) if len(prompt) > LONG_TEXT else encode()
+    ids = encode_prompt(prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
     room = limit - len(ids)
     if 0 < room < max_tokens:
         params.max_tokens = room
@@ -219,10 +220,19 @@ async def prepare_chat(
     in the context is lowered instead of refused. Submits nothing. Raises typed errors for what cannot be served."""
     context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
-    prompt = await render_conversation(context, body)
+    return await compute(
+        request, lambda: _prepare(request, context, body, params, id_prefix=id_prefix, fits=fits),
+        size=render_size(body)
+    )
+
+
+def _prepare(
+    request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, *, id_prefix: str, fits: bool
+) -> Chat:
+    prompt = render_conversation(context, body)
     plan = _plan_output(context, body, prompt)
     has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves
-    fitted, is_capped = await _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
+    fitted, is_capped = _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
     # Tool schemas compile to a grammar, too: errors name the field ``tools`` unless the request has a grammar of its
     # own.
     generation = GenerationRequest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,10 +18,11 @@ from headrace.base.messages import ModelFacts
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.generation.response_store import ResponseStore
-from headrace.serving.http.transport.endpoint import JsonBody
+from headrace.serving.http.transport.endpoint import BODY_BYTES, JsonBody
 from headrace.serving.http.transport.errors import ModelNotFound
 from headrace.serving.http.transport.metrics import Metrics
 from headrace.serving.http.transport.recording import DumpFolder
+from headrace.serving.http.transport.threads import WorkThreads
 from headrace.serving.http.transport.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ DEFAULT_MODEL = "default"
 """Names the served model, whatever it is called."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 T = TypeVar("T", bound=msgspec.Struct)
+W = TypeVar("W")
 
 
 @dataclass
@@ -59,6 +62,7 @@ class AppContext:
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    threads: WorkThreads = field(default_factory=WorkThreads)
     _formats: Formats | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +107,8 @@ class AppContext:
         return self.client.facts
 
     def close(self) -> None:
-        """Flush recordings and traces; may take seconds."""
+        """Stop work on texts; flush recordings and traces. May take seconds."""
+        self.threads.close()
         if self.dump is not None:
             self.dump.close()
         if self.tracing is not None:
@@ -168,4 +173,11 @@ async def read_request(request: Request, body: JsonBody[T]) -> tuple[AppContext,
     """The context and the decoded body; raises `RequestError` (400, 408, 413 or 415)."""
     context = context_of(request)
     server = context.server
-    return context, await body.read(request, server.max_body_bytes, is_lenient=server.lenient)
+    return context, await body.read(request, server.max_body_bytes, context.threads, is_lenient=server.lenient)
+
+
+async def compute(request: Request, work: Callable[[], W], *, size: int = 0) -> W:
+    """The result of ``work``, which takes time in proportion to the request's body, or to ``size`` characters if they
+    are more. See `WorkThreads.run`."""
+    num_bytes = request.scope.get("state", {}).get(BODY_BYTES, 0)
+    return await context_of(request).threads.run(request, max(num_bytes, size), work)

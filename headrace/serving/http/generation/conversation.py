@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.service.client.prompts import check_length
 from headrace.service.client.requests import refuse_generation
 from headrace.service.parsing.rendering import render_with_tools
-from headrace.service.tokenization import LONG_TEXT
 from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.protocol.fields import INTERNALS, MEDIA, TOOLS
@@ -25,6 +24,7 @@ from headrace.serving.http.protocol.tools import (
     Tool,
     ToolChoice,
 )
+from headrace.serving.http.transport.threads import AT_ONCE
 
 MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -166,8 +166,16 @@ def _reasoning_switches(request: ReasoningFields) -> dict[str, Any]:
     return options if effort in (None, "none") else {**options, "reasoning_effort": effort}
 
 
-async def render_conversation(context: AppContext, request: ChatRequest | TokenizeRequest) -> str:
-    """The prompt's text. Raises `RequestError` for messages that the model's template cannot render."""
+def render_size(request: ChatRequest | TokenizeRequest) -> int:
+    """What `compute` needs for rendering: characters of messages that are plain texts, as stored ones are not in the
+    request's body. A template that the request brings never runs on the event loop."""
+    num_chars = sum(len(message.content) for message in request.messages or () if isinstance(message.content, str))
+    return max(num_chars, AT_ONCE + 1) if request.chat_template else num_chars
+
+
+def render_conversation(context: AppContext, request: ChatRequest | TokenizeRequest) -> str:
+    """The prompt's text; call it through `compute`. Raises `RequestError` for messages that the model's template cannot
+    render."""
     refuse_generation(context.facts())
     if request.chat_template and not context.server.trust_request_chat_template:
         raise UnsupportedFeature(
@@ -195,21 +203,17 @@ async def render_conversation(context: AppContext, request: ChatRequest | Tokeni
         )
     opens_answer = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
     formats = context.formats()
-
-    def render() -> str:
-        return render_with_tools(
-            tokenizer, messages, formats, tools=tools, add_generation_prompt=opens_answer,
-            continue_final_message=is_continued, template=request.chat_template or None, **options,
-        )
-
-    # Jinja holds the event loop for as long as it renders.
-    is_long = sum(len(m["content"]) for m in messages) > LONG_TEXT
-    return await asyncio.to_thread(render) if is_long or request.chat_template else render()
+    return render_with_tools(
+        tokenizer, messages, formats, tools=tools, add_generation_prompt=opens_answer,
+        continue_final_message=is_continued, template=request.chat_template or None, **options,
+    )
 
 
-async def count_prompt(context: AppContext, request: ChatRequest) -> int:
-    """The number of prompt tokens of a conversation."""
-    text = await render_conversation(context, request)
+def count_prompt(context: AppContext, request: ChatRequest) -> int:
+    """The number of prompt tokens of a conversation; call it through `compute`. Raises `ContextLengthExceeded` if they
+    are certainly more than the model takes."""
+    text = render_conversation(context, request)
     tokenizer = context.tokenizer()
+    check_length(text, tokenizer, context.facts().max_model_len, "messages")
     # In pieces: the ids of a long prompt need not exist at the same time.
-    return await asyncio.to_thread(lambda: sum(map(len, tokenizer.encode_pieces(text, add_special_tokens=False))))
+    return sum(map(len, tokenizer.encode_pieces(text, add_special_tokens=False)))

@@ -5,7 +5,6 @@ Refuses: response formats (those of the routes) and tokenization (``service/clie
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -16,8 +15,7 @@ from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput
-from headrace.service.tokenization import LONG_TEXT
-from headrace.serving.http.generation.context import context_of
+from headrace.serving.http.generation.context import compute, context_of
 from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
 from headrace.serving.http.generation.sampling import new_request_id
 from headrace.serving.http.protocol.pooling import PoolingFields, PoolingUsage
@@ -91,11 +89,9 @@ def encoder_for(request: Request, truncate: int | None) -> PoolingEncoder:
     return PoolingEncoder.of(context.facts(), context.client.tokenizer, truncate)
 
 
-async def tokenize(make: Callable[[], T], texts: Sequence[Prompt]) -> T:
+async def tokenize(request: Request, make: Callable[[], T], texts: Sequence[Prompt]) -> T:
     """The result of ``make``, which tokenizes ``texts``; on a thread when they are long."""
-    if sum(len(text) for text in texts if isinstance(text, str)) > LONG_TEXT:
-        return await asyncio.to_thread(make)
-    return make()
+    return await compute(request, make, size=sum(len(text) for text in texts if isinstance(text, str)))
 
 
 async def run_pooling(

@@ -293,7 +293,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
     if num_choices > limit:
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
     _check_wide(context, request.params)
-    prompts = await _encode_prompts(context, request)
+    prompts = await _encode_prompts(http_request, context, request)
     client = client_of(http_request.scope, has_keys=context.server.api_key is not None)
     context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
@@ -315,11 +315,13 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
     return Generation(context, request, streams, http_request)
 
 
-async def _encode_prompts(context: AppContext, request: GenerationRequest) -> Sequence[Prompt]:
+async def _encode_prompts(
+    http_request: Request, context: AppContext, request: GenerationRequest
+) -> Sequence[Prompt]:
     """The prompts; token ids instead of text if the texts are long together or must be truncated. Long texts are
     encoded on a thread, as `EngineClient.submit` would block the event loop."""
-    is_long = sum(len(p) for p in request.prompts if isinstance(p, str)) > LONG_TEXT
-    if request.truncate is None and not is_long:
+    num_chars = sum(len(p) for p in request.prompts if isinstance(p, str))
+    if request.truncate is None and num_chars <= LONG_TEXT:
         return request.prompts
     facts, tokenizer, has_special = context.facts(), context.client.tokenizer, request.add_special_tokens
 
@@ -335,7 +337,7 @@ async def _encode_prompts(context: AppContext, request: GenerationRequest) -> Se
     def encode_all() -> list[Prompt]:
         return [encode(prompt, params) for prompt, params in zip(request.prompts, request.params, strict=True)]
 
-    return await asyncio.to_thread(encode_all) if is_long else encode_all()
+    return await context.threads.run(http_request, num_chars, encode_all)
 
 
 async def collect_generation(

@@ -10,7 +10,7 @@ from headrace.base.errors import HeadraceError, RequestError
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, Event, TextDelta
 from headrace.serving.http.generation.chat import Chat, OutputReader, prepare_chat
-from headrace.serving.http.generation.context import read_request
+from headrace.serving.http.generation.context import compute, read_request
 from headrace.serving.http.generation.conversation import count_prompt
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
@@ -296,7 +296,8 @@ class MessageEvents(Events):
 async def create_message(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
-    chat = await prepare_chat(request, context, convert_request(body), id_prefix="msg_", fits=True)
+    converted = await compute(request, lambda: convert_request(body))
+    chat = await prepare_chat(request, context, converted, id_prefix="msg_", fits=True)
     if body.stream:
         return await start_stream(request, chat.request, lambda g: MessageEvents(g, chat, context.model_name))
     generation, (output,) = await collect_generation(request, chat.request)
@@ -307,7 +308,8 @@ async def count_tokens(request: Request) -> JsonResponse:
     """The length of a conversation's prompt."""
     context, body = await read_request(request, COUNT_BODY)
     context.check_model(body.model)
-    return JsonResponse(wire.TokenCount(await count_prompt(context, convert_prompt(body))))
+    count = await compute(request, lambda: count_prompt(context, convert_prompt(body)))
+    return JsonResponse(wire.TokenCount(count))
 
 
 ENDPOINTS = (

@@ -18,7 +18,7 @@ from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.client.pooling import shorten
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
 from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
-from headrace.serving.http.generation.context import AppContext, context_of, read_request
+from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
 from headrace.serving.http.generation.pooling import (
     check_amount,
@@ -244,7 +244,8 @@ async def _respond(
 async def chat(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context, body = await read_request(request, CHAT_BODY)
-    return await _respond(request, body.model, convert_chat(body, context.facts().max_model_len), is_chat=True)
+    converted = await compute(request, lambda: convert_chat(body, context.facts().max_model_len))
+    return await _respond(request, body.model, converted, is_chat=True)
 
 
 async def generate(request: Request) -> JsonResponse | EventStream:
@@ -312,7 +313,7 @@ async def _embed(request: Request, body: wire.OllamaEmbedRequest) -> wire.Ollama
     texts = [body.input] if isinstance(body.input, str) else body.input
     check_amount(len(texts), context.server.max_batch_prompts, "input")
     encoder = encoder_for(request, None if body.truncate is False else -1)
-    inputs = await tokenize(lambda: [encoder.encode(text) for text in texts], texts)
+    inputs = await tokenize(request, lambda: [encoder.encode(text) for text in texts], texts)
     outputs = await run_pooling(request, inputs, PoolingFields(), "ollama-")
     vectors = [shorten(unpack_floats(packed), body.dimensions) for packed in outputs.packed]
     return wire.OllamaEmbeddings(body.model, vectors, time.perf_counter_ns() - began, 0, outputs.usage.prompt_tokens)

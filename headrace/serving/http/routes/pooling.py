@@ -42,7 +42,9 @@ async def _run(
     """Run the inputs of an embedding or classification request."""
     inputs = split_inputs(body.input, limit)
     encoder, has_special = encoder_for(request, body.truncate_prompt_tokens), body.add_special_tokens is not False
-    encoded = await tokenize(lambda: [encoder.encode(text, add_special_tokens=has_special) for text in inputs], inputs)
+    encoded = await tokenize(
+        request, lambda: [encoder.encode(text, add_special_tokens=has_special) for text in inputs], inputs
+    )
     return await run_pooling(request, encoded, body, id_prefix)
 
 
@@ -76,7 +78,7 @@ async def encode(request: Request) -> JsonResponse:
     given, param = (body.text, "text") if body.text is not None else (body.input_ids, "input_ids")
     inputs = split_inputs(given, context.server.max_batch_prompts, param)
     encoder = encoder_for(request, body.truncate_prompt_tokens)
-    encoded = await tokenize(lambda: [encoder.encode(text) for text in inputs], inputs)
+    encoded = await tokenize(request, lambda: [encoder.encode(text) for text in inputs], inputs)
     fields = wire.PoolingFields(rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
     outputs = await run_pooling(request, encoded, fields, "enc-")
     generation = outputs.generation
@@ -96,7 +98,7 @@ async def _score(
 ) -> tuple[list[float], PooledOutputs]:
     encoder = encoder_for(request, fields.truncate_prompt_tokens)
     texts = [text for pair in pairs for text in pair]
-    plan = await tokenize(lambda: plan_scores(pairs, encoder, instruct=instruct), texts)
+    plan = await tokenize(request, lambda: plan_scores(pairs, encoder, instruct=instruct), texts)
     outputs = await run_pooling(request, plan.inputs, fields, id_prefix)
     return plan.finish(outputs.packed), outputs
 
@@ -168,7 +170,7 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
             return PoolingInput(encoder.encode(first + second).token_ids, spec)
         raise RequestError("query and items must both be texts, or both token ids", param="items")
 
-    encoded = await tokenize(lambda: [join(item) for item in items], [*items, query])
+    encoded = await tokenize(request, lambda: [join(item) for item in items], [*items, query])
     outputs = await run_pooling(request, encoded, body, "score-")
     logprobs = [unpack_floats(packed) for packed in outputs.packed]
     scores = [activate(row, "softmax") if body.apply_softmax else [math.exp(x) for x in row] for row in logprobs]

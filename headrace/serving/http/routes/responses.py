@@ -12,8 +12,8 @@ from starlette.requests import Request
 
 from headrace.base.errors import NotFound, RequestError, UnsupportedFeature
 from headrace.serving.http.generation.chat import prepare_chat
-from headrace.serving.http.generation.context import AppContext, context_of, read_request
-from headrace.serving.http.generation.conversation import count_prompt
+from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
+from headrace.serving.http.generation.conversation import count_prompt, render_size
 from headrace.serving.http.generation.logprobs import TokenNames
 from headrace.serving.http.generation.response_store import ResponseStore, RunningResponse, StoredResponse, Turn
 from headrace.serving.http.generation.run import collect_generation
@@ -244,7 +244,8 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     context, body = await read_request(request, BODY)
     owner, store = owner_of(request.headers), context.responses
     previous = _find_previous(context, owner, body.previous_response_id)
-    chat = await prepare_chat(request, context, convert_request(body, _history(previous)), id_prefix="resp_")
+    converted = await compute(request, lambda: convert_request(body, _history(previous)))
+    chat = await prepare_chat(request, context, converted, id_prefix="resp_")
     keeper = Keeper(store, owner, body, previous) if store.is_open and body.store is not False else None
     request_id, names = chat.request.request_id, TokenNames(context.client.tokenizer)
     writer = ResponseWriter(
@@ -268,7 +269,9 @@ async def count_input(request: Request) -> JsonResponse:
     context, body = await read_request(request, BODY)
     context.check_model(body.model)
     previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
-    return JsonResponse(wire.InputCount(await count_prompt(context, convert_request(body, _history(previous)))))
+    converted = await compute(request, lambda: convert_request(body, _history(previous)))
+    count = await compute(request, lambda: count_prompt(context, converted), size=render_size(converted))
+    return JsonResponse(wire.InputCount(count))
 
 
 def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -> Turn | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable, Iterator
 from typing import cast
@@ -12,9 +11,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
+from headrace.service.client.prompts import check_length
 from headrace.service.tokenization import Tokenizer
-from headrace.serving.http.generation.context import context_of, read_request
-from headrace.serving.http.generation.conversation import render_conversation
+from headrace.serving.http.generation.context import compute, context_of, read_request
+from headrace.serving.http.generation.conversation import render_conversation, render_size
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.native import (
@@ -54,26 +54,27 @@ async def tokenize(request: Request) -> JsonResponse:
     has_special = body.add_special_tokens
     has_strings = bool(body.return_token_strs)
     if body.messages is not None:
-        text = await render_conversation(context, body)
+        text = await compute(request, lambda: render_conversation(context, body), size=render_size(body))
         has_special = bool(has_special)
     else:
         source = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
         if isinstance(source, list):
             check_amount(len(source), context.server.max_batch_prompts, given[0])
-            return JsonResponse(await asyncio.to_thread(
-                _tokenize_all, tokenizer, source, facts.max_model_len, has_special=has_special, has_strings=has_strings
-            ))
+            return JsonResponse(await compute(request, lambda: _tokenize_all(
+                tokenizer, source, facts.max_model_len, has_special=has_special, has_strings=has_strings
+            )))
         text = source
-    return JsonResponse(await asyncio.to_thread(
-        _tokenize, tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
-    ))
+    return JsonResponse(await compute(request, lambda: _tokenize(
+        tokenizer, text, facts.max_model_len, has_special=has_special, has_strings=has_strings
+    ), size=len(text)))
 
 
 def _tokenize(
     tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool
 ) -> Tokenized:
     """Tokenizes and encodes JSON piece by piece: millions of ids would be large as Python objects."""
+    check_length(text, tokenizer, max_model_len, "prompt")
     count, ids, strings = 0, [], []
     for piece in tokenizer.encode_pieces(text, add_special_tokens=has_special):
         count += len(piece)
@@ -111,9 +112,9 @@ async def detokenize(request: Request) -> JsonResponse:
     context.facts()
     tokenizer = context.tokenizer()
     context.check_model(body.model)
-    text = await asyncio.to_thread(
-        _detokenize, tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
-    )
+    text = await compute(request, lambda: _detokenize(
+        tokenizer, bytes(body.tokens), skips_special=bool(body.skip_special_tokens)
+    ))
     return JsonResponse(Detokenized(text, text))
 
 
@@ -159,7 +160,8 @@ async def apply_template(request: Request) -> JsonResponse:
     """A conversation to the prompt that the model would get."""
     context, body = await read_request(request, TEMPLATE_BODY)
     context.check_model(body.model)
-    return JsonResponse(RenderedPrompt(await render_conversation(context, body)))
+    text = await compute(request, lambda: render_conversation(context, body), size=render_size(body))
+    return JsonResponse(RenderedPrompt(text))
 
 
 async def show_tokenizer(request: Request) -> JsonResponse:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED, MEDIA, RESTRICTED, LogitBias
 from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
+from headrace.serving.http.transport.threads import AT_ONCE, WorkThreads
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -35,10 +37,47 @@ NESTED = "sampling_params"
 """The field whose objects are checked for unknown fields like the body itself."""
 BIAS = "logit_bias"
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+MAX_VALUES, MAX_DEPTH = 1 << 17, 256
+"""Strings (names of fields among them), lists and objects of a body, which take about 25 ms to decode; how deep they
+may be nested."""
+BODY_BYTES = "body_bytes"
+SCANNED_BYTES = 1 << 18
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{}[]")
 # These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
+
+
+def check_num_values(body: bytes) -> None:
+    """Raise `BodyTooLarge` for JSON with more than `MAX_VALUES` strings, lists and objects, `RequestError` where they
+    are nested more than `MAX_DEPTH` deep. Much cheaper than decoding, and other threads run in between. Numbers, which
+    cost little, are not counted; what is not JSON may pass."""
+    begin, count, depth, is_inside = 0, 0, 0, False
+    while begin < len(body):
+        end = begin + SCANNED_BYTES
+        while body[end - 1 : end] == b"\\":  # never between a backslash and what it escapes
+            end += 1
+        piece = body[begin:end]
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        brackets = b"".join(parts[is_inside::2]).translate(None, _NO_BRACKETS)
+        depth = _scan_depth(brackets, depth)
+        count += len(parts) // 2 + brackets.count(b"{") + brackets.count(b"[")
+        if count > MAX_VALUES:
+            raise BodyTooLarge(f"the body has more than {MAX_VALUES} strings, lists and objects; split the request")
+        is_inside ^= len(parts) % 2 == 0
+        begin = end
+
+
+def _scan_depth(brackets: bytes, depth: int) -> int:
+    """The depth after these brackets, which begin at ``depth``."""
+    for bracket in brackets:
+        depth += 1 if bracket in b"{[" else -1
+        if depth > MAX_DEPTH:
+            raise RequestError(f"the body is nested too deeply; at most {MAX_DEPTH} levels are accepted")
+    return depth
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -88,15 +127,24 @@ class JsonBody(Generic[T]):
         self._fields = _fields_of(record)
         self._nested_fields = _fields_of(nested) if nested else frozenset()
 
-    async def read(self, request: Request, limit: int, *, is_lenient: bool = False) -> T:
-        """The decoded body; raises `RequestError` (400, 408, 413 or 415). ``is_lenient``: unknown fields are ignored;
-        their names are in the request's state as ``ignored_fields``, for the response header."""
+    async def read(self, request: Request, limit: int, threads: WorkThreads, *, is_lenient: bool = False) -> T:
+        """The decoded body; raises `RequestError` (400, 408, 413 or 415). A large one is decoded on one of ``threads``;
+        the request's state has its size as ``body_bytes``. ``is_lenient``: unknown fields are ignored; their names are
+        in the request's state as ``ignored_fields``, for the response header."""
         _check_media_type(request, takes_any_type=self._takes_any_type)
         ignored: list[str] | None = [] if is_lenient else None
-        decoded = self.decode(await read_body(request, limit), ignored)
+        body = await read_body(request, limit)
+        request.scope.setdefault("state", {})[BODY_BYTES] = len(body)
+        decoded = await threads.run(request, len(body), partial(self._decode_within, body, ignored))
         if ignored:
             request.scope.setdefault("state", {})["ignored_fields"] = ignored
         return decoded
+
+    def _decode_within(self, body: bytes, ignored: list[str] | None) -> T:
+        # Decoding holds the GIL: on a thread, too, it stops the event loop for as long as it takes.
+        if len(body) > AT_ONCE:
+            check_num_values(body)
+        return self.decode(body, ignored)
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
