@@ -142,6 +142,20 @@ async def test_no_text_takes_long(lab, text):
     assert took < 3000, f"{took:.0f} ms"
 
 
+PARAGRAPHS = "A **bold** `word`, and [a link](https://e.example).\n\n- one\n- *two*\n\n```py\nx = 1\n```\n\n"
+
+
+@pytest.mark.parametrize("text", [PARAGRAPHS * 600, "```\n" + "x = call(1, 2)\n" * 3000], ids=["blocks", "code"])
+async def test_a_long_answer_grows_at_the_cost_of_its_end(lab, text):
+    await lab.run(f"window.text = {json.dumps(text)}; 0")
+    took = await lab.run("""(() => {
+        const view = new markdown.MarkdownView(document.createElement("div")), start = performance.now();
+        for (let end = 0; end < text.length; end += 50) view.update(text.slice(0, end));
+        return (performance.now() - start) / (text.length / 50);
+    })()""")
+    assert took < 5, f"{took:.2f} ms an update"  # 0.2 ms; rendering the whole text each time takes over 20
+
+
 ATTACKS = r"""<script>window.hacked = 1</script> <img src=x onerror="window.hacked = 1"> <svg onload=window.hacked=1>
 
 <iframe srcdoc="<script>parent.hacked = 1</script>"></iframe>

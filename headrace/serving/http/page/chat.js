@@ -75,6 +75,7 @@ class Chat {
     );
     this.store.watch((id) => this.takeOver(id));
     addEventListener("pagehide", () => this.saveNow());
+    document.addEventListener("visibilitychange", () => document.hidden && this.saveNow()); // phones end hidden pages
     addEventListener("online", () => this.watchServer());
   }
 
