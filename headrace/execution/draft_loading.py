@@ -72,7 +72,7 @@ def load_draft(
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device),
-        keeps_blocks=keeps_blocks(model_config, device, target.dtype),
+        keeps_blocks=keeps_blocks(source, model_config, device, target.dtype, progress),
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),

@@ -28,7 +28,7 @@ from headrace.layers.quantization.storage import can_store_blocks, count_bytes, 
 from headrace.memory.plan import base_group
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
-from headrace.models.checkpoint import open_weights
+from headrace.models.checkpoint import has_blocks, open_weights
 from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 AS_PLAIN, AS_STORED = "none", "stored"
-"""Values of ``quantization`` that name no scheme: ``none`` dequantises everything; ``stored`` keeps a file's quantised
-blocks, even where that means waiting for the native kernels to compile."""
+"""Values of ``quantization`` that name no scheme: ``none`` dequantises everything; ``stored``, the default, keeps a
+file's quantised blocks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         schemes = choose_schemes(source, config.model, dtype, device)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
-            schemes=schemes, keeps_blocks=keeps_blocks(config.model, device, dtype),
+            schemes=schemes, keeps_blocks=keeps_blocks(source, config.model, device, dtype, progress),
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -185,11 +185,17 @@ def choose_schemes(source: ModelSource, model: ModelConfig, dtype: torch.dtype, 
     ))
 
 
-def keeps_blocks(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers keep a file's quantised blocks."""
+def keeps_blocks(
+    source: ModelSource, model: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> bool:
+    """Whether layers keep a file's quantised blocks. For a file that has some, waits for the CPU kernels."""
     if model.load_format == "dummy" or model.quantization not in (None, AS_STORED):
         return False
-    return can_store_blocks(device, dtype, waits=model.quantization == AS_STORED)
+
+    def report(num_done: int, num_files: int) -> None:
+        progress(f"compiling CPU kernels: {num_done} of {num_files} files", 0.1 * num_done / max(1, num_files))
+
+    return can_store_blocks(device, dtype, waits=has_blocks(source), report=report)
 
 
 @torch.no_grad()

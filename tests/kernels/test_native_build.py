@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import os
 import re
+import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,14 +16,16 @@ import pytest
 import torch
 
 from headrace.base.errors import ConfigError
+from headrace.kernels import native
 from headrace.kernels.native import compilation, loading
 from headrace.kernels.native.compilation import CompilationFailed, CompilationStopped, compile_libraries
-from headrace.kernels.native.loading import NativeLibrary
+from headrace.kernels.native.loading import NativeLibrary, cache_folder
 from headrace.kernels.native.sources import FOLDER, OPERATORS, included, library, list_objects, shipped_path
 from headrace.kernels.native.toolchain import ISAS, Compiler, find_compiler, machine_isas
 from headrace.kernels.rowwise import cpu, reference
 
 COMPILER = find_compiler()
+ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
@@ -62,6 +66,61 @@ def test_only_what_changed_is_compiled_again(sources: Path, tmp_path: Path):
     changed = compile_for("scalar", sources, cache)
     assert changed != path and ctypes.CDLL(str(changed)).one() == 42 and ctypes.CDLL(str(changed)).two() == 2
     assert [p.name.split("-")[0] for p in set(cache.glob("*.o")) - objects] == ["one"]
+
+
+@needs_compiler
+def test_progress_is_reported_file_by_file(sources: Path, tmp_path: Path):
+    told: list[tuple[int, int]] = []
+
+    def report(num_done: int, num_files: int) -> None:
+        told.append((num_done, num_files))
+
+    compile_libraries([library("scalar", sources)], COMPILER, tmp_path, report)
+    assert sorted(told) == [(0, 2), (1, 2), (2, 2)]
+    (sources / "answer.h").write_text("#define ANSWER 43\n")
+    compile_libraries([library("scalar", sources)], COMPILER, tmp_path, report)
+    assert sorted(told[3:]) == [(0, 1), (1, 1)]
+    compile_libraries([library("scalar", sources)], COMPILER, tmp_path, report)
+    assert len(told) == 5, "nothing was to be done"
+
+
+def compile_ahead(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python -m headrace.kernels.native`` with a cache of its own."""
+    environment = {**os.environ, "HEADRACE_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.kernels.native"], env=environment, capture_output=True, text=True, timeout=250,
+        cwd=ROOT,
+    )
+
+
+def test_compiling_ahead_tells_why_not(tmp_path: Path):
+    done = compile_ahead(tmp_path, PATH=str(tmp_path), HEADRACE_CPU_ISA="")
+    if "CPU kernels: " in done.stdout:
+        pytest.skip("libraries are shipped")
+    assert done.returncode == 1 and not done.stderr and len(done.stdout.splitlines()) <= 2
+    assert "no C++ compiler found (g++, c++, clang++); install one" in done.stdout and "slower" in done.stdout
+    failing = tmp_path / "g++"
+    failing.write_text("#!/bin/sh\necho 'a.cpp:1: error: no' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    done = compile_ahead(tmp_path, PATH=str(tmp_path), HEADRACE_CPU_ISA="scalar")
+    assert done.returncode == 1 and not done.stderr and "compiling them failed: a.cpp:1: error: no" in done.stdout
+    assert compile_ahead(tmp_path, HEADRACE_CPU_ISA="sse9").returncode == 1
+    assert compile_ahead(tmp_path, HEADRACE_CPU_ISA="off").returncode == 0
+
+
+@needs_compiler
+def test_compiling_ahead_shows_progress_and_is_quick_when_done(tmp_path: Path):
+    """With most objects at hand; compiling all takes half a minute."""
+    if native.build().status != "ready" or not (objects := list(cache_folder().glob("*.o"))):
+        pytest.skip("no native library, or one that was shipped")
+    (tmp_path / "native").mkdir()
+    for path in objects:
+        if not path.name.startswith("binding"):
+            shutil.copy(path, tmp_path / "native")
+    done = compile_ahead(tmp_path)
+    assert done.returncode == 0 and "compiling the CPU kernels: 1 of 1 files" in done.stdout, done.stdout + done.stderr
+    done = compile_ahead(tmp_path)
+    assert done.returncode == 0 and done.stdout == f"CPU kernels: {native.state().detail}\n"
 
 
 @needs_compiler

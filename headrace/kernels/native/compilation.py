@@ -8,6 +8,7 @@ are gone, so it is never stale. Files appear by atomic rename; partial files of 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,8 +42,13 @@ class CompilationStopped(CompilationFailed):
     """A compiler was ended by a signal, for example Ctrl-C, which reaches all processes of a terminal."""
 
 
+Report = Callable[[int, int], None]
+"""Told how many of how many files are compiled; called on any thread."""
+
+
 def compile_libraries(
-    libraries: list[Library], compiler: Compiler, folder: Path, *, workers: int | None = None
+    libraries: list[Library], compiler: Compiler, folder: Path, report: Report | None = None, *,
+    workers: int | None = None,
 ) -> list[Path]:
     """Compile and link what is missing in ``folder``, with ``workers`` compilers at a time; returns the libraries'
     paths. Waits while another process compiles. Raises `CompilationFailed`."""
@@ -59,6 +65,8 @@ def compile_libraries(
         logger.info("compiling CPU kernels: %d of %d files, into %s", len(wanted), len(units), folder)
         with _Workers(workers or min(12, len(os.sched_getaffinity(0)))) as pool:  # the longest first
             running = {path: pool.submit(units[path].command(compiler), path, lock) for path in wanted}
+            if report is not None and running:
+                _report_done(list(running.values()), report)
             for target, library in missing.items():
                 objects = [unit.object_path(compiler, folder) for unit in library.units]
                 for path in objects:
@@ -68,6 +76,13 @@ def compile_libraries(
         for path in units:  # marks them as used, for `_sweep`
             path.touch()
     return list(targets)
+
+
+def _report_done(running: Sequence[Future[None]], report: Report) -> None:
+    num_done = itertools.count(1)
+    report(0, len(running))
+    for future in running:
+        future.add_done_callback(lambda _: report(next(num_done), len(running)))
 
 
 class _Workers:

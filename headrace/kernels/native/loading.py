@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import math
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ import torch
 
 from headrace.base import env
 from headrace.base.errors import ConfigError
-from headrace.kernels.native.compilation import CompilationFailed, CompilationStopped, compile_libraries
+from headrace.kernels.native.compilation import CompilationFailed, CompilationStopped, Report, compile_libraries
 from headrace.kernels.native.sources import FOLDER, OPERATORS, library, shipped_path
 from headrace.kernels.native.toolchain import COMPILERS, ISAS, LEVELS, Compiler, Isa, find_compiler, machine_isas
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "headrace_cpu"
 TABLE = "headrace_kernels"
 """The symbol exported by a kernel library: `Kernels` of kernels.h."""
+POLL_S, LOG_PERIOD_S = 0.25, 5.0
 OFF = "off"
 SWITCHED_OFF = "HEADRACE_CPU_ISA=off: plain torch alone"
 
@@ -77,6 +79,9 @@ class NativeLibrary:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_started = False
+        self.progress = (0, 0)
+        """How many of how many files are compiled; (0, 0) before it is known, and while another process compiles."""
+        self._told_at = 0.0
 
     def find(self) -> NativeOps | None:
         """The operators, or None while they are not loaded, when the caller uses plain torch. The first call starts
@@ -97,6 +102,10 @@ class NativeLibrary:
                 self.state = NativeState("off", SWITCHED_OFF)
             elif not self._load_best(wanted) and self.state.status == "idle":
                 self.state = NativeState("compiling", "plain torch serves meanwhile")
+                logger.info(
+                    "CPU kernels are not compiled for this machine yet; that takes about half a minute, once. Until "
+                    "then plain torch computes, several times slower"
+                )
                 self._thread = threading.Thread(target=self._compile, args=(wanted,), name="native-build", daemon=True)
                 self._thread.start()
                 atexit.register(self._finish)
@@ -117,6 +126,12 @@ class NativeLibrary:
         self.start()
         if self._thread is not None:
             self._thread.join(timeout)
+
+    def _note_progress(self, num_done: int, num_files: int) -> None:
+        self.progress = (num_done, num_files)
+        if time.monotonic() - self._told_at >= LOG_PERIOD_S or num_done == num_files:
+            self._told_at = time.monotonic()
+            logger.info("CPU kernels: %d of %d files compiled", num_done, num_files)
 
     def _finish(self) -> None:
         """At exit, wait for the compilation: the next start uses it, and an interpreter that exits while a thread loads
@@ -154,7 +169,8 @@ class NativeLibrary:
                     continue  # a lower instruction set may be shipped, or known to this compiler
                 if not compiles:
                     return False
-                paths = compile_libraries([library(OPERATORS), library(isa.name)], compiler, cache_folder())
+                wanted = [library(OPERATORS), library(isa.name)]
+                paths = compile_libraries(wanted, compiler, cache_folder(), self._note_progress)
             if self._load(isa, *paths):
                 return True
             # not loadable at all; otherwise the processor lacks it, and a lower one is tried
@@ -212,11 +228,16 @@ def state() -> NativeState:
     return NATIVE.state
 
 
-def build(*, wait: bool = True, timeout: float | None = None) -> NativeState:
-    """Load or compile the operators of this process, and by default wait for them."""
+def build(*, timeout: float = math.inf, report: Report | None = None) -> NativeState:
+    """Load or compile the operators of this process and wait up to ``timeout`` seconds for them. ``report`` is called
+    in this thread as files are compiled."""
     NATIVE.start()
-    if wait:
-        NATIVE.wait(timeout)
+    until, told = time.monotonic() + timeout, (0, 0)
+    while NATIVE.state.status == "compiling" and (left := until - time.monotonic()) > 0:
+        NATIVE.wait(min(left, POLL_S))
+        if report is not None and NATIVE.progress != told:
+            told = NATIVE.progress
+            report(*told)
     return NATIVE.state
 
 

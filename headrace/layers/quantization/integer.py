@@ -15,11 +15,10 @@ from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PackedMatrix, unpack
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
 from headrace.layers.quantization.contract import Named, SchemeQuery
-from headrace.layers.quantization.storage import StorableWeight, find_storable
+from headrace.layers.quantization.storage import BUILD_WAIT_S, StorableWeight, find_storable
 
 logger = logging.getLogger(__name__)
 
-BUILD_WAIT_S = 180.0  # for the native library to compile
 LEAST_OUTPUTS = 64
 """A weight with fewer outputs keeps its precision: it is too small to gain anything."""
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,8 @@ from headrace.kernels.packed_linear.forms import StoredWeight
 
 logger = logging.getLogger(__name__)
 
+BUILD_WAIT_S = 180.0
+"""Most seconds that loading waits for the native library to be compiled; it takes about half a minute."""
 CPU_TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -110,14 +113,25 @@ def find_storable(model: nn.Module) -> list[StorableWeight]:
     return [StorableWeight(layers[0][0], tuple(layer for _, layer in layers)) for layers in sharing.values()]
 
 
-def can_store_blocks(device: torch.device, dtype: torch.dtype, *, waits: bool = False) -> bool:
-    """Whether layers there multiply with a file's quantised blocks faster than with plain numbers; ``waits``: waits
-    for the native library to be compiled."""
+def can_store_blocks(
+    device: torch.device, dtype: torch.dtype, *, waits: bool, report: Callable[[int, int], None] | None = None
+) -> bool:
+    """Whether layers there multiply with a file's quantised blocks faster than with plain numbers. ``waits``, for a
+    file that has such blocks: for the native library to be compiled, as weights that were dequantised stay so.
+    ``report`` is told how many of how many files are compiled."""
     if device.type != "cpu" or dtype not in CPU_TYPES:
         return False
-    if waits:
-        native.build()
-    return native.NATIVE.find() is not None
+    if not waits:
+        return native.NATIVE.find() is not None
+    if native.NATIVE.find() is None and native.state().status == "compiling":
+        logger.warning("waiting for the CPU kernels, which are compiled once: about half a minute")
+    state = native.build(timeout=BUILD_WAIT_S, report=report)
+    if state.status in ("compiling", "unavailable"):
+        logger.warning(
+            "quantised weights are dequantised, to up to four times the memory, as there are no native CPU kernels "
+            "(%s: %s); headrace check says more", state.status, state.detail
+        )
+    return state.status == "ready"
 
 
 def store_fastest(model: nn.Module) -> None:

@@ -36,6 +36,16 @@ PLAIN_TYPES = {
 }
 
 
+def holds_blocks(tensors: Sequence[GgufTensor]) -> bool:
+    """Whether some are of a type that `read_tensors` can yield as `BlockTensor`."""
+    if not tensors:
+        return False
+    from gguf.constants import GGMLQuantizationType  # as in `_ggml_type`
+
+    types = {kind.value for kind in GGMLQuantizationType if kind.name in BLOCK_TYPES}
+    return any(tensor.type_id in types for tensor in tensors)
+
+
 def read_tensors(
     tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, threads: int, keeps_blocks: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
