@@ -4,6 +4,7 @@ long."""
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from headrace.base.errors import ContextLengthExceeded
 from headrace.service.client.pooling import PoolingEncoder
 from headrace.service.client.prompts import encode_prompt, encode_prompt_end
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.pieces import AROUND, PIECE, Encoder, encode_end, encode_pieces
+from headrace.service.tokenization.pieces import (
+    AROUND,
+    MOST,
+    PIECE,
+    Encoder,
+    Interrupted,
+    encode_end,
+    encode_pieces,
+    interruptible,
+)
 from headrace.service.tokenization.tokenizer import CUT_TOKENS, IDS_AT_ONCE, LETTERS_READ, LONG_TEXT, TokenizerFacts
 
 
@@ -184,3 +194,68 @@ def test_many_ids_become_text():
     ids = tokenizer.encode(text, add_special_tokens=False) * (2 * IDS_AT_ONCE // 7)
     assert len(ids) > 2 * IDS_AT_ONCE and tokenizer.decode(ids) == text * (2 * IDS_AT_ONCE // 7)
     assert tokenizer.decode([]) == ""
+
+
+def test_pieces_stay_small_where_no_cut_can_be_verified():
+    """Ids that depend on how far the text goes on: every cut is a guess, and still nothing is lost."""
+    asked: list[int] = []
+
+    def encode(part: str) -> list[int]:
+        asked.append(len(part))
+        return [ord(c) + 1000 * ((len(part) - i) // 300) for i, c in enumerate(part)]
+
+    text = draw_text(50_000)
+    found = [i for piece in encode_pieces(text, Encoder(encode), size=600, around=100, most=2400) for i in piece]
+    assert "".join(chr(i % 1000) for i in found) == "".join(chr(ord(c) % 1000) for c in text)
+    assert max(asked) <= 2400 + 200 and sum(asked) < 10 * len(text)
+
+
+@pytest.mark.parametrize(("make", "unit"), [
+    *((byte_level, unit) for unit in ("a", "ab", "abcdefghijk", "水", "水车轮", " ", "!", "\n", "e\u0301")),
+    *((pieces, unit) for unit in ("a", "ab", "abcdefghijk", "水车轮", "!")),
+])
+@pytest.mark.parametrize("lead", ["", "b", " the"])
+def test_long_words_are_cut_between_tokens(make: Any, unit: str, lead: str):
+    tokenizer, asked = make(), []
+
+    def encode(part: str) -> list[int]:
+        asked.append(len(part))
+        return tokenizer._encode_piece(part)
+
+    text = lead + unit * (60_000 // len(unit))
+    encoder = Encoder(encode, tokenizer._starts)
+    found = [i for piece in encode_pieces(text, encoder, size=4000, around=500, most=16_000) for i in piece]
+    assert found == tokenizer._encode_piece(text)
+    assert max(asked) <= 16_000 + 1000 and sum(asked) <= 20 * len(text)
+
+
+def test_one_unknown_word_stays_one_where_it_is_cut():
+    backend = Backend(models.WordPiece({"[UNK]": 0, "a": 1, "the": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(backend, TokenizerFacts(names={"unk_token": "[UNK]"}))
+    text = "the " + "x" * 3_000_000 + " a a"
+    assert [i for piece in tokenizer.encode_pieces(text) for i in piece] == [2, 0, 1, 1]
+
+
+def test_the_end_of_a_long_word_is_found_without_the_rest(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, read = byte_level(), []
+    encode = Tokenizer._encode_piece
+    monkeypatch.setattr(Tokenizer, "_encode_piece", lambda self, text: (read.append(len(text)), encode(self, text))[1])
+    ids = encode_prompt_end("x" + "ab" * 5_000_000, tokenizer, 9)
+    assert set(tokenizer.decode(ids)) == {"a", "b"} and len(ids) == 9
+    assert sum(read) < 6 * MOST
+
+
+def test_encoding_stops_when_nobody_waits():
+    tokenizer, stop = byte_level(), threading.Event()
+    with interruptible(stop):
+        pieces = tokenizer.encode_pieces("the mill " * 100_000)
+        next(pieces)
+        next(pieces)
+        stop.set()
+        with pytest.raises(Interrupted):
+            next(pieces)
+        for encode in (tokenizer.encode, lambda text: tokenizer.encode_ends(text, 5)):
+            with pytest.raises(Interrupted):
+                encode("the mill " * 100_000)
+    assert len(tokenizer.encode("the mill")) > 0

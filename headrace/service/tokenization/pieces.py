@@ -4,7 +4,8 @@ The ids must equal those of the whole text, and merges cross arbitrary positions
 boundary, or within a long word at a boundary of tokens, that was verified: the ids of the characters before it are the
 same with and without what follows, and the same wherever encoding begins. The next piece is encoded together with
 ``around`` characters before the cut as left context, whose ids are then dropped. Where no cut can be verified the piece
-grows, to `MOST` characters: then it is cut anyway, which bounds memory and time; the ids still decode to the text.
+grows, to `MOST` characters: then it is cut anyway, which bounds memory and time; the ids still decode to the text, but
+for a space that some vocabularies put before whatever they encode.
 Lengths and positions are in characters (Unicode code points).
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,24 +68,34 @@ def encode_pieces(
 ) -> Iterator[list[int]]:
     """The ids that the encoder gives for the text, in pieces of about ``size`` characters. Where no cut can be verified
     (merges that depend on distant text) a piece is doubled, up to ``most`` characters."""
-    # ``before``: ids of the ``around`` characters before ``begin``, encoded alone.
-    begin, before, length, last_id = 0, list[int](), size, -1
-    while len(text) - begin > length + around:
+    cut, length, last_id = _Cut(0, 0, []), size, -1
+    while len(text) - cut.position > length + around:
         check_interrupt()
-        end = begin + length
-        ids, num_before = _encode_behind(text, begin, end, before, encoder, around)
-        cut = _find_cut(text, end, ids, encoder, around)
-        if cut is None and 2 * length <= most:
+        span, ids = _encode_behind(text, cut, cut.position + length, encoder)
+        found = _find_cut(text, span, ids, encoder, around)
+        if found is None and 2 * length <= most:
             length *= 2
             continue
-        begin, before, num_after = cut or (end, [], 0)
-        length = size
-        kept = ids[num_before : len(ids) - num_after]
+        num_before = len(cut.before) if span[0] < cut.position else 0
+        kept = ids[num_before : len(ids) - (found.num_after if found is not None else 0)]
         yield kept[_is_fused(last_id, kept, encoder):]
-        last_id = kept[-1] if cut is None and kept else -1
+        last_id = kept[-1] if found is None and kept else -1
+        cut, length = found or _Cut(span[1], 0, []), size
     check_interrupt()
-    ids, num_before = _encode_behind(text, begin, len(text), before, encoder, around)
-    yield ids[num_before + _is_fused(last_id, ids[num_before:], encoder):]
+    span, ids = _encode_behind(text, cut, len(text), encoder)
+    kept = ids[len(cut.before) if span[0] < cut.position else 0 :]
+    yield kept[_is_fused(last_id, kept, encoder):]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A place to cut at: ``before`` are the ids of the ``back`` characters before it, encoded alone; the piece that it
+    ends has ``num_after`` ids behind it."""
+
+    position: int
+    back: int
+    before: list[int]
+    num_after: int = 0
 
 
 def _is_fused(last_id: int, ids: list[int], encoder: Encoder) -> bool:
@@ -118,52 +130,64 @@ def _find_begin(text: str, latest: int, encoder: Encoder, around: int) -> tuple[
     """``(position, ids of the characters before it)`` of a verified token boundary at or before ``latest``; None when
     no candidate holds. The left context is encoded with ``around`` and over twice as many characters to see whether the
     ids depend on where encoding begins; not just twice as many, as the tokens of a run repeat."""
-    for position in _positions(text, latest - around, latest, encoder):
-        before, more, both = (
-            encoder.encode(text[position - back : position + ahead]) for back,
-            ahead in ((around, 0), (2 * around + 1, 0), (around, around))
-        )
+    encode = encoder.encode
+    for position, _ in _positions(text, latest - around, latest, encoder, (latest - around, latest)):
+        before = encode(text[position - around : position])
+        more = encode(text[position - 2 * around - 1 : position])
         num_alike = min(NUM_ALIKE, len(before) // 2)
-        if num_alike and both[: len(before)] == before and more[-num_alike:] == before[-num_alike:]:
+        if (
+            num_alike and more[-num_alike:] == before[-num_alike:]
+            and _begins(text, position - around, position + around, before, encode)
+        ):
             return position, before
     return None
 
 
-def _encode_behind(
-    text: str, begin: int, end: int, before: list[int], encoder: Encoder, around: int
-) -> tuple[list[int], int]:
-    """Ids of ``text[begin:end]`` with its left context, and how many of them belong to the context."""
-    ids = encoder.encode(text[max(0, begin - around) : end]) if before or not begin else []
-    if ids[: len(before)] == before and (before or not begin):
-        return ids, len(before)
+def _begins(text: str, begin: int, end: int, before: list[int], encode: Encode) -> bool:
+    """Whether these are the first ids of the text from ``begin`` on, wherever it ends: in a run of one character with
+    tokens of several, a remainder may be first or last."""
+    return all(encode(text[begin:other])[: len(before)] == before for other in (end, end - 1))
+
+
+def _encode_behind(text: str, cut: _Cut, end: int, encoder: Encoder) -> tuple[tuple[int, int], list[int]]:
+    """``(span, its ids)`` of the text from a cut to ``end``, with the left context."""
+    span = cut.position - cut.back, end
+    ids = encoder.encode(text[slice(*span)])
+    if ids[: len(cut.before)] == cut.before:
+        return span, ids
     # The verified boundary does not hold with this much text behind it. Without context the ids at the seam may differ
     # from those of the whole text, but they still decode to it.
-    return encoder.encode(text[begin:end]), 0
+    return (cut.position, end), encoder.encode(text[cut.position : end])
 
 
-def _find_cut(
-    text: str, end: int, ids: list[int], encoder: Encoder, around: int
-) -> tuple[int, list[int], int] | None:
-    """A verified token boundary before ``end``, where ``ids`` are the ids up to ``end``: ``(position, ids of the
-    characters before it, number of the last ids in ids that lie behind it)``. None when no candidate holds."""
-    # At least ``around`` characters stay behind the cut: the last ids before ``end`` may change with what follows.
-    encode = encoder.encode
-    for position in _positions(text, end - 2 * around, end - around, encoder):
-        before, both = encode(text[position - around : position]), encode(text[position - around : end])
+def _find_cut(text: str, span: tuple[int, int], ids: list[int], encoder: Encoder, around: int) -> _Cut | None:
+    """A verified token boundary in a span of the text, whose ids are ``ids``; None when no candidate holds."""
+    # At least ``around`` characters stay behind the cut: the last ids before the end may change with what follows.
+    encode, end = encoder.encode, span[1]
+    for position, back in _positions(text, end - 2 * around, end - around, encoder, span):
+        before, both = encode(text[position - back : position]), encode(text[position - back : end])
         num_alike = min(NUM_ALIKE, len(before) // 2)
         seen = both[len(before) - num_alike :]
-        if num_alike and both[: len(before)] == before and ids[-len(seen) :] == seen:
-            return position, before, len(both) - len(before)
+        if (
+            num_alike and both[: len(before)] == before and ids[-len(seen) :] == seen
+            and _begins(text, position - back, end - 1, before, encode)
+        ):
+            return _Cut(position, back, before, len(both) - len(before))
     return None
 
 
-def _positions(text: str, first: int, last: int, encoder: Encoder) -> Iterator[int]:
-    """Candidates for a cut: before white space first, then at other word ends, then between any tokens; the last ones
-    of each kind first."""
-    seen = set[int]()
+def _positions(
+    text: str, first: int, last: int, encoder: Encoder, span: tuple[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Candidates for a cut, each with the length of the left context to verify it with: before white space first, then
+    at other word ends, then between any tokens of the span; the last ones of each kind first. Contexts within a long
+    word begin at a token, too."""
+    around, seen = last - first, set[int]()
     for pattern in (_WORD_BEGINS, _WORD_ENDS):
         found = [match.start() for match in pattern.finditer(text, first, last)][-NUM_TRIED:]
-        yield from (position for position in reversed(found) if position not in seen)
+        yield from ((position, around) for position in reversed(found) if position not in seen)
         seen.update(found)
-    found = [first + start for start in encoder.starts(text[first:last]) if start > 0][-NUM_TRIED:]
-    yield from (position for position in reversed(found) if position not in seen)
+    starts = [span[0] + start for start in encoder.starts(text[slice(*span)])]
+    for position in [start for start in reversed(starts) if first < start <= last and start not in seen][:NUM_TRIED]:
+        index = bisect_right(starts, position - around)
+        yield position, position - starts[index - 1] if index else around

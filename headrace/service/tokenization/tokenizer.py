@@ -205,7 +205,8 @@ class Tokenizer:
 
     def _starts(self, text: str) -> list[int]:
         """Positions at which tokens begin; of the parts of one character, the first."""
-        return sorted({start for start, _ in self._backend.encode(text, add_special_tokens=False).offsets})
+        # The batch call releases the GIL; the fast one knows no offsets.
+        return sorted({start for start, _ in self._backend.encode_batch([text], add_special_tokens=False)[0].offsets})
 
     @cached_property
     def _pair_surroundings(self) -> tuple[list[int], list[int], list[int]]:

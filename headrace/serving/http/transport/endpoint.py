@@ -80,9 +80,9 @@ def _scan_depth(brackets: bytes, depth: int) -> int:
     return depth
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of at most ``limit`` bytes. Raises `BodyTooLarge`, `BodyTooSlow` after `GAP_TIMEOUT_S` without
-    data, and `ClientDisconnect`."""
+async def read_body(request: Request, limit: int) -> list[bytes]:
+    """Read a body of at most ``limit`` bytes, in the parts in which it arrives. Raises `BodyTooLarge`, `BodyTooSlow`
+    after `GAP_TIMEOUT_S` without data, and `ClientDisconnect`."""
     # A declared length is refused before anything is read; chunked bodies are counted as they arrive.
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
@@ -101,7 +101,7 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
         chunks.append(chunk)
-    return b"".join(chunks)
+    return chunks
 
 
 def _check_media_type(request: Request, *, takes_any_type: bool) -> None:
@@ -133,14 +133,17 @@ class JsonBody(Generic[T]):
         in the request's state as ``ignored_fields``, for the response header."""
         _check_media_type(request, takes_any_type=self._takes_any_type)
         ignored: list[str] | None = [] if is_lenient else None
-        body = await read_body(request, limit)
-        request.scope.setdefault("state", {})[BODY_BYTES] = len(body)
-        decoded = await threads.run(request, len(body), partial(self._decode_within, body, ignored))
+        parts = await read_body(request, limit)
+        request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
+        decoded = await threads.run(request, size, partial(self._decode_parts, parts, ignored))
         if ignored:
             request.scope.setdefault("state", {})["ignored_fields"] = ignored
         return decoded
 
-    def _decode_within(self, body: bytes, ignored: list[str] | None) -> T:
+    def _decode_parts(self, parts: list[bytes], ignored: list[str] | None) -> T:
+        """Empties the list, so that a large body is in memory only once."""
+        body = b"".join(parts)
+        parts.clear()
         # Decoding holds the GIL: on a thread, too, it stops the event loop for as long as it takes.
         if len(body) > AT_ONCE:
             check_num_values(body)
@@ -148,7 +151,7 @@ class JsonBody(Generic[T]):
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
-        body = await read_body(request, limit)
+        body = b"".join(await read_body(request, limit))
         return self.decode(body if body.strip() else b"{}")
 
     def decode(self, body: bytes, ignored: list[str] | None = None) -> T:
