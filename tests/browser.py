@@ -122,13 +122,18 @@ class Page:
         path.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
 
 
+def require_browser() -> None:
+    """Skip the test without a browser."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here")
+
+
 @asynccontextmanager
 async def open_page(address: str, folder: Path, *, width: int = 1280) -> AsyncIterator[Page]:
     """A tab at ``address`` in a browser of its own, with its profile in ``folder``; skips without one."""
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium here")
+    require_browser()
     browser = await asyncio.create_subprocess_exec(
-        CHROMIUM, *OPTIONS, f"--user-data-dir={folder}", "about:blank", stdout=asyncio.subprocess.DEVNULL,
+        str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder}", "about:blank", stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     try:

