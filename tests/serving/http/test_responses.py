@@ -164,7 +164,7 @@ async def test_forced_and_structured_answers(api, client):
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"previous_response_id": ""}, "previous_response_id"), ({"background": True}, "background"),
+    ({"previous_response_id": ""}, "previous_response_id"), ({"background": True, "store": False}, "background"),
     ({"conversation": "c"}, "conversation"),
     ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"max_tool_calls": 3}, "max_tool_calls"),

@@ -17,6 +17,7 @@ from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of
+from headrace.serving.http.generation.background import BackgroundRuns
 from headrace.serving.http.generation.response_store import ResponseStore
 from headrace.serving.http.transport.endpoint import BODY_BYTES, JsonBody
 from headrace.serving.http.transport.errors import ModelNotFound
@@ -59,6 +60,7 @@ class AppContext:
     operations: OperationsConfig = field(default_factory=OperationsConfig)
     running: dict[str, list[RequestStream]] = field(default_factory=dict)
     wide: set[str] = field(default_factory=set)
+    background: BackgroundRuns = field(default_factory=BackgroundRuns)
     is_open: bool = True
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 from headrace.serving.http.protocol.responses import Response
 
+BACKGROUND_BYTES = 16 * 2**20
+"""Room for background responses where no others are stored: their clients come back for them."""
 OVERHEAD_BYTES = 1024
 """Counted per response and per turn in addition to their texts."""
 
@@ -64,21 +66,17 @@ class RunningResponse(Protocol):
 
 
 class ResponseStore:
-    """Keeps at most ``max_bytes`` (0: nothing), evicting the least recently used. ``ttl_s``: seconds that a response is
-    kept after its last use."""
+    """Keeps at most ``max_bytes``, evicting the least recently used; 0: only background responses, in
+    `BACKGROUND_BYTES`. ``ttl_s``: seconds that a response is kept after its last use."""
 
     def __init__(self, max_bytes: int, ttl_s: float, *, clock: Callable[[], float] = time.monotonic):
-        self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
+        self.is_open = max_bytes > 0
+        self._max_bytes, self._ttl_s, self._clock = max_bytes or BACKGROUND_BYTES, ttl_s, clock
         # by (owner, response id): equal ids of different owners stay separate
         self._stored: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
         # An entry disappears with its writer, which the request's task or stream holds.
         self._running: WeakValueDictionary[str, RunningResponse] = WeakValueDictionary()
         self.num_bytes = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether responses are stored."""
-        return self._max_bytes > 0
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -94,8 +92,6 @@ class ResponseStore:
 
     def put(self, owner: bytes, response_id: str, body: bytes, turn: Turn) -> None:
         """Store a response. One larger than the whole store is evicted at once."""
-        if not self.is_open:
-            return
         # a client may choose the id of an earlier response
         self.drop(owner, response_id)
         self._stored[owner, response_id] = StoredResponse(body, turn, self._clock() + self._ttl_s)

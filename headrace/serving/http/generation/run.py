@@ -77,7 +77,8 @@ class Generation:
     """
 
     def __init__(
-        self, context: AppContext, request: GenerationRequest, streams: list[RequestStream], http_request: Request
+        self, context: AppContext, request: GenerationRequest, streams: list[RequestStream], http_request: Request, *,
+        is_detached: bool = False,
     ):
         self.request = request
         self.streams = streams
@@ -94,7 +95,7 @@ class Generation:
             context.wide.add(request.request_id)
         self._num_completion = 0
         self._num_cached = [0] * len(streams)
-        self._watch = asyncio.create_task(self._watch_client(http_request))
+        self._watch = None if is_detached else asyncio.create_task(self._watch_client(http_request))
 
     async def __aenter__(self) -> Generation:
         return self
@@ -110,7 +111,8 @@ class Generation:
     def close(self) -> None:
         """Abort what still runs, unregister the request and end the watch for a disconnect. Adds spans to the
         request's trace. Calling it again has no effect."""
-        self._watch.cancel()  # else it would hold the connection's receive channel
+        if self._watch is not None:
+            self._watch.cancel()  # else it would hold the connection's receive channel
         self.abort()
         self._context.wide.discard(self.request.request_id)
         is_first_close = self._context.running.pop(self.request.request_id, None) is not None
@@ -277,9 +279,11 @@ def _check_wide(context: AppContext, params: Sequence[SamplingParams | PoolingSp
         raise RequestError("logprobs of all tokens (-1) are for requests with one prompt", param="logprobs")
 
 
-async def open_generation(http_request: Request, request: GenerationRequest) -> Generation:
+async def open_generation(
+    http_request: Request, request: GenerationRequest, *, is_detached: bool = False
+) -> Generation:
     """Validate, encode and submit all prompts; if one is refused, those already submitted are aborted. Raises typed
-    errors. The caller must close the generation."""
+    errors. The caller must close the generation. ``is_detached``: it goes on when the client disconnects."""
     context = context_of(http_request)
     # before any work; `submit` would refuse, too, but only after `_encode_prompts`
     context.check_available()
@@ -312,7 +316,7 @@ async def open_generation(http_request: Request, request: GenerationRequest) -> 
             if index % SUBMIT_BATCH == 0:
                 await asyncio.sleep(0)
         undo.pop_all()  # all were accepted: `Generation` aborts them from here on
-    return Generation(context, request, streams, http_request)
+    return Generation(context, request, streams, http_request, is_detached=is_detached)
 
 
 async def _encode_prompts(

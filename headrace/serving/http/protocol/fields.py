@@ -263,7 +263,6 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("conversation", "conversations are not stored; use previous_response_id, or send all items as input"),
     ("max_tool_calls", "the server runs no tools; use parallel_tool_calls"),
     ("raw template context", "prompts are made by the model's chat template; use /v1/completions for others"),
-    ("background", "requests cannot outlive their connection"),
 )
 DEFERRED: dict[str, str] = {name: reason for names, reason in _REASONS for name in names.split()}
 """Fields that other servers know and this one does not support, with what to do instead."""

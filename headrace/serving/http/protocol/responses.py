@@ -144,7 +144,7 @@ class RequestDetails(ResponseExtensions, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True):
-    """A conversation."""
+    """A conversation. ``background``: the response is generated without the client, which asks for it by its id."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
     model: ModelName | None = None
@@ -160,6 +160,7 @@ class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True)
     reasoning: ReasoningOptions | None = None
     top_logprobs: NumTop | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    background: bool | None = None
 
 
 class InputCount(Struct):
@@ -278,7 +279,7 @@ class Response(EchoedFields, kw_only=True):
 
     id: str
     created_at: int  # seconds since the epoch
-    status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     output: list[OutputItem]
     top_logprobs: int = 0
     usage: ResponseUsage | None = None

@@ -21,7 +21,7 @@ from headrace.serving.http.protocol.openai import ContentLogprob
 
 ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "text", "reasoning", "metadata", "previous_response_id",
+    "parallel_tool_calls", "text", "reasoning", "metadata", "previous_response_id", "background",
 )
 """Request fields that the response repeats."""
 
@@ -149,14 +149,15 @@ class ResponseWriter:
         self._items = ItemWriter(request_id)
         echoed = {name: value for name in ECHOED_FIELDS if (value := getattr(body, name)) is not None}
         self._base = wire.Response(
-            id=request_id, created_at=int(time.time()), status="in_progress", output=[], model=model, store=is_kept,
-            **echoed
+            id=request_id, created_at=int(time.time()), status="queued" if body.background else "in_progress",
+            output=[], model=model, store=is_kept, **echoed
         )
         self._finish: str | None = None
         self.is_running = True
 
     def write(self, delta: ChoiceDelta | CompletionOutput) -> Iterator[wire.ResponseEvent]:
         """The events of a delta, or of a whole output."""
+        self._base.status = "in_progress"
         if delta.logprobs is not None:
             self._items.logprobs += chat_logprobs(delta.logprobs, self._names).content
         for event in self._reader.read(delta):
@@ -195,23 +196,32 @@ class ResponseEvents(Events):
         self._generation = generation
         self._keep = keep
         self._number = 0
+        self._has_begun = False
+
+    def open_queued(self) -> bytes:
+        """The first frames of a background response, which is not begun yet."""
+        initial = self._writer.response()
+        kinds = ("response.created", "response.queued")
+        return b"".join(self._frame(wire.ResponseEvent(type=kind, response=initial)) for kind in kinds)
 
     def render(self, prompt_index: int, delta: ChoiceDelta) -> bytes:
         """Frames of one delta."""
         opening = b""
         # With the first delta, not before it: an early error must get its own status.
-        if self._number == 0:
-            initial = self._writer.response()
-            opening = b"".join(
-                self._frame(wire.ResponseEvent(type=kind, response=initial))
-                for kind in ("response.created", "response.in_progress")
-            )
+        if not self._has_begun:
+            initial = msgspec.structs.replace(self._writer.response(), status="in_progress")
+            kinds = ("response.in_progress",) if self._number else ("response.created", "response.in_progress")
+            opening = b"".join(self._frame(wire.ResponseEvent(type=kind, response=initial)) for kind in kinds)
+            self._has_begun = True
         return opening + b"".join(map(self._frame, self._writer.write(delta)))
 
     def end(self) -> bytes:
         """The whole response."""
         response = self._writer.response(self._generation)
-        kind = "response.completed" if response.status == "completed" else "response.incomplete"
+        kinds = {"completed": "response.completed", "cancelled": "response.cancelled"}
+        kind = kinds.get(response.status, "response.incomplete") if response.background else (
+            "response.completed" if response.status == "completed" else "response.incomplete"
+        )
         return self._conclude(kind, response)
 
     def fail(self, error: HeadraceError) -> bytes:

@@ -9,15 +9,17 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from headrace.base.errors import NotFound, RequestError, UnsupportedFeature
+from headrace.serving.http.generation.background import BackgroundRun
 from headrace.serving.http.generation.chat import prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.conversation import count_prompt, render_size
 from headrace.serving.http.generation.logprobs import TokenNames
 from headrace.serving.http.generation.response_store import ResponseStore, RunningResponse, StoredResponse, Turn
-from headrace.serving.http.generation.run import collect_generation
-from headrace.serving.http.generation.stream import EventStream, start_stream
+from headrace.serving.http.generation.run import collect_generation, open_generation
+from headrace.serving.http.generation.stream import HEADERS, SSE, EventStream, start_stream
 from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
@@ -239,21 +241,32 @@ def _item_dict(item: wire.InputItem, item_id: str) -> dict[str, Any]:
     return fields
 
 
-async def create_response(request: Request) -> JsonResponse | EventStream:
+async def create_response(request: Request) -> JsonResponse | EventStream | StreamingResponse:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
     owner, store = owner_of(request.headers), context.responses
+    if body.background and body.store is False:
+        raise RequestError("background needs the response to be stored; leave store out", param="background")
     previous = _find_previous(context, owner, body.previous_response_id)
     converted = await compute(request, lambda: convert_request(body, _history(previous)))
     chat = await prepare_chat(request, context, converted, id_prefix="resp_")
-    keeper = Keeper(store, owner, body, previous) if store.is_open and body.store is not False else None
+    is_kept = body.background or (store.is_open and body.store is not False)
+    keeper = Keeper(store, owner, body, previous) if is_kept else None
     request_id, names = chat.request.request_id, TokenNames(context.client.tokenizer)
     writer = ResponseWriter(
         body, chat.plan, request_id, context.model_name, names, owner=owner, is_kept=keeper is not None
     )
     store.note_running(request_id, writer)  # before the first token, so that the client can cancel at once
+    keep = keeper.keep if keeper else None
+    if body.background:
+        context.background.check_room()
+        generation = await open_generation(request, chat.request, is_detached=True)
+        events = ResponseEvents(writer, generation, keep)
+        initial = JsonResponse(writer.response())  # before it changes
+        run = BackgroundRun(generation, events, is_recorded=bool(body.stream))
+        context.background.start((owner, request_id), run, events.open_queued())
+        return _follow(run, 0) if body.stream else initial
     if body.stream:
-        keep = keeper.keep if keeper else None
         return await start_stream(request, chat.request, lambda g: ResponseEvents(writer, g, keep))
     generation, (output,) = await collect_generation(request, chat.request)
     # Exhausts the generator: the writer collects the items, its stream events are not needed.
@@ -262,6 +275,12 @@ async def create_response(request: Request) -> JsonResponse | EventStream:
     if keeper is not None:
         keeper.keep(response)
     return JsonResponse(response)
+
+
+def _follow(run: BackgroundRun, begin: int) -> StreamingResponse:
+    """The events of a background response, from number ``begin`` on. A client that leaves does not end it."""
+    headers = {name.decode(): value.decode() for name, value in HEADERS}
+    return StreamingResponse(run.follow(begin), headers=headers, media_type=SSE.decode())
 
 
 async def count_input(request: Request) -> JsonResponse:
@@ -277,12 +296,12 @@ async def count_input(request: Request) -> JsonResponse:
 def _find_previous(context: AppContext, owner: bytes, response_id: str | None) -> Turn | None:
     if response_id is None:
         return None
-    if not context.responses.is_open:
+    stored = context.responses.find(owner, response_id)
+    if stored is None and not context.responses.is_open:
         raise UnsupportedFeature(
             f"previous_response_id: responses are not stored; send all items as input, or {ENABLE_STORE}",
             param="previous_response_id"
         )
-    stored = context.responses.find(owner, response_id)
     if stored is None:
         raise PreviousNotFound(
             f"the response {response_id!r} is not stored (any more); send all items as input",
@@ -310,12 +329,24 @@ def _find_stored(request: Request) -> StoredResponse:
     return stored if stored is not None else _refuse_missing(context, response_id)
 
 
-async def show_response(request: Request) -> JsonResponse:
-    """A stored response, or a running one of the same owner, which has no output yet."""
-    # refused: the events were not kept
-    for name in ("stream", "starting_after"):
-        if request.query_params.get(name, "false") != "false":
-            raise UnsupportedFeature(f"{name}: a stored response is not streamed again", param=name)
+async def show_response(request: Request) -> JsonResponse | StreamingResponse:
+    """A stored response, or a running one of the same owner, which has no output yet; or the events of one that was
+    started in the background with a stream."""
+    given = request.query_params
+    if given.get("stream", "false") != "false":
+        after = given.get("starting_after", "-1")
+        if not after.removeprefix("-").isdecimal() or not after.isascii() or len(after) > 9:
+            raise RequestError("starting_after must be a sequence number", param="starting_after")
+        key = (owner_of(request.headers), request.path_params["response_id"])
+        run = context_of(request).background.find(key)
+        if run is None or not run.frames:
+            raise UnsupportedFeature(
+                "stream: only responses that were created with background and stream are streamed again, while their "
+                "events are kept; get it without stream", param="stream"
+            )
+        return _follow(run, max(0, int(after) + 1))
+    if "starting_after" in given:
+        raise RequestError("starting_after needs stream to be true", param="starting_after")
     running = _find_running(request)
     return JsonResponse(running.response()) if running is not None else EncodedResponse(_find_stored(request).body)
 
@@ -368,6 +399,7 @@ PAGING: Query = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
 }
+RESUMING: Query = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer"}}
 ENDPOINTS = (
     post(
         "/v1/responses", create_response, "openai", "Answer a conversation, as items.", wire.Response, body=BODY,
@@ -377,7 +409,10 @@ ENDPOINTS = (
         "/v1/responses/input_tokens", count_input, "openai", "Count the tokens of a conversation.", wire.InputCount,
         body=BODY, errors=(404, 503)
     ),
-    Endpoint(BY_ID, show_response, "openai", "A stored response.", wire.Response, errors=(400, 404)),
+    Endpoint(
+        BY_ID, show_response, "openai", "A stored response.", wire.Response, event=wire.ResponseEvent, query=RESUMING,
+        errors=(400, 404)
+    ),
     Endpoint(
         BY_ID, delete_response, "openai", "Delete a stored response.", wire.DeletedResponse, methods=("DELETE",),
         errors=(404,)
