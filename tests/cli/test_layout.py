@@ -88,6 +88,7 @@ def test_the_summary_tells_what_is_broken_and_which_kernels_there_are():
     words = " ".join(text.split())
     assert "families llama" in words and "Broken model family odd raised at import" in words
     assert "CPU kernels none, plain torch is used: no C++ compiler found (g++); install one" in words
+    assert "-m headrace.kernels.native" in words
     assert "OTHER kernels not compiled yet" in words and "THIRD kernels compiled (avx2)" in words
 
 

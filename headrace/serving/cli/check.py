@@ -118,35 +118,38 @@ def _native_state(finding: Finding) -> str:
     status, _, detail = finding.detail.partition(": ")
     states = {
         "ready": f"compiled ({detail})",
-        "idle": "not compiled yet: the first model on a CPU starts that, and is slower for a minute or two"
+        "idle": "not compiled yet: the first start on a CPU does it, and waits or is slower meanwhile"
     }
     return states.get(status, f"none, plain torch is used: {detail}")
 
 
 def _missing(machine: Machine, findings: Sequence[Finding], width: int) -> Iterator[str]:
-    """The optional libraries of use on this machine, each with what it gives, and the one command that installs them.
-    """
+    """What would be of use on this machine, each with what it gives, and the commands that add it."""
+    entries, commands = [], []
+    if any(finding.kind == "native kernels" and finding.detail.startswith("idle") for finding in findings):
+        entries.append(("CPU kernels", "compiled ahead, so that the first start is as fast as the others"))
+        commands.append(f"{python()} -m headrace.kernels.native")
     devices = {device for device, _, _ in machine.devices}
     absent = {finding.name for finding in findings if finding.kind == KIND and finding.status != OK}
     wanted = [
         library for library in LIBRARIES if library.package in absent and library.device in (None, *devices)
     ]
     if wanted:
-        yield from lay_out([(library.package, library.gives) for library in wanted], width)
+        entries += [(library.package, library.gives) for library in wanted]
         extras = ",".join(dict.fromkeys(library.extra for library in wanted))
-        yield ""
-        yield f"  {pip()} install 'headrace[{extras}]'"
+        commands.append(f"{python()} -m pip install 'headrace[{extras}]'")
+    yield from lay_out(entries, width)
+    yield from ("", *(f"  {command}" for command in commands)) if commands else ()
 
 
-def pip() -> str:
-    """The command of this Python's pip, as the user would type it here."""
-    folder = Path(sys.executable).parent
-    if shutil.which("pip") == str(folder / "pip"):
-        return "pip"
-    python = Path(sys.executable)
+def python() -> str:
+    """The command of this Python, as the user would type it here."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = Path(sys.executable)
     with contextlib.suppress(ValueError):  # not below the current folder
-        python = python.relative_to(Path.cwd())
-    return f"{python} -m pip"
+        path = path.relative_to(Path.cwd())
+    return str(path)
 
 
 def details(findings: Sequence[Finding], width: int) -> Iterator[Block]:
