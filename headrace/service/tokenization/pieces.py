@@ -131,7 +131,8 @@ def _find_begin(text: str, latest: int, encoder: Encoder, around: int) -> tuple[
     no candidate holds. The left context is encoded with ``around`` and over twice as many characters to see whether the
     ids depend on where encoding begins; not just twice as many, as the tokens of a run repeat."""
     encode = encoder.encode
-    for position, _ in _positions(text, latest - around, latest, encoder, (latest - around, latest)):
+    first = latest - around
+    for position, _ in _positions(text, first, latest, lambda: _starts(text, first, latest, encoder)):
         before = encode(text[position - around : position])
         more = encode(text[position - 2 * around - 1 : position])
         num_alike = min(NUM_ALIKE, len(before) // 2)
@@ -164,7 +165,9 @@ def _find_cut(text: str, span: tuple[int, int], ids: list[int], encoder: Encoder
     """A verified token boundary in a span of the text, whose ids are ``ids``; None when no candidate holds."""
     # At least ``around`` characters stay behind the cut: the last ids before the end may change with what follows.
     encode, end = encoder.encode, span[1]
-    for position, back in _positions(text, end - 2 * around, end - around, encoder, span):
+    for position, back in _positions(
+        text, end - 2 * around, end - around, lambda: _starts_near_end(text, span, ids, encoder, around)
+    ):
         before, both = encode(text[position - back : position]), encode(text[position - back : end])
         num_alike = min(NUM_ALIKE, len(before) // 2)
         seen = both[len(before) - num_alike :]
@@ -176,18 +179,36 @@ def _find_cut(text: str, span: tuple[int, int], ids: list[int], encoder: Encoder
     return None
 
 
-def _positions(
-    text: str, first: int, last: int, encoder: Encoder, span: tuple[int, int]
-) -> Iterator[tuple[int, int]]:
+def _starts(text: str, begin: int, end: int, encoder: Encoder) -> list[int]:
+    return [begin + start for start in encoder.starts(text[begin:end])]
+
+
+def _starts_near_end(text: str, span: tuple[int, int], ids: list[int], encoder: Encoder, around: int) -> list[int]:
+    """Positions at which tokens of a span begin, near its end: those of a short part of it whose ids are the last of
+    the span's, if one is found, else of all."""
+    for shift in range(NUM_TRIED):
+        begin = span[1] - 4 * around + shift
+        if begin <= span[0]:
+            break
+        local = encoder.encode(text[begin : span[1]])
+        last = local[min(NUM_ALIKE, len(local) // 8):]
+        if last and ids[-len(last) :] == last:
+            starts = [start for start in _starts(text, begin, span[1], encoder) if start >= begin + around // 2]
+            if starts and starts[0] <= span[1] - 3 * around:  # else contexts of candidates may begin before all of them
+                return starts
+    return _starts(text, *span, encoder)
+
+
+def _positions(text: str, first: int, last: int, find_starts: Callable[[], list[int]]) -> Iterator[tuple[int, int]]:
     """Candidates for a cut, each with the length of the left context to verify it with: before white space first, then
-    at other word ends, then between any tokens of the span; the last ones of each kind first. Contexts within a long
-    word begin at a token, too."""
+    at other word ends, then between tokens; the last ones of each kind first. Contexts within a long word begin at a
+    token, too."""
     around, seen = last - first, set[int]()
     for pattern in (_WORD_BEGINS, _WORD_ENDS):
         found = [match.start() for match in pattern.finditer(text, first, last)][-NUM_TRIED:]
         yield from ((position, around) for position in reversed(found) if position not in seen)
         seen.update(found)
-    starts = [span[0] + start for start in encoder.starts(text[slice(*span)])]
+    starts = find_starts()
     for position in [start for start in reversed(starts) if first < start <= last and start not in seen][:NUM_TRIED]:
         index = bisect_right(starts, position - around)
         yield position, position - starts[index - 1] if index else around
