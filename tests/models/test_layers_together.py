@@ -17,6 +17,8 @@ from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
 from headrace.layers.attention.cpu import CpuAttention
+from headrace.layers.batch import Features, FeatureSpec
+from headrace.layers.decoder import decoder
 from headrace.layers.quantization.storage import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "mixtral", "gpt-oss")
@@ -244,3 +246,33 @@ def test_new_weights_and_pages_are_noticed():
         free.clear()
         free.extend(other.free[0])
     assert torch.equal(play("decode", harness, together=True), play("decode", other, together=True))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "mixtral", "qwen2-mixed-window"])
+@pytest.mark.parametrize("layers", [(0, 1), (1,), (2, 1, 1)])
+def test_features_are_read_between_calls(case: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """Layers between two whose inputs are read run together: the same features and states as layer by layer."""
+    harness = build(case, num_hidden_layers=3)
+    calls, run_layers = [], decoder.run_layers
+
+    def count(*arguments: Any) -> Any:
+        calls.append(1)
+        return run_layers(*arguments)
+
+    monkeypatch.setattr(decoder, "run_layers", count)
+    results = []
+    for is_together in (True, False):
+        if not is_together:
+            monkeypatch.setattr(harness.model, "_find_table", lambda: None)
+        first, second = harness.start(), harness.start()
+        harness.step((first, prompt(0, 9)), (second, prompt(1, 20)))
+        batch = harness._batch([(first, [5]), (second, prompt(2, 6))])
+        batch.features, batch.wanted = Features(FeatureSpec(layers)), harness._want(batch, [0, 1])
+        calls.clear()
+        with torch.inference_mode():
+            hidden = harness.model.forward(batch)
+        assert len(calls) == (len({0, 3, *layers}) - 1 if is_together else 0)
+        results.append((batch.features.values, hidden))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    assert results[0][0].shape[0] == 7 and results[0][1].shape[0] == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -62,6 +63,7 @@ class Decoder(ServedModel):
         elif spec.num_classes > 0:  # 0: a bare decoder, for embeddings
             self.scores = Head(build, spec.num_classes, spec.hidden_size)
         self._table: LayerTable | None = None
+        self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
         self._decodes: FusedDecode | None = None
         self._is_table_due = True
 
@@ -85,6 +87,7 @@ class Decoder(ServedModel):
         for layer, layer_pages, group in zip(self._blocks, pages, group_of_layer, strict=True):
             layer.attention.bind(layer_pages, group)
         self._table, self._decodes, self._is_table_due = None, None, True  # the table keeps the pages alive
+        self._segments = {}
 
     def notice_stored(self) -> None:
         """See `StorableModel`."""
@@ -105,8 +108,7 @@ class Decoder(ServedModel):
         self.step.batch = batch
         x = self.embedding(batch.token_ids)
         features.begin(x)
-        residual = None if features.spec.layers else self._run_together(x, batch)
-        residual = residual or self._run_layers(x, batch)
+        residual = self._run_segments(x, batch, features) or self._run_layers(x, batch)
         features.take(len(self._blocks), residual)
         hidden = self.norm.add(residual)
         features.take_final(hidden)
@@ -118,6 +120,27 @@ class Decoder(ServedModel):
         table = self._find_table()
         return None if table is None else run_layers(table, x, batch)
 
+    def _run_segments(self, x: torch.Tensor, batch: ForwardBatch, features: Features) -> Residual | None:
+        """As `_run_together`, in a call for the layers between two whose inputs are read."""
+        if self._find_table() is None:
+            return None
+        num_layers = len(self._blocks)
+        bounds = sorted({0, num_layers, *features.spec.layers})
+        tables = self._segments.get(features.spec.layers)
+        if tables is None:
+            made = [fuse_layers(self._blocks[start:stop]) for start, stop in pairwise(bounds)]
+            tables = self._segments[features.spec.layers] = [table for table in made if table is not None]
+        residual = Residual(x)
+        for (start, stop), table in zip(pairwise(bounds), tables, strict=True):
+            features.take(start, residual)
+            part = batch if stop == num_layers else replace(batch, wanted=None)
+            after = run_layers(table, residual.add_pending(), part)
+            if after is None:
+                assert not start, "what stands in the way of one segment does so of all"
+                return None
+            residual = after
+        return residual
+
     def fuse_decode(self) -> FusedDecode | None:
         """See `ServedModel`. Every attention backend must say ``fuses_layers`` for the step to be run by it."""
         self._find_table()
@@ -127,7 +150,7 @@ class Decoder(ServedModel):
         # Made lazily: weights may be packed on another thread while requests run, which sets the flag again.
         if self._is_table_due:
             self._is_table_due = False  # before the table is made: another thread may set it again meanwhile
-            self._table = fuse_layers(self._blocks)
+            self._table, self._segments = fuse_layers(self._blocks), {}
             self._decodes = None if self._table is None else fuse_step(self._table, self)
         return self._table
 
