@@ -232,7 +232,10 @@ async def test_not_ready_is_503_with_retry_after(state):
                 answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
                 and answer.json()["error"]["code"] == "engine_unavailable"
             )
-        assert (await http.get("/ready")).status_code == 503
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        says_stage = "(loading weights)" in answer.json()["error"]["message"]
+        assert says_stage == (state in ("starting", "restarting"))
         assert (await http.get("/health")).json()["engine"] == state
         assert (await http.get("/metrics")).status_code == 200
 

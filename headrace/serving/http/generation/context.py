@@ -123,6 +123,8 @@ class AppContext:
         if self.state == "asleep":
             raise EngineAsleep("the model sleeps, its memory is freed; send POST /wake_up", retry_after=RETRY_AFTER_S)
         reason = UNAVAILABLE.get(self.state, f"the engine is {self.state}")
+        if self.client.state in ("starting", "restarting"):
+            reason += f" ({self.client.progress[0]})"
         raise EngineUnavailable(reason, retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
