@@ -174,9 +174,13 @@ def _experts(machine: Machine) -> Iterator[Finding]:
 
 def _drafters(machine: Machine) -> Iterator[Finding]:
     from headrace.models.drafters.contract import DRAFT_KINDS, ENTRY_POINT_GROUP
+    from headrace.scheduling.speculation import drafter
 
     DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
-    yield from _entries(DRAFT_KINDS.noun, DRAFT_KINDS, {device: None for device, _, _ in machine.devices})
+    drafter.TEXT_DRAFTERS.add_installed(drafter.ENTRY_POINT_GROUP)
+    queries = {device: None for device, _, _ in machine.devices}
+    for registry in (DRAFT_KINDS, drafter.TEXT_DRAFTERS):
+        yield from _entries(registry.noun, registry, queries)
 
 
 def _operations(machine: Machine) -> Iterator[Finding]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from headrace.base.config import EngineConfig, SpeculationConfig, engine_config
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, PluginError
+from headrace.base.registry import Registry
 from headrace.base.speculation import DEVICE_METHODS, METHODS, SpeculativeOptions, parse_speculative_config
+from headrace.scheduling.speculation import drafter
 from headrace.scheduling.speculation.drafter import ENTRY_POINT_GROUP, TEXT_DRAFTERS
+from headrace.service.inventory import Machine, take_inventory
 
 
 def test_the_default_is_auto():
@@ -83,12 +87,42 @@ def test_methods_are_those_that_exist():
     assert ENTRY_POINT_GROUP in ENTRY_POINT_GROUPS
 
 
-def test_an_installed_method_is_known(tmp_path, monkeypatch: pytest.MonkeyPatch):
+DRAFTER = """
+class Echo:
+    {plugin_api}
+    def __init__(self, options):
+        self.texts = {{}}
+    def start(self, key, token_ids, *, is_private=False):
+        self.texts[key] = list(token_ids)
+    def append(self, key, token_ids):
+        self.texts[key] += token_ids
+    def propose(self, key, most, continuation=()):
+        return self.texts[key][-1:] * most, [0.5] * most
+    def stop(self, key):
+        del self.texts[key]
+"""
+
+
+def test_an_out_of_tree_method_is_known_made_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "mine-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text("[headrace.drafters]\nmine = nowhere:Drafter\n")
-    with pytest.raises(ConfigError, match="unknown method 'mine'"):
-        parse_speculative_config('{"method": "mine"}')
+    lines = ["[headrace.drafters]", "echo = echo_drafter:Echo", "old = old_drafter:Echo", "gone = no_such_module:X"]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "echo_drafter.py").write_text(DRAFTER.format(plugin_api="plugin_api = 1"))
+    (tmp_path / "old_drafter.py").write_text(DRAFTER.format(plugin_api=""))
+    with pytest.raises(ConfigError, match="unknown method 'echo'"):
+        parse_speculative_config('{"method": "echo"}')
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert parse_speculative_config('{"method": "mine"}').method == "mine"
+    monkeypatch.setattr(drafter, "TEXT_DRAFTERS", Registry("text drafter"))
+    options = parse_speculative_config('{"method": "echo"}')
+    made = drafter.make_text_drafter(options.method, options)
+    made.start(0, [1, 2])
+    assert made.propose(0, 2) == ([2, 2], [0.5, 0.5])
+    with pytest.raises(PluginError, match="does not say for which plug-in API"):
+        drafter.make_text_drafter("old", options)
+    with pytest.raises(PluginError, match="no_such_module"):
+        drafter.make_text_drafter("gone", options)
+    found = {f.name: f.status for f in take_inventory(Machine((("cpu", "float32", (0, 0)),), {}))
+             if f.kind == "text drafter"}
+    assert found == {"echo": "ok", "old": "broken", "gone": "broken"}
