@@ -10,6 +10,7 @@ from headrace.base.errors import RequestError
 from headrace.base.messages import Finish, ModelFacts, RequestOutput
 from headrace.base.sampling import ALL_LOGPROBS, MAX_LOGPROBS, Exclusion, SamplingParams
 from headrace.service.client.assembler import OutputAssembler
+from headrace.service.client.prompts import encode_around_gap
 from headrace.service.client.requests import build_requests
 from headrace.service.tokenization.token_bytes import CHAR_OF_BYTE
 from headrace.service.tokenization.tokenizer import Tokenizer, TokenizerFacts
@@ -121,3 +122,21 @@ def test_a_pattern_ends_the_text_and_is_named(tokenizer):
             build_requests("r", [2], SamplingParams(**wrong), facts=facts, tokenizer=tokenizer)
     with pytest.raises(RequestError, match="without a tokenizer"):
         build_requests("r", [2], SamplingParams(stop_regex="a"), facts=FACTS, tokenizer=None)
+
+
+@pytest.mark.parametrize("marks, expected", [
+    (["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<fim_prefix>a<fim_suffix>b<fim_middle>"),
+    (["<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"],
+     "<\uff5cfim\u2581begin\uff5c>a<\uff5cfim\u2581hole\uff5c>b<\uff5cfim\u2581end\uff5c>"),
+    (["[PREFIX]", "[SUFFIX]"], "[SUFFIX]b[PREFIX]a"), (["<fim_prefix>", "<fim_middle>"], None),
+])
+def test_the_marks_of_a_gap_are_those_of_the_vocabulary(marks, expected):
+    names = ["a", "b", *marks]
+    backend = Backend(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="a"))
+    backend.add_special_tokens(marks)
+    known = Tokenizer(backend, TokenizerFacts())
+    if expected is None:
+        with pytest.raises(RequestError, match="no fill-in-the-middle tokens"):
+            encode_around_gap("a", "b", known, 100)
+    else:
+        assert "".join(names[i] for i in encode_around_gap("a", "b", known, 100)) == expected

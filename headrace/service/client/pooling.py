@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
-from headrace.service.client.prompts import encode_text, read_truncation, require_tokenizer
+from headrace.service.client.prompts import (
+    encode_prompt_end,
+    encode_text,
+    read_truncation,
+    require_tokenizer,
+)
 from headrace.service.tokenization import Tokenizer
 
 JUDGE = (
@@ -35,11 +40,12 @@ class PoolingInput:
 @dataclass(frozen=True, slots=True)
 class PoolingEncoder:
     """Encodes texts for one model. ``limit``: texts are truncated to this many tokens (None: no truncation; texts that
-    are too long are refused when they are submitted)."""
+    are too long are refused when they are submitted); ``keeps_end``: single texts at their begin, not their end."""
 
     facts: ModelFacts
     tokenizer: Tokenizer | None
     limit: int | None = None
+    keeps_end: bool = False
 
     @classmethod
     def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None, truncate: int | None) -> PoolingEncoder:
@@ -48,6 +54,10 @@ class PoolingEncoder:
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> PoolingInput:
         """A single text, or its token ids as they are."""
+        if self.keeps_end and self.limit is not None:
+            given = text if isinstance(text, str) else list(text)
+            has_special = add_special_tokens
+            return PoolingInput(encode_prompt_end(given, self.tokenizer, self.limit, add_special_tokens=has_special))
         if isinstance(text, str):
             tokenizer = require_tokenizer(self.tokenizer)
             if self.limit is None:

@@ -11,7 +11,7 @@ import uuid
 
 import msgspec
 
-from headrace.base.errors import ContextLengthExceeded, RequestError
+from headrace.base.errors import ContextLengthExceeded, RequestError, UnsupportedFeature
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
@@ -49,6 +49,32 @@ def encode_prompt_end(
         return list(ids)
     begin = ids[:1] if kept > 1 and tokenizer is not None and ids[0] == tokenizer.bos_id else []
     return [*begin, *ids[len(ids) - kept + len(begin) :]]
+
+
+def encode_prompt_begin(
+    prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """At most ``kept`` ids from the begin of a prompt."""
+    if not isinstance(prompt, str):
+        return prompt[:kept]
+    return require_tokenizer(tokenizer).encode(prompt, add_special_tokens=add_special_tokens, limit=kept)
+
+
+def encode_around_gap(
+    prompt: str, suffix: str, tokenizer: Tokenizer | None, most: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of the texts before and after a gap, in the form in which the model fills it. Raises
+    `UnsupportedFeature` for a tokenizer without tokens for that, `ContextLengthExceeded` for more than ``most``."""
+    known = require_tokenizer(tokenizer)
+    marks = known.gap_marks
+    if marks is None:
+        raise UnsupportedFeature(
+            "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
+        )
+    before = encode_text(prompt, known, most, "prompt", add_special_tokens=False)
+    after = encode_text(suffix, known, most, "suffix", add_special_tokens=False)
+    begin = [known.bos_id] if add_special_tokens and known.begins_with_bos and known.bos_id is not None else []
+    return [*begin, *marks.fill(before, after)]
 
 
 def encode_text(

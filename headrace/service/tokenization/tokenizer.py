@@ -25,6 +25,35 @@ LETTERS_READ, CUT_TOKENS = 8, 64
 """Characters encoded per id looked for (more than most texts have per id), and how many ids may change at a cut."""
 
 
+GAP_MARKS: tuple[tuple[str, ...], ...] = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed-Coder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
+)
+"""Tokens before the prompt, before the suffix, and where the model fills in; without the last one the suffix comes
+first."""
+
+
+@dataclass(frozen=True)
+class GapMarks:
+    """Ids of `GAP_MARKS`."""
+
+    prefix: int
+    suffix: int
+    middle: int | None = None
+
+    def fill(self, before: list[int], after: list[int]) -> list[int]:
+        """The prompt for the text between ``before`` and ``after``."""
+        if self.middle is None:
+            return [self.suffix, *after, self.prefix, *before]
+        return [self.prefix, *before, self.suffix, *after, self.middle]
+
+
 @dataclass(frozen=True)
 class TokenizerFacts:
     """A model's tokenizer configuration beside the vocabulary. ``names`` maps ``bos_token``, ``eos_token``,
@@ -143,6 +172,20 @@ class Tokenizer:
         """Id of the special token that is written so, if there is one."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self.bytes_table.special_ids else None
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether a text begins with the bos token."""
+        return self.bos_id is not None and self._before[:1] == [self.bos_id]
+
+    @cached_property
+    def gap_marks(self) -> GapMarks | None:
+        """The tokens with which the model fills in the middle, None without."""
+        for texts in GAP_MARKS:
+            ids = [self._backend.token_to_id(text) for text in texts]
+            if None not in ids:
+                return GapMarks(*(number for number in ids if number is not None))
+        return None
 
     def mark_tokens(self, texts: tuple[str, ...], vocab_size: int) -> bytes:
         """A bit per token of a vocabulary, the least significant of a byte first: 1 where the token holds one of the

@@ -158,6 +158,7 @@ FIELDS = {
     "system": "The system prompt.",
     "instructions": "The system prompt.",
     "previous_response_id": "Continue this stored response.",
+    "background": "Answer at once; the response is generated without the client, which asks for it by its id.",
     "sampling_params": "How to sample: one object, or one for each prompt.",
     "suffix": "The text after the gap that the output fills, where the model can.",
     "best_of": "Must equal `n`.",

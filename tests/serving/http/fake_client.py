@@ -31,6 +31,7 @@ from headrace.service.client.prompts import open_request
 from headrace.service.client.requests import refuse_generation
 from headrace.service.client.stream import RequestStream
 from headrace.service.tokenization.bounds import TokenBound
+from headrace.service.tokenization.tokenizer import GapMarks
 
 BOS, EOS, VOCAB, MAX_LEN = 256, 257, 300, 4096
 QUEUED_S = 0.002
@@ -79,6 +80,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
+
+    begins_with_bos = True
+    gap_marks: GapMarks | None = None
 
     def render_chat(
         self, messages, *, add_generation_prompt=True, continue_final_message=False, tools=None, template=None,

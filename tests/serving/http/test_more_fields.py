@@ -11,6 +11,7 @@ from fake_apps import events_of, http_for
 from fake_client import EOS, QUEUED_S, VOCAB
 
 from headrace.base.sampling import SamplingParams
+from headrace.service.tokenization.tokenizer import GapMarks
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
@@ -129,6 +130,33 @@ async def test_patterns_arrive_at_the_engine(http, client):
     for wrong in ("", [""], ["a"] * 33, "a" * 257):
         answer = await http.post(TEXT, json={"prompt": "x", "stop_regex": wrong})
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("stop_regex")
+
+
+async def test_the_gap_before_a_suffix_is_filled(http, client):
+    client.tokenizer.gap_marks = GapMarks(280, 281, 282)
+    answer = await http.post(TEXT, json={"prompt": ["ab", "c"], "suffix": "de", "max_tokens": 2})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+    assert client.prompts == [[256, 280, 97, 98, 281, 100, 101, 282], [256, 280, 99, 281, 100, 101, 282]]
+    client.tokenizer.gap_marks = GapMarks(280, 281)  # the suffix first
+    await http.post(TEXT, json={"prompt": "ab", "suffix": "de", "max_tokens": 2, "add_special_tokens": False})
+    assert client.prompts[-1] == [281, 100, 101, 280, 97, 98]
+    for wrong in ({"prompt": [1, 2]}, {"echo": True}, {"truncate_prompt_tokens": 5}):
+        answer = await http.post(TEXT, json={"prompt": "ab", "suffix": "de", **wrong})
+        assert answer.status_code == 400, answer.text
+    chat = await http.post(CHAT, json={"messages": [USER], "suffix": "de"})
+    assert chat.status_code == 400 and "/v1/completions" in chat.text
+
+
+async def test_either_side_of_a_prompt_is_cut(http, client):
+    long = {"prompt": "abcdef", "max_tokens": 1, "truncate_prompt_tokens": 3}
+    for side, expected in ((None, [256, 101, 102]), ("left", [256, 101, 102]), ("right", [256, 97, 98])):
+        assert (await http.post(TEXT, json={**long, "truncation_side": side})).status_code == 200
+        assert client.prompts[-1] == expected
+        await http.post(TEXT, json={**long, "prompt": [1, 2, 3, 4, 5], "truncation_side": side})
+        assert client.prompts[-1] == ([1, 2, 3] if side == "right" else [3, 4, 5])
+    chat = {"messages": [USER], "max_tokens": 1, "truncate_prompt_tokens": 4, "truncation_side": "right"}
+    assert (await http.post(CHAT, json=chat)).status_code == 200 and client.prompts[-1] == list(b"user")
+    assert (await http.post(TEXT, json={**long, "truncation_side": "middle"})).status_code == 400
 
 
 async def test_timings_are_told_on_request(http):

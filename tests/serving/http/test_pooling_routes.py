@@ -226,3 +226,13 @@ def test_answers_conform(case):
         case.call(),
         checks=[not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection]
     )
+
+
+async def test_the_begin_of_single_texts_is_cut_on_request():
+    for side, expected in (("left", [BOS, *b"ef"]), ("right", [BOS, *b"ab"]), (None, [BOS, *b"ab"])):
+        body = {"input": "abcdef", "truncate_prompt_tokens": 3, "truncation_side": side}
+        status, answer, _ = await post(EMBED, "/v1/embeddings", body)
+        assert status == 200 and answer["data"][0]["embedding"] == pytest.approx(fake_result(expected, 6))
+    pair = {"text_1": "a", "text_2": "b", "truncation_side": "left"}
+    status, answer, _ = await post(CROSS, "/v1/score", pair)
+    assert status == 400 and answer["error"]["param"] == "truncation_side"

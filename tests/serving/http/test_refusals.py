@@ -95,7 +95,7 @@ async def test_null_and_empty_ask_for_nothing(http):
 @pytest.mark.parametrize("path, body, words", [
     (TEXT, {"prompt": "x", "max_token": 5}, "did you mean max_tokens"),
     (TEXT, {"prompt": "x", "zzz": 5}, "unknown field 'zzz'"),
-    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "no fill-in-the-middle tokens"),
     (TEXT, {}, "prompt is required"),
     (
         CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}]},

@@ -239,6 +239,7 @@ def _prepare(
         request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[fitted],
         params=[plan.extend(params)], namespace=body.cache_salt or "", priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=has_special, truncate=body.truncate_prompt_tokens,
+        keeps_begin=body.truncation_side == "right",
         grammar_field=lambda: grammar_field(body) or "tools",
     )
     return Chat(generation, plan, is_capped)

@@ -6,7 +6,7 @@ Refuses: response formats (those of the routes) and tokenization (``service/clie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from starlette.requests import Request
@@ -83,10 +83,11 @@ def check_dimensions(dimensions: int | None, size: int) -> None:
         )
 
 
-def encoder_for(request: Request, truncate: int | None) -> PoolingEncoder:
-    """Tokenizes and truncates texts for the served model."""
+def encoder_for(request: Request, truncate: int | None, side: str | None = None) -> PoolingEncoder:
+    """Tokenizes and truncates texts for the served model; ``side`` is the one that is cut, "right" by default."""
     context = context_of(request)
-    return PoolingEncoder.of(context.facts(), context.client.tokenizer, truncate)
+    encoder = PoolingEncoder.of(context.facts(), context.client.tokenizer, truncate)
+    return replace(encoder, keeps_end=True) if side == "left" else encoder
 
 
 async def tokenize(request: Request, make: Callable[[], T], texts: Sequence[Prompt]) -> T:

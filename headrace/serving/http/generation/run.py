@@ -18,7 +18,12 @@ from headrace.base.messages import ErrorInfo
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import ChoiceDelta, Collector, GenerationOutput, first_error
-from headrace.service.client.prompts import encode_prompt, encode_prompt_end, read_truncation
+from headrace.service.client.prompts import (
+    encode_prompt,
+    encode_prompt_begin,
+    encode_prompt_end,
+    read_truncation,
+)
 from headrace.service.tokenization import LONG_TEXT
 from headrace.serving.http.generation.context import AppContext, context_of
 from headrace.serving.http.protocol.openai import Timings, Usage
@@ -45,7 +50,8 @@ class GenerationRequest:
 
     ``stream_ids`` are the ids of the engine requests, one per prompt; by default they are derived from ``request_id``.
     ``discards_output``: the client wants prompt logprobs only; the engine must sample one token, which is removed.
-    ``truncate``: keep at most this many tokens at the end of each prompt; -1: as many as leave room for the output.
+    ``truncate``: keep at most this many tokens at the end of each prompt (at the begin if ``keeps_begin``); -1: as many
+    as leave room for the output.
     ``deadline_s``: seconds.
     ``grammar_field`` returns the request field that holds the grammar, for error messages.
     """
@@ -60,6 +66,7 @@ class GenerationRequest:
     stream_ids: list[str] | None = None
     discards_output: bool = False
     truncate: int | None = None
+    keeps_begin: bool = False
     grammar_field: Callable[[], str] | None = None
 
     def ids(self) -> list[str]:
@@ -333,7 +340,8 @@ async def _encode_prompts(
         if request.truncate is not None:
             num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
             kept = read_truncation(request.truncate, facts.max_model_len, num_out)
-            return encode_prompt_end(prompt, tokenizer, kept, add_special_tokens=has_special)
+            cut = encode_prompt_begin if request.keeps_begin else encode_prompt_end
+            return cut(prompt, tokenizer, kept, add_special_tokens=has_special)
         if isinstance(prompt, str):
             return encode_prompt(prompt, tokenizer, add_special_tokens=has_special, most=facts.max_model_len)
         return prompt

@@ -43,6 +43,7 @@ LogitBias = Annotated[
 ]
 Count = Annotated[int, Meta(ge=0, le=INT32)]
 Truncation = Annotated[int, Meta(ge=-1, le=INT32)]
+Side = Literal["left", "right"]
 Positive = Annotated[int, Meta(ge=1, le=INT32)]
 NumTop = Annotated[int, Meta(ge=-1, le=MAX_TOP_LOGPROBS)]
 """A number of most likely tokens; -1: all tokens of the vocabulary."""
@@ -195,7 +196,8 @@ class AnswerFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
 
 class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
     """Fields of both OpenAI routes. ``deadline_s``: seconds from arrival after which the request fails with 504.
-    ``truncate_prompt_tokens``: keep the last so many prompt tokens; -1: as many as leave room for the output.
+    ``truncate_prompt_tokens``: keep the last so many prompt tokens (the first with ``truncation_side`` "right"); -1: as
+    many as leave room for the output.
     ``response_format`` is OpenAI's, ``structured_outputs`` and ``guided_*`` are vLLM's."""
 
     response_format: ResponseFormat | None = None
@@ -209,6 +211,7 @@ class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Count | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Side | None = None
     deadline_s: Deadline | None = None
 
 
@@ -251,7 +254,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "custom_logit_processor logits_processors custom_params vllm_xargs",
         "code and parameters of other servers are not run"
     ),
-    ("suffix", "text after the gap (fill in the middle) is not supported"),
+    ("suffix", "text after the gap (fill in the middle) belongs to /v1/completions"),
     ("documents", "retrieval templates are not supported yet; put the documents into a message"),
     ("prediction", "predicted output is not supported yet"),
     ("web_search_options", "the server cannot search the web"),
@@ -267,7 +270,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 DEFERRED: dict[str, str] = {name: reason for names, reason in _REASONS for name in names.split()}
 """Fields that other servers know and this one does not support, with what to do instead."""
 
-RESTRICTED = frozenset({"modalities", "suffix", "context_management"})
+RESTRICTED = frozenset({"modalities", "context_management"})
 """Deferred fields that some route accepts with values that need no support."""
 
 MEANINGFUL_WHEN_EMPTY = frozenset({"web_search_options"})

@@ -39,7 +39,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"), "truncation": ("disabled",), "encoding_format": ("float",),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "service_tier": ("auto", "default"),
     "verbosity": ("medium",), "guided_decoding_backend": ("auto",), "chat_template_content_format": ("auto",),
-    "truncation_side": ("left",), "max_tool_calls": (),
+    "truncation_side": ("left", "right"), "max_tool_calls": (),
 }
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
 KNOWN = frozenset(_VALUES) | frozenset(DEFERRED) | {

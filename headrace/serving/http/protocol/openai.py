@@ -243,14 +243,14 @@ Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
 
 class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt before the output; with
-    ``max_tokens`` 0 nothing follows it. ``best_of`` must equal ``n``; ``suffix`` must be empty."""
+    ``max_tokens`` 0 nothing follows it. ``best_of`` must equal ``n``. ``suffix``: the text after the output, for models
+    that fill in the middle."""
 
     prompt: Prompt
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: Choices | None = None
-    # empty only: clients send the default of their library
-    suffix: Annotated[str, Meta(max_length=0)] | None = None
+    suffix: str | None = None
 
 
 class CompletionLogprobs(Struct):

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import ModelName, Positive, Priority, RequestId, Salt, TokenId, Truncation
+from headrace.serving.http.protocol.fields import (
+    ModelName,
+    Positive,
+    Priority,
+    RequestId,
+    Salt,
+    Side,
+    TokenId,
+    Truncation,
+)
 
 MAX_LABELS = 128  # label tokens per request
 Texts = Annotated[list[str], Meta(min_length=1)]
@@ -17,11 +26,13 @@ Input = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 class PoolingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all pooling routes. ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's
-    limit; without it they are refused. ``user`` has no effect."""
+    limit; without it they are refused. ``truncation_side`` "left" cuts the begin of single texts instead. ``user`` has
+    no effect."""
 
     model: ModelName | None = None
     user: str | None = None
     truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Side | None = None
     request_id: RequestId | None = None
     rid: RequestId | None = None
     priority: Priority | None = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from msgspec import UNSET
 from starlette.requests import Request
 
-from headrace.base.errors import UnsupportedFeature
+from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
-from headrace.serving.http.generation.context import AppContext, read_request
+from headrace.service.client.prompts import encode_around_gap
+from headrace.serving.http.generation.context import AppContext, compute, read_request
 from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
 from headrace.serving.http.generation.pooling import split_inputs
-from headrace.serving.http.generation.run import Generation, GenerationRequest, collect_generation
+from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
 from headrace.serving.http.generation.sampling import (
     body_request_id,
     check_stream_options,
@@ -50,17 +52,41 @@ def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
     return params
 
 
+async def _surround_gap(
+    context: AppContext, request: Request, body: CompletionRequest, prompts: Sequence[Prompt]
+) -> list[Prompt]:
+    """The prompts as token ids that ask the model to fill the gap between each of them and the suffix."""
+    suffix, limit, tokenizer = body.suffix or "", context.facts().max_model_len, context.client.tokenizer
+    for name, value in (("echo", body.echo), ("truncate_prompt_tokens", body.truncate_prompt_tokens)):
+        if value:
+            raise RequestError(f"{name} and suffix exclude each other", param=name)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise RequestError(
+            "suffix needs prompts of text; put the fill-in-the-middle tokens among your ids", param="suffix"
+        )
+    has_special = body.add_special_tokens is not False
+
+    def encode() -> list[Prompt]:
+        return [encode_around_gap(text, suffix, tokenizer, limit, add_special_tokens=has_special) for text in texts]
+
+    return await compute(request, encode)
+
+
 async def create_completion(request: Request) -> JsonResponse | EventStream:
     """Continue prompts."""
     context, body = await read_request(request, BODY)
     context.check_request(body.model)
     check_stream_options(body)
     prompts = split_inputs(body.prompt, context.server.max_batch_prompts, "prompt", noun="prompts")
+    if body.suffix:
+        prompts = await _surround_gap(context, request, body, prompts)
     generation_request = GenerationRequest(
         request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=prompts,
         params=[_params(body, context)] * len(prompts), namespace=body.cache_salt or "", priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=body.add_special_tokens is not False,
-        truncate=body.truncate_prompt_tokens, discards_output=body.max_tokens == 0,
+        truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
+        discards_output=body.max_tokens == 0,
         grammar_field=lambda: grammar_field(body),
     )
     if body.stream:

@@ -41,7 +41,8 @@ async def _run(
 ) -> PooledOutputs:
     """Run the inputs of an embedding or classification request."""
     inputs = split_inputs(body.input, limit)
-    encoder, has_special = encoder_for(request, body.truncate_prompt_tokens), body.add_special_tokens is not False
+    encoder = encoder_for(request, body.truncate_prompt_tokens, body.truncation_side)
+    has_special = body.add_special_tokens is not False
     encoded = await tokenize(
         request, lambda: [encoder.encode(text, add_special_tokens=has_special) for text in inputs], inputs
     )
@@ -96,6 +97,8 @@ async def encode(request: Request) -> JsonResponse:
 async def _score(
     request: Request, pairs: list[tuple[str, str]], fields: wire.PoolingFields, *, instruct: str | None, id_prefix: str
 ) -> tuple[list[float], PooledOutputs]:
+    if fields.truncation_side == "left":
+        raise RequestError("truncation_side left is for single texts, not for pairs", param="truncation_side")
     encoder = encoder_for(request, fields.truncate_prompt_tokens)
     texts = [text for pair in pairs for text in pair]
     plan = await tokenize(request, lambda: plan_scores(pairs, encoder, instruct=instruct), texts)
