@@ -157,6 +157,7 @@ FIELDS = {
     "input_ids": "Token ids instead of text; one list, or one for each prompt.",
     "system": "The system prompt.",
     "instructions": "The system prompt.",
+    "background": "Answer at once, and go on without the client; the response is stored and can be cancelled.",
     "previous_response_id": "Continue this stored response.",
     "background": "Answer at once; the response is generated without the client, which asks for it by its id.",
     "sampling_params": "How to sample: one object, or one for each prompt.",

@@ -241,6 +241,9 @@ async def test_edit_answer_again_and_copy(page, client):
     await page.press("Enter")
     await page.until(f"{IDLE} === 1 && document.querySelector('.turn > .words').textContent === 'Two.'")
     assert client.prompts[-1] == "user: better question\nassistant:" and await page.text(".bubble") == "better question"
+    await page.click("#toast button")
+    written = await page.run("[...document.querySelectorAll('.bubble, .turn > .words')].map((n) => n.textContent)")
+    assert written == ["question", "Two.", "more", "Two."], "nothing is lost by an edit"
 
 
 @wide

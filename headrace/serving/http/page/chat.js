@@ -187,25 +187,41 @@ class Chat {
     this.answer();
   }
 
-  /* An edited message: what came after it is replaced. */
+  /* An edited message. */
   resend(turn, text) {
     this.run?.stop();
-    const { turns } = this.chat;
-    turns.splice(turns.indexOf(turn), turns.length, { role: "user", content: text });
+    this.replaceFrom(this.chat.turns.indexOf(turn), { role: "user", content: text });
     this.answer();
   }
 
-  /* The answer once more: it, and what came after it, is replaced. */
+  /* The answer once more. */
   retry(turn) {
-    if (this.run) return;
-    const { turns } = this.chat;
-    turns.splice(turns.indexOf(turn));
+    const place = this.chat.turns.indexOf(turn);
+    if (this.run || place < 0) return;
+    this.replaceFrom(place);
     this.answer();
   }
 
+  /* The answer from where it ended. */
   extend(turn) {
-    if (!this.run && turn === this.chat.turns.at(-1)) this.answer(turn);
-    else this.retry(turn);
+    const place = this.chat.turns.indexOf(turn);
+    if (this.run || place < 0) return;
+    this.replaceFrom(place + 1);
+    this.answer(turn);
+  }
+
+  /* Puts `added` in the place of all turns from a place on; what was written there can be brought back. */
+  replaceFrom(place, ...added) {
+    const { chat } = this,
+      before = chat.turns;
+    chat.turns = [...before.slice(0, place), ...added];
+    if (!before.slice(place).some((turn) => turn.role === "assistant" && turn.content)) return;
+    this.toast.show("What came after is replaced.", "Undo", () => {
+      this.runs.get(chat.id)?.stop();
+      chat.turns = before;
+      this.store.save(chat);
+      this.open(chat);
+    });
   }
 
   async answer(continued = null) {
