@@ -5,6 +5,7 @@ Refuses: bytes and tensors (``memory/``) and accounting (``scheduling/cache``).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -63,14 +64,20 @@ def group_layers(specs: list[CacheSpec | None]) -> list[CacheGroup]:
     return [CacheGroup(spec, layers) for spec, layers in groups.items()]
 
 
-def join_layers(groups: list[CacheGroup], specs: list[CacheSpec | None], first: int) -> list[CacheGroup]:
-    """The groups with further layers, numbered from ``first`` on: layers of a spec that a group has join it."""
-    joined = {group.spec: group for group in groups}
+def join_layers(
+    groups: list[CacheGroup], specs: list[CacheSpec | None], first: int, *, apart: Collection[CacheSpec] = ()
+) -> list[CacheGroup]:
+    """The groups with further layers, numbered from ``first`` on: layers of a spec that a group has join it, except
+    those of specs in ``apart``, which get a group of their own."""
+    joined = list(groups)
     for group in group_layers(specs):
-        known = joined.get(group.spec, CacheGroup(group.spec, []))
-        layers = [*known.layers, *(first + layer for layer in group.layers)]
-        joined[group.spec] = msgspec.structs.replace(known, layers=layers)
-    return list(joined.values())
+        layers = [first + layer for layer in group.layers]
+        place = next((g for g, known in enumerate(groups) if known.spec == group.spec), None)
+        if place is None or group.spec in apart:
+            joined.append(CacheGroup(group.spec, layers))
+        else:
+            joined[place] = msgspec.structs.replace(joined[place], layers=[*joined[place].layers, *layers])
+    return joined
 
 
 CACHE_POLICIES: Registry[Any] = Registry("cache group policy")

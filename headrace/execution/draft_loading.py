@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from headrace.base.cache import CacheGroup, join_layers
+from headrace.base.cache import CacheGroup, CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.execution.loading import (
@@ -19,6 +20,7 @@ from headrace.execution.loading import (
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
 from headrace.layers.quantization.storage import count_bytes, store_fastest
+from headrace.layers.self_attention import AttentionLayer
 from headrace.models.checkpoint import open_weights
 from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget, find_draft_kind
 from headrace.models.source import ModelSource, resolve_source
@@ -41,8 +43,8 @@ class DraftChoice:
 @dataclass(frozen=True)
 class LoadedDraft:
     """A drafter on the target's device. ``groups``: the cache groups of both models, without pages yet; the drafter's
-    layer i is layer ``first_layer + i`` there, in the target's group if that has an equal spec, so that the two share
-    pages and prefixes. ``num_layers``: of both models, layers without cache too."""
+    layer i is layer ``first_layer + i`` there, in the target's group if that has an equal spec and as many query heads,
+    so that the two share pages and prefixes. ``num_layers``: of both models, layers without cache too."""
 
     method: str
     model: DraftModel
@@ -92,8 +94,28 @@ def load_draft(
         build.schemes.finish(model)
         if device.type == "cpu":
             store_fastest(model)
-    groups = join_layers(target.groups, model.cache_specs, target.num_layers)
+    groups = join_layers(
+        target.groups, model.cache_specs, target.num_layers, apart=_find_unlike(target, model)
+    )
     return LoadedDraft(choice.method, model, groups, target.num_layers)
+
+
+def _find_unlike(target: LoadedModel, model: DraftModel) -> set[CacheSpec]:
+    """Specs of caches that both models have, but with other numbers of query heads: an attention backend serves one
+    number, so they cannot be one group."""
+    spec_of = {layer: group.spec for group in target.groups for layer in group.layers}
+    ours = _count_heads(target.model, [spec_of[layer] for layer in sorted(spec_of)])
+    theirs = _count_heads(model, [spec for spec in model.cache_specs if spec is not None])
+    return {spec for spec in ours.keys() & theirs.keys() if ours[spec] != theirs[spec]}
+
+
+def _count_heads(model: nn.Module, specs: list[CacheSpec]) -> dict[CacheSpec, int]:
+    """Query heads by spec; ``specs`` are those of the layers with a cache. Empty for a family with caches of its own
+    kinds, of which a layer may have several."""
+    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    if len(attentions) != len(specs):
+        return {}
+    return {spec: attention.num_heads for spec, attention in zip(specs, attentions, strict=True)}
 
 
 def _find(method: str) -> DraftKind:

@@ -19,7 +19,9 @@ that was not run for a step must be run from its first missing position on.
 
 Positions: a token that follows target position p is computed at position p + ``position_shift`` of the row: its slot,
 rotary position and KV length are those of that position. 0 for heads, which read feature p; 1 for a model of its own,
-whose token p + 1 belongs to position p + 1. The latter has one more entry for a row that starts at 0: its first token.
+whose token p + 1 belongs to position p + 1. The latter may as well be run over the step's own tokens, at their
+positions, with the token just sampled as the first of the chain; or, if over the tokens after them, with one entry more
+for a row that starts at 0: its first token.
 """
 
 from __future__ import annotations

@@ -163,6 +163,22 @@ def test_a_model_of_its_own_drafts_what_it_would_say(name: str, tmp_path: Path):
         assert rig.propose(row, hidden[-1:], 5) == continue_greedily(drafter, known, 5)
 
 
+def test_caches_of_other_numbers_of_heads_are_apart(tmp_path: Path):
+    """A backend serves one number of query heads, so equal caches are then two groups: as in small and large models of
+    one family."""
+    target, _ = write_model(tmp_path / "target", "llama")
+    found = {}
+    for name, heads in (("alike", 4), ("other", 6)):
+        folder, drafter = write_model(tmp_path / name, "llama", num_attention_heads=heads, head_dim=12)
+        rig = DraftRig(*load_both(target, DraftChoice("draft_model", str(folder))))
+        found[name] = [group.layers for group in rig.groups]
+        assert len({group.spec for group in rig.groups}) == 1
+        row = rig.start(prompt(0, 9))
+        _, hidden = rig.step(row, 8)
+        assert rig.propose(row, hidden[-1:], 3) == continue_greedily(drafter, row.tokens, 3)
+    assert found == {"alike": [[0, 1, 2, 3]], "other": [[0, 1], [2, 3]]}
+
+
 def test_equal_tokenizers_may_be_padded_differently(tmp_path: Path):
     vocabulary = {f"t{i}": i for i in range(VOCAB - 1)}
     target, _ = write_model(tmp_path / "target", "llama", vocabulary)
