@@ -121,7 +121,8 @@ def quoting(chance: random.Random, length: int, changed: float = 0.02) -> list[i
 def test_quotes_are_generated_faster(drafter, depth: int):
     chance = random.Random(1)
     truths = [quoting(chance, 900) for _ in range(4)]
-    simulation = Simulation(drafter(DrafterOptions()), truths, prompt_len=300, depth=depth)
+    options = DrafterOptions(prompt_lookup_min=2, prompt_lookup_max=8)
+    simulation = Simulation(drafter(options), truths, prompt_len=300, depth=depth)
     simulation.run(10**6)
     assert all(row.tokens == row.truth[: len(row.tokens)] for row in simulation.rows.values())
     assert simulation.num_accepted > 0.6 * simulation.num_drafts

@@ -38,6 +38,15 @@ class Choice(NamedTuple):
     lead: float = 1.0
 
 
+class _Cut(NamedTuple):
+    """The drafts of a step: all below a level of survival and some of that level; the step takes ``seconds``."""
+
+    num_chosen: int
+    seconds: float
+    level: int
+    num_of_level: int
+
+
 class LossLimit:
     """Bounds what drafts may lose, whatever the estimates say. ``balance_s``, in seconds, falls by what drafts added to
     a step and rises by what those that were right saved; without gains it rises by `LOSS_SHARE` of the time alone. No
@@ -170,16 +179,16 @@ class DraftPolicy:
         budget = budget_entries - num_rows
         if not distinct or base_s <= 0.0 or budget <= 0 or self._limit.balance_s <= 0.0:
             return [0] * len(curves)
-        num_chosen, total_s = self._best_number(distinct, num_rows, budget, base_s)
-        if num_chosen == 0:
+        cut = self._find_cut(distinct, num_rows, budget, base_s)
+        if cut.num_chosen == 0:
             return [0] * len(curves)
-        self._token_s, self._draft_s = base_s / num_rows, (total_s - base_s) / num_chosen
-        return _spread(curves, distinct, num_chosen)
+        self._token_s, self._draft_s = base_s / num_rows, (cut.seconds - base_s) / cut.num_chosen
+        return _spread(curves, distinct, cut)
 
-    def _best_number(
+    def _find_cut(
         self, distinct: Counter[tuple[int, ...]], num_rows: int, budget: int, base_s: float
-    ) -> tuple[int, float]:
-        """How many of the drafts to verify, best first, and the seconds of the step with them. Within a level the rate
+    ) -> _Cut:
+        """Which of the drafts to verify, best first. Within a level the rate
         is monotone between the sizes at which the cost curve bends, so only those and the ends of levels are tried."""
         counts, depths = [0] * LEVELS, [0] * LEVELS  # drafts of each level; the deepest position of any of them
         for curve, number in distinct.items():
@@ -189,7 +198,7 @@ class DraftPolicy:
                     depths[level] = depth
         seconds, sizes = self._costs.seconds, self._costs.sizes
         draft_s, most_s = self._draft_seconds(num_rows), base_s + self._limit.balance_s
-        best, best_rate, best_s = 0, MARGIN * num_rows / base_s, base_s
+        best, best_rate = _Cut(0, base_s, 0, 0), MARGIN * num_rows / base_s
         chosen, tokens, depth = 0, float(num_rows), 0
         for level, count in enumerate(counts):
             if not count:
@@ -202,24 +211,17 @@ class DraftPolicy:
                 total_s = seconds(num_rows + chosen + number) + depth * draft_s
                 rate = (tokens + number * SURVIVAL[level]) / total_s
                 if rate > best_rate and total_s <= most_s:
-                    best, best_rate, best_s = chosen + number, rate, total_s
+                    best, best_rate = _Cut(chosen + number, total_s, level, number), rate
             chosen += count
             tokens += count * SURVIVAL[level]
             if chosen >= budget:
                 break
-        return best, best_s
+        return best
 
 
-def _spread(curves: Sequence[tuple[int, ...]], distinct: Counter[tuple[int, ...]], num_chosen: int) -> list[int]:
-    """Give the ``num_chosen`` lowest levels to their rows; of equals the first rows win."""
-    counts = [0] * LEVELS
-    for curve, number in distinct.items():
-        for level in curve:
-            counts[level] += number
-    last, left = 0, num_chosen
-    while counts[last] < left:
-        left -= counts[last]
-        last += 1
+def _spread(curves: Sequence[tuple[int, ...]], distinct: Counter[tuple[int, ...]], cut: _Cut) -> list[int]:
+    """Numbers of drafts of the rows up to a cut; of equal drafts the first rows win."""
+    last, left = cut.level, cut.num_of_level
     bounds = {curve: (bisect_left(curve, last), bisect_right(curve, last)) for curve in distinct}
     bounds[()] = (0, 0)
     result = []
