@@ -418,7 +418,7 @@ PATHS = (
     "/v1/models/" + "x" * 5000, "/v1/models/%ff%fe", "/v1/models/{{7*7}}", "/v1/models//", "/../etc/passwd",
     "/%2e%2e/%2e%2e/etc/passwd",
     "/nope", "/v1", "/v1/", "/v1/nope", "/static/../../etc/passwd", "//", "/v1/completions/", "/v1/responses/../../x",
-    "/v1/responses/%00", "/.env", "/docs", "/redoc", "/admin", "/v1/models/tiny%0d%0aX-Injected:%201", "/v1/files",
+    "/v1/responses/%00", "/.env", "/docs/", "/redoc", "/admin", "/v1/models/tiny%0d%0aX-Injected:%201", "/v1/files",
     "/debug/pprof",
     "/health_generate?timeout=nan", "/health_generate?timeout=inf", "/health_generate?timeout=-1",
     "/health_generate?timeout=1e999", "/health_generate?timeout=x", "/health_generate?timeout=" + "9" * 5000,

@@ -188,3 +188,8 @@ async def test_tokens_as_token_ids(http, api):
     assert '"token":"token_id:' in streamed.text
 
 
+async def test_a_bias_that_no_number_type_holds_is_a_400(http):
+    for bias in (b'{"1": 1e400}', b'{"1": 1, "2": -1e999}'):
+        body = b'{"prompt": "x", "logit_bias": %s}' % bias
+        answer = await http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("logit_bias"), answer.text

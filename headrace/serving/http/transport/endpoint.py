@@ -252,7 +252,11 @@ def _name_entry(path: str, body: bytes) -> str:
     """The path; within a ``logit_bias`` that of its first wrong entry, by its key, which msgspec's errors lack."""
     if path.removeprefix(NESTED + ".") not in (BIAS, BIAS + "[...]"):
         return path
-    path, found = path.removesuffix("[...]"), msgspec.json.decode(body)
+    path = path.removesuffix("[...]")
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:  # a number that is too large for any type, which only the typed decoder's path names
+        return path
     for name in path.split("."):
         found = found[name]
     for key, value in found.items() if isinstance(found, dict) else ():
