@@ -129,6 +129,28 @@ def test_models_without_such_layers(tmp_path: Path):
         load_both(folder, DraftChoice("mtp"))
 
 
+def test_models_that_give_no_features(tmp_path: Path):
+    """Heads that read hidden states cannot serve a family that does not give them."""
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8,
+        "num_hidden_layers": 1, "compress_ratios": [0], "num_attention_heads": 2, "head_dim": 16,
+        "qk_rope_head_dim": 8, "q_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 1,
+        "o_lora_rank": 8, "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+    }
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2,
+    }
+    for name, written in (("target", config), ("head", head)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(written))
+    eagle = DraftChoice("eagle3", str(tmp_path / "head"), load_format="dummy")
+    with pytest.raises(ConfigError, match=r"family deepseek_v4 does not give them; choose another method"):
+        load_both(tmp_path / "target", eagle, load_format="dummy")
+    with pytest.raises(ConfigError, match="no multi-token prediction module that is served"):
+        load_both(tmp_path / "target", DraftChoice("mtp"), load_format="dummy")
+
+
 # models of their own: another family, other heads, a window, a tied head
 DRAFTERS = ("llama-tied-biased", "qwen3", "mistral-window", "gemma3", "deepseek-v3")
 
