@@ -162,6 +162,19 @@ def test_a_fixed_number_is_verified_wherever_there_is_a_proposal():
     assert simulation.num_tokens == 4 * simulation.num_steps
 
 
+def test_with_a_fixed_number_every_row_is_asked_about_in_every_step():
+    chance = random.Random(4)
+    truths = [[chance.randrange(10**6) for _ in range(100)] for _ in range(40)]
+    for truth in truths:
+        truth += truth[:100]
+    options = DrafterOptions(prompt_lookup_min=2, prompt_lookup_max=2)
+    simulation = Simulation(NgramDrafter(options), truths, prompt_len=20, depth=1, fixed=2)
+    simulation.run(82)  # up to the second token of the repetition
+    assert simulation.num_asked == 40 * 82 and simulation.num_accepted == 0
+    simulation.run(10)
+    assert simulation.num_accepted == 40 * 2 * 10
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6), depth=st.integers(1, 2), num_rows=st.integers(1, 5), fixed=st.sampled_from([None, 2])

@@ -88,6 +88,16 @@ class DraftPolicy:
         # Seconds that an accepted token saves, and that a draft costs, as of the latest choice.
         self._token_s = self._draft_s = 0.0
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it always allows the same number."""
+        return self._fixed is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can choose: step times are known, or are not asked for."""
+        return self._fixed is not None or self._costs.is_known
+
     def start(self, key: int) -> None:
         """A row that may get drafts."""
         self._acceptance.start(key)

@@ -63,7 +63,8 @@ class _Row:
 class TextSpeculation:
     """Warm rows, those that had drafts lately, are asked about in every step. Of the others it is the turn of a few in
     each step, as many as lead to something and at least one. So a step costs next to nothing for rows that have nothing
-    to propose, however many run, and a drafter does no work at all while no draft would pay.
+    to propose, however many run, and a drafter does no work at all while no draft would pay. With a fixed number of
+    drafts all rows are asked about in every step.
 
     What became of drafts is read from the tokens of the row, which grow with each commit: nothing is called there.
     """
@@ -99,6 +100,8 @@ class TextSpeculation:
 
     def due(self, num_rows: int) -> list[int]:
         """Keys to ask about in the step that is planned now, of ``num_rows`` rows; to be called once per step."""
+        if self._policy.is_fixed:
+            return [*self._rows]
         self._unchecked -= 1
         if self._unchecked < 0 or num_rows != self._checked_rows:
             self._pays = self._policy.pays(num_rows)
