@@ -55,6 +55,10 @@ class RepetitionParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
 
+    def breakers(self) -> tuple[str, ...]:
+        """``dry_sequence_breakers``, or the default."""
+        return tuple(DRY_BREAKERS if self.dry_sequence_breakers is None else self.dry_sequence_breakers)
+
 
 class EndParams(RepetitionParams, kw_only=True, omit_defaults=True):
     """When output ends, and how it becomes text. ``stop_regex``: patterns that end it like the strings in ``stop``

@@ -14,6 +14,7 @@ from sampling_oracle import kept_probabilities, uniform
 
 from headrace.base.sampling import ALL_LOGPROBS, DryPenalty, Exclusion, Penalties, SamplingSpec
 from headrace.base.step import RowStart
+from headrace.execution import repetition
 from headrace.execution.repetition import REACH, XTC_STREAM, DryState, exclude_top_choices
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Sampler
@@ -184,6 +185,13 @@ def excluded_set(logits: np.ndarray, spec: SamplingSpec, position: int) -> set[i
     st.sampled_from([(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.8, 0.0), (5, 0.9, 0.02), (0, 1.0, 0.1)]),
 )
 def test_xtc_leaves_what_its_definition_leaves(number, seed, position, probability, threshold, temperature, cuts):
+    for head in (3, 1024):  # with few of the best tokens first, which may not be enough
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(repetition, "HEAD", head)
+            check_xtc(number, seed, position, probability, threshold, temperature, cuts)
+
+
+def check_xtc(number, seed, position, probability, threshold, temperature, cuts):
     top_k, top_p, min_p = cuts
     xtc = Exclusion(probability, threshold)
     spec = SamplingSpec(temperature, top_k, top_p, min_p, seed, penalties=Penalties(xtc=xtc))

@@ -18,7 +18,6 @@ from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import (
     ALL_LOGPROBS,
-    DRY_BREAKERS,
     GREEDY_TEMPERATURE,
     MAX_LOGPROBS,
     MAX_TOP_LOGPROBS,
@@ -254,7 +253,7 @@ def _penalties(params: SamplingParams, facts: ModelFacts, tokenizer: Tokenizer |
     if params.dry_multiplier > 0 and params.dry_penalty_last_n != 0:
         dry = DryPenalty(
             float(params.dry_multiplier), float(params.dry_base), params.dry_allowed_length, params.dry_penalty_last_n,
-            _breakers(params.dry_sequence_breakers, facts, tokenizer),
+            _breakers(params, facts, tokenizer),
         )
     # Above a half no two tokens have that probability, so nothing could be excluded.
     if params.xtc_probability > 0 and params.xtc_threshold <= 0.5 and params.temperature >= GREEDY_TEMPERATURE:
@@ -264,16 +263,16 @@ def _penalties(params: SamplingParams, facts: ModelFacts, tokenizer: Tokenizer |
     )
 
 
-def _breakers(given: list[str] | None, facts: ModelFacts, tokenizer: Tokenizer | None) -> bytes:
+def _breakers(params: SamplingParams, facts: ModelFacts, tokenizer: Tokenizer | None) -> bytes:
     """The tokens that end sequences, as `DryPenalty.breakers`."""
     if tokenizer is None:
-        if given:
+        if params.dry_sequence_breakers:
             raise RequestError(
                 "dry_sequence_breakers cannot be made tokens: the model is served without a tokenizer",
                 param="dry_sequence_breakers"
             )
         return bytes(-(-facts.vocab_size // 8))
-    return tokenizer.mark_tokens(tuple(DRY_BREAKERS if given is None else given), facts.vocab_size)
+    return tokenizer.mark_tokens(params.breakers(), facts.vocab_size)
 
 
 def _check_logprobs(params: SamplingParams, prompt_len: int, max_tokens: int, facts: ModelFacts) -> None:

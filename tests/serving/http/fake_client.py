@@ -82,6 +82,12 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b""
 
     begins_with_bos = True
+    marked: tuple[str, ...] = ()
+
+    def mark_tokens(self, texts: tuple[str, ...], vocab_size: int) -> bytes:
+        self.marked = texts
+        return bytes(-(-vocab_size // 8))
+
     gap_marks: GapMarks | None = None
 
     def render_chat(

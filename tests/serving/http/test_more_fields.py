@@ -31,6 +31,7 @@ async def test_dry_and_xtc_arrive_at_the_engine(http, client, path, body):
     assert answer.status_code == 200, answer.text
     params: SamplingParams = client.submitted[0][1]
     assert {name: getattr(params, name) for name in DRY} == DRY
+    assert client.tokenizer.marked == ("\n",), "found before the request is submitted, on a thread"
 
 
 async def test_dry_range_is_the_window_and_0_the_whole_context(http, client):

@@ -25,7 +25,7 @@ from headrace.service.client.prompts import (
     read_truncation,
 )
 from headrace.service.tokenization import LONG_TEXT
-from headrace.serving.http.generation.context import AppContext, context_of
+from headrace.serving.http.generation.context import AppContext, compute, context_of
 from headrace.serving.http.protocol.openai import Timings, Usage
 from headrace.serving.http.transport.access import client_of
 from headrace.serving.http.transport.errors import JsonResponse, conceal
@@ -305,6 +305,7 @@ async def open_generation(
         raise RequestError(f"prompts times n must be at most {limit}, got {num_choices}", param="n")
     _check_wide(context, request.params)
     prompts = await _encode_prompts(http_request, context, request)
+    await _mark_breakers(http_request, context, request.params)
     client = client_of(http_request.scope, has_keys=context.server.api_key is not None)
     context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
@@ -324,6 +325,20 @@ async def open_generation(
                 await asyncio.sleep(0)
         undo.pop_all()  # all were accepted: `Generation` aborts them from here on
     return Generation(context, request, streams, http_request, is_detached=is_detached)
+
+
+async def _mark_breakers(
+    http_request: Request, context: AppContext, params: Sequence[SamplingParams | PoolingSpec]
+) -> None:
+    """Find the tokens that end sequences for DRY, on a thread: the first time the whole vocabulary is read. They are
+    remembered, so that `EngineClient.submit` finds them."""
+    tokenizer, facts = context.client.tokenizer, context.facts()
+    breakers = {p.breakers() for p in params if isinstance(p, SamplingParams) and p.dry_multiplier > 0}
+    if tokenizer is not None and breakers:
+        await compute(
+            http_request, lambda: [tokenizer.mark_tokens(texts, facts.vocab_size) for texts in breakers],
+            size=facts.vocab_size,
+        )
 
 
 async def _encode_prompts(
