@@ -4,6 +4,7 @@ packages."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from test_parity import BASE, CASES, VOCAB, config_json, make_oracle, prompt
 from headrace.base.errors import ConfigError, WeightError
 from headrace.base.registry import Registry
 from headrace.execution.draft_loading import DraftChoice
+from headrace.layers.build import Build
+from headrace.models.catalog import find_family
 from headrace.models.drafters import contract
+from headrace.models.drafters.mtp import MTP
+from headrace.models.source import ModelSource
 
 CLOSE = {"atol": 3e-4, "rtol": 3e-4}
 SIZE = BASE["hidden_size"]
@@ -120,6 +125,25 @@ def test_a_checkpoint_without_its_module(mtp: MtpOracle, tmp_path: Path):
     del half[f"model.layers.{mtp.number}.eh_proj.weight"]
     with pytest.raises(WeightError, match="eh_proj"):
         load_both(write_folder(tmp_path / "half", {**config, "num_nextn_predict_layers": 1}, half), DraftChoice("mtp"))
+
+
+def test_tensors_are_read_one_by_one(mtp: MtpOracle):
+    """A tensor is valid only until the next one is requested: here it is overwritten then."""
+    config = {**config_json(mtp.model), "num_nextn_predict_layers": 1}
+    family = find_family(config["architectures"][0])
+    spec, build = family.read_config(config), Build(torch.device("cpu"), torch.float32)
+    source = ModelSource("model", "folder", Path(), config)
+    target = contract.DraftTarget(source, family, spec, family.build_model(spec, build))
+    drafter = MTP.build_model(contract.DraftQuery(source, frozenset(), target, replace(build), "float32"))
+
+    def borrow() -> Any:
+        for name, tensor in mtp.tensors().items():
+            lent = tensor.clone()
+            yield name, lent
+            lent.fill_(float("nan"))
+
+    drafter.load_weights(borrow())
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
 
 
 def test_models_without_such_layers(tmp_path: Path):

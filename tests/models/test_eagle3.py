@@ -322,3 +322,12 @@ def test_a_method_without_a_model(target_folder: Path):
         load_both(target_folder, DraftChoice("eagle3"))
     with pytest.raises(ConfigError, match="unknown drafter 'eagle4'"):
         load_both(target_folder, DraftChoice("eagle4"))
+
+
+def test_ids_are_not_added_up_when_weights_are_loaded_again(target_folder: Path, tmp_path: Path):
+    tensors = make_tensors(HEAD, 3)
+    query_folder = write_folder(tmp_path, HEAD, tensors)
+    _, draft = load_both(target_folder, DraftChoice("eagle3", str(query_folder)))
+    for _ in range(2):
+        assert torch.equal(draft.model.target_ids, torch.arange(40) + tensors["d2t"])
+        list(draft.model._take_ids(tensors.items()))

@@ -251,7 +251,7 @@ class Eagle3Model(DraftModel):
             self._vocabulary = (embedding or shared[0], head or shared[1])
         else:
             self._vocabulary = (embedding, head)
-        # target ids of the drafter's own; the checkpoint's d2t is added to them
+        # target ids of the drafter's own, unless the checkpoint has a d2t
         self.target_ids = nn.Buffer(torch.arange(num_ids, device=build.device), persistent=False)
 
     @property
@@ -278,7 +278,7 @@ class Eagle3Model(DraftModel):
                     f"the drafter's d2t must be {len(self.target_ids)} whole numbers, as draft_vocab_size says; it is "
                     f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
                 )
-            self.target_ids.add_(tensor.to(self.target_ids.device))
+            self.target_ids.copy_(torch.arange(len(tensor), device=tensor.device) + tensor)
             least, most = self.target_ids.aminmax()
             if not 0 <= int(least) <= int(most) < self._target_vocab:
                 raise WeightError(

@@ -8,7 +8,7 @@ T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -73,15 +73,22 @@ class MtpModel(DraftModel):
             if "{i}" in theirs
         }
         modules |= {self.prefix + theirs: ours for theirs, ours in PARTS.items()}
-        own = [(name, tensor) for name, tensor in tensors if name.startswith(self.prefix)]
-        if not own:
+        plain = names.rename(self._schemes.read(self._choose_own(tensors)))
+        apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
+        fill_targets(find_targets(self, modules, 0), apart, harmless=("rotary_emb.inv_freq", *SHARED))
+
+    def _choose_own(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's tensors; raises `WeightError` at the end if there was none."""
+        is_there = False
+        for name, tensor in tensors:
+            if name.startswith(self.prefix):
+                is_there = True
+                yield name, tensor
+        if not is_there:
             raise WeightError(
                 f"the checkpoint has no tensors {self.prefix}*: its multi-token prediction module was left out when it "
                 "was saved; choose another speculative method, or the original checkpoint"
             )
-        plain = names.rename(self._schemes.read(own))
-        apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
-        fill_targets(find_targets(self, modules, 0), apart, harmless=("rotary_emb.inv_freq", *SHARED))
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """See `DraftModel`."""
