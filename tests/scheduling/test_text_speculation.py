@@ -162,6 +162,22 @@ def test_a_fixed_number_is_verified_wherever_there_is_a_proposal():
     assert simulation.num_tokens == 4 * simulation.num_steps
 
 
+def test_outputs_are_remembered_from_their_first_token():
+    """Also of rows that nobody was asked about before they had some."""
+    drafter = SuffixDrafter(DrafterOptions())
+    simulation = Simulation(drafter, [], prompt_len=0, depth=1, fixed=4)
+    speculation = simulation.speculation
+    tokens = [1, 2, 3]
+    speculation.start(0, tokens)
+    tokens += range(100, 130)
+    assert speculation.guess([TextRow(key, 0, 4) for key in speculation.due(1)], 1, 100) == []
+    speculation.stop(0)
+    other = [9, 100, 101, 102]
+    speculation.start(1, other)
+    (guess,) = speculation.guess([TextRow(key, 0, 4) for key in speculation.due(1)], 1, 100)
+    assert guess.token_ids == [103, 104, 105]
+
+
 def test_with_a_fixed_number_every_row_is_asked_about_in_every_step():
     chance = random.Random(4)
     truths = [[chance.randrange(10**6) for _ in range(100)] for _ in range(40)]

@@ -51,12 +51,13 @@ class _Guess(NamedTuple):
 
 
 class _Row:
-    __slots__ = ("guesses", "is_private", "num_seen", "tokens")
+    __slots__ = ("guesses", "is_private", "num_given", "num_seen", "tokens")
 
     def __init__(self, tokens: Sequence[int], is_private: bool):
         self.tokens = tokens
         self.is_private = is_private
-        self.num_seen = 0  # tokens that the drafter knows; 0: it does not know the row
+        self.num_given = len(tokens)  # when it began to decode; what follows is output
+        self.num_seen = -1  # tokens that the drafter knows; -1: it does not know the row
         self.guesses: deque[_Guess] = deque()  # not settled yet, oldest first
 
 
@@ -93,7 +94,7 @@ class TextSpeculation:
             return
         self._warm.pop(key, None)
         self._cold.pop(key, None)
-        if row.num_seen:
+        if row.num_seen >= 0:
             self._learn(key, row)
             self._drafter.stop(key)
         self._policy.stop(key)
@@ -180,9 +181,10 @@ class TextSpeculation:
     def _learn(self, key: int, row: _Row) -> None:
         """Tell the drafter the row's new tokens, and the policy what became of earlier drafts."""
         known = len(row.tokens)
-        if row.num_seen == 0:
-            self._drafter.start(key, row.tokens, is_private=row.is_private)
-        elif row.num_seen < known:
+        if row.num_seen < 0:
+            self._drafter.start(key, row.tokens[: row.num_given], is_private=row.is_private)
+            row.num_seen = row.num_given
+        if row.num_seen < known:
             self._drafter.append(key, row.tokens[row.num_seen :])
         row.num_seen = known
         while row.guesses:
