@@ -4,7 +4,7 @@ step with features, the drafter's over the tokens after it, then a chain of draf
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from headrace.execution.draft_loading import DraftChoice, LoadedDraft, load_draf
 from headrace.execution.loading import LoadedModel, load_model
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs
-from headrace.layers.batch import Features, ForwardBatch, GroupStep
+from headrace.layers.batch import Features, ForwardBatch, GroupStep, WantedTokens
 from headrace.layers.self_attention import AttentionLayer
 
 CPU = torch.device("cpu")
@@ -114,6 +114,20 @@ class DraftRig:
             page_table=torch.tensor([row.tables[group] for row, _, _ in spans], dtype=torch.int32),
             slots=torch.tensor(slots),
         )
+
+    @torch.inference_mode()
+    def run_wanted(self, spans: list[tuple[Row, int, list[int]]], inputs: torch.Tensor) -> torch.Tensor:
+        """The drafter's hidden states of the spans' last tokens alone, [spans, D]."""
+        batch, count = self.batch("draft", spans), len(spans)
+        ends = [
+            replace(
+                step.inputs, num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, max_query_len=1,
+                query_start=torch.arange(count + 1, dtype=torch.int32),
+            )
+            for step in batch.groups
+        ]
+        batch.wanted = WantedTokens(batch.groups[0].inputs.query_start[1:].long() - 1, ends)
+        return self.drafter.forward(batch, inputs)
 
     @torch.inference_mode()
     def step(self, row: Row, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,6 +111,16 @@ def test_multi_token_prediction_equals_plain_torch(mtp: MtpOracle, tmp_path: Pat
         assert rig.propose(row, hidden[-1:], 4) == mtp.propose(tokens[1 : end + 1], states[:end], 4)
 
 
+def test_the_last_layer_computes_what_is_wanted(mtp: MtpOracle, tmp_path: Path):
+    rig = DraftRig(*load_both(write_mtp(tmp_path, mtp), DraftChoice("mtp")))
+    if not rig.drafter.prunes_last_layer:
+        pytest.skip("this kind of attention computes every token")
+    tokens, inputs = prompt(0, 12), torch.randn(11, SIZE)
+    row = rig.start(tokens)
+    hidden = rig.run_wanted([(row, 0, tokens[1:])], inputs.clone())
+    torch.testing.assert_close(hidden, mtp.forward(tokens[1:], inputs)[-1:], **CLOSE)
+
+
 def test_a_checkpoint_without_its_module(mtp: MtpOracle, tmp_path: Path):
     config = config_json(mtp.model)
     stated = write_folder(tmp_path / "stated", {**config, "num_nextn_predict_layers": 1}, mtp.model.state_dict())

@@ -265,6 +265,27 @@ def test_a_step_of_several_rows(target: Any, target_folder: Path, tmp_path: Path
         torch.testing.assert_close(rig.drafter.forward(batch, inputs), torch.cat(apart), **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["one file", "two layers, two features, the target's head"])
+def test_the_last_layer_computes_what_is_wanted(case: str, target: Any, target_folder: Path, tmp_path: Path):
+    """And a later step finds keys and values of all tokens."""
+    config, options, layers = CASES[case]
+    tensors = make_tensors(config, len(layers), **options)
+    rig = DraftRig(*load_both(
+        target_folder, DraftChoice("eagle3", str(write_folder(tmp_path / "head", config, tensors)))
+    ))
+    assert rig.drafter.prunes_last_layer
+    oracle, texts = Oracle(config, tensors, target), [prompt(0, 12), prompt(1, 9)]
+    rows, inputs = [rig.start(text) for text in texts], [oracle_features(target, text[:-1], layers) for text in texts]
+    combined = [oracle.combine(features) for features in inputs]
+    expected = [oracle.forward(text[1:], x) for text, x in zip(texts, combined, strict=True)]
+    spans = [(row, 0, text[1:-1]) for row, text in zip(rows, texts, strict=True)]
+    hidden = rig.run_wanted(spans, torch.cat([x[:-1] for x in combined]))
+    torch.testing.assert_close(hidden, torch.stack([states[-2] for states in expected]), **CLOSE)
+    spans = [(row, len(text) - 2, text[-1:]) for row, text in zip(rows, texts, strict=True)]
+    hidden = rig.run_wanted(spans, torch.cat([x[-1:] for x in combined]))
+    torch.testing.assert_close(hidden, torch.stack([states[-1] for states in expected]), **CLOSE)
+
+
 def test_equal_caches_share_a_group(target_folder: Path, tmp_path: Path):
     """The head's layer is numbered after the target's, and joins its group where the spec is the same."""
     groups = {}
