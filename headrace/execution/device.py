@@ -57,6 +57,20 @@ def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> to
     return torch.bfloat16 if dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
 
 
+def resolve_dtypes(
+    dtype: str, kv_dtype: str, config: dict[str, Any], device: torch.device, *, rounds_inputs: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of activations and of cached keys and values.
+
+    Where products round their inputs themselves (``rounds_inputs``: weights of 8 or 4 bits on a CPU), activations in
+    bfloat16 would add an error larger than theirs and save nothing that counts, so ``auto`` is float32; keys and values
+    stay in the dtype of `resolve_dtype`.
+    """
+    usual = resolve_dtype(dtype, config, device)
+    chosen = torch.float32 if dtype == "auto" and rounds_inputs and device.type == "cpu" else usual
+    return chosen, usual if kv_dtype == "auto" else getattr(torch, kv_dtype)
+
+
 def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or Arm's BF16 extension)."""
     known = torch.cpu.get_capabilities()

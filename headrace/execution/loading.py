@@ -18,7 +18,7 @@ from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.messages import FamilyParsers, ModelFacts
-from headrace.execution.device import is_out_of_memory, resolve_dtype
+from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.layers.build import Build
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
@@ -36,6 +36,7 @@ from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
+from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,10 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     """Find, build and fill the model; raises `ModelError`, `ConfigError` or `WeightError`."""
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = _read(config.model)
-    dtype = resolve_dtype(config.model.dtype, source.config, device)
-    kv_dtype = dtype if config.cache.kv_dtype == "auto" else getattr(torch, config.cache.kv_dtype)
+    dtype, kv_dtype = resolve_dtypes(
+        config.model.dtype, config.cache.kv_dtype, source.config, device,
+        rounds_inputs=_rounds_inputs(config.model, source, device)
+    )
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
     _check_codes(specs, device)
     max_model_len = _limit_context(
@@ -196,6 +199,13 @@ def keeps_blocks(
         progress(f"compiling CPU kernels: {num_done} of {num_files} files", 0.1 * num_done / max(1, num_files))
 
     return can_store_blocks(device, dtype, waits=has_blocks(source), report=report)
+
+
+def _rounds_inputs(model: ModelConfig, source: ModelSource, device: torch.device) -> bool:
+    """Whether most products will take weights of 8 or 4 bits, and round their inputs."""
+    if model.quantization in (None, AS_STORED):
+        return is_mostly_blocks(source.gguf_tensors) and _keeps_blocks(model, device, torch.float32)
+    return model.quantization != AS_PLAIN
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
 from headrace.execution import device as device_module
 from headrace.execution import warmup
-from headrace.execution.device import resolve_device, resolve_dtype, set_threads
+from headrace.execution.device import resolve_device, resolve_dtype, resolve_dtypes, set_threads
 from headrace.execution.executor import build_executor
 from headrace.execution.loading import _check_codes, load_model
 from headrace.execution.result import PendingSample
@@ -168,6 +168,25 @@ def test_dtype_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
     assert resolve_dtype("auto", {}, CUDA) == torch.bfloat16
     assert resolve_dtype("float16", {"dtype": "bfloat16"}, CPU) == torch.float16
     assert isinstance(device_module.has_fast_bfloat16(), bool)
+
+
+def test_activations_beside_weights_of_few_bits_are_float32(monkeypatch: pytest.MonkeyPatch):
+    config, (wide, half) = {"dtype": "bfloat16"}, (torch.float32, torch.bfloat16)
+    for is_fast in (True, False):
+        monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
+        stored = half if is_fast else wide
+        assert resolve_dtypes("auto", "auto", config, CPU, rounds_inputs=True) == (wide, stored)
+        assert resolve_dtypes("auto", "auto", config, CPU, rounds_inputs=False) == (stored, stored)
+        assert resolve_dtypes("auto", "int8", config, CPU, rounds_inputs=True) == (wide, torch.int8)
+        assert resolve_dtypes("bfloat16", "auto", config, CPU, rounds_inputs=True) == (half, half)
+    assert resolve_dtypes("auto", "auto", config, CUDA, rounds_inputs=True) == (half, half)
+
+
+def test_a_model_in_few_bits_has_activations_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: True)
+    facts = build_executor(config_of(folder, quantization="int8")).facts
+    assert facts.dtype == "float32"
+    assert build_executor(config_of(folder, quantization="none")).facts.dtype == "bfloat16"
 
 
 def test_device_names():

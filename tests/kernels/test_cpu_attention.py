@@ -107,11 +107,17 @@ def test_values_inside_the_keys():
     assert torch.equal(problem.run(CpuAttention(problem.geometry, CPU)), expected)
 
 
-@pytest.mark.usefixtures("isa")
-def test_pages_of_a_narrower_type():
+def test_pages_of_a_narrower_type(isa):  # noqa: F811
+    """Queries in float32 over pages in bfloat16: products of pairs round queries, and give what they give of rounded
+    ones; others do not round."""
     problem = make_problem(Case(MIXED), "cpu", torch.bfloat16)
+    narrow = problem.run(CpuAttention(problem.geometry, CPU))
     problem.q = problem.q.float()
-    assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < 2e-6
+    wide = problem.run(CpuAttention(problem.geometry, CPU))
+    takes_pairs = isa in ("avx512", "amx")
+    assert problem.error(wide) < (2e-3 if takes_pairs else 2e-6)
+    if takes_pairs:
+        assert torch.equal(wide.bfloat16(), narrow)
 
 
 def test_plain_torch_serves_until_the_kernels_are_there(monkeypatch):

@@ -619,7 +619,7 @@ template <bool kIsBytes>
 static void pack_queries(const AmxBuffers& t, const Attention& a, const Tile& tile) {
   if (kIsBytes || t.rows > tile.num_rows || t.dim > a.head_dim) memset(t.q, 0, t.rows * t.dim * sizeof(bf16));
   for (int64_t r = 0; r < tile.num_rows; ++r) {
-    if (!kIsBytes) memcpy(t.q + r * t.dim, query_row(a, tile, r), a.head_dim * sizeof(bf16));
+    if (!kIsBytes) halve_queries(a, query_row(a, tile, r), t.q + r * t.dim, a.head_dim);
     else
       widen_values(a.q_type, query_row(a, tile, r), t.logits[0], a.head_dim),
           t.query_scales[r] = encode(t.logits[0], a.head_dim, reinterpret_cast<int8_t*>(t.q + r * t.dim));

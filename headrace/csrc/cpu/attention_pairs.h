@@ -8,7 +8,7 @@
 namespace headrace::HEADRACE_ISA {
 
 HEADRACE_INLINE bool is_for_pairs(const Attention& a) {
-  return a.kv_type == kBFloat16 && a.q_type == kBFloat16 && a.head_dim % 32 == 0 && a.value_dim % 32 == 0;
+  return a.kv_type == kBFloat16 && a.q_type != kFloat16 && a.head_dim % 32 == 0 && a.value_dim % 32 == 0;
 }
 
 // The sums of 16 vectors, each to a lane.
@@ -149,8 +149,12 @@ static void decode_pairs(const Attention& a, const KeyRange& range, float* parti
   const DecodeState s(a, range.num_heads, partial, scratch);
   for (int64_t h = 0; h < s.heads; ++h) s.top[h] = -INFINITY, s.total[h] = 0.0f;
   memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
-  const bf16* q = static_cast<const bf16*>(a.q) + a.query_start[range.request] * a.q_stride +
-                  range.first_head * s.group * a.head_dim;
+  bf16* const q = reinterpret_cast<bf16*>(s.q);
+  halve_queries(a,
+                static_cast<const char*>(a.q) + (a.query_start[range.request] * a.q_stride +
+                                                 range.first_head * s.group * a.head_dim) *
+                                                    size_of(a.q_type),
+                q, s.heads * a.head_dim);
   over_blocks<bf16>(
       a, range, 2 * s.group, kDecodeKeys / 2,
       [&](int64_t k, const BlockRows<bf16>& rows, Fetching<bf16>& next_keys, Fetching<bf16>& next_values) {

@@ -184,6 +184,11 @@ static void pack_queries(const PanelBuffers& t, const Attention& a, const Tile& 
     for (int64_t i = 0; i < 16; ++i) {
       const int64_t r = m + i;
       rows[i] = r < tile.num_rows ? reinterpret_cast<const bf16*>(query_row(a, tile, r)) : nullptr;
+      if (!kIsBytes && rows[i] && a.q_type != kBFloat16) {
+        bf16* const line = reinterpret_cast<bf16*>(t.lines + i * padded(t.words));
+        halve_queries(a, rows[i], line, a.head_dim);
+        rows[i] = line;
+      }
       t.scales[r] = product_scale(a), t.shifts[r] = kNoTop, t.total[r] = 0.0f, t.starts[r] = 0;
       if (!kIsBytes || !rows[i]) continue;
       widen_values(a.q_type, rows[i], t.line, a.head_dim);

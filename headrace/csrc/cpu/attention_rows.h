@@ -52,6 +52,12 @@ inline float soften(float* logits, int64_t n, int64_t padded_n, float& top, floa
   return fade;
 }
 
+// n numbers of queries as bfloat16. Where pages are bfloat16 products of pairs take queries so, whatever their type.
+inline void halve_queries(const Attention& a, const void* q, bf16* out, int64_t n) {
+  if (a.q_type == kBFloat16) memcpy(out, q, n * sizeof(bf16));
+  else narrow_values(static_cast<const float*>(q), out, n, Vec(1.0f));
+}
+
 HEADRACE_INLINE float product_scale(const Attention& a) { return a.softcap > 0.0f ? a.scale / a.softcap : a.scale; }
 
 }  // namespace headrace::HEADRACE_ISA

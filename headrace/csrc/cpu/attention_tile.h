@@ -18,7 +18,7 @@ HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x <
 
 // Whether products are of pairs of bfloat16 or of codes, where processors have such.
 HEADRACE_INLINE bool is_narrow(const Attention& a) {
-  return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type == kBFloat16);
+  return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type != kFloat16);
 }
 
 // Weights that are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits

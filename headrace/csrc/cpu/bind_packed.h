@@ -13,7 +13,7 @@ namespace headrace {
 constexpr int64_t kLeastBytes = 96 * 1024;  // of weight per thread, below which waking it does not pay
 constexpr int64_t kSharedBytes = 1 << 22;  // of weight, from which threads share the work dynamically
 constexpr int64_t kRowBlock = 256;          // rows that share a part of the weight in the L2 cache
-constexpr int64_t kGatedValues = 1 << 18;   // outputs of both halves per block of a gated product
+constexpr int64_t kGatedBytes = 1 << 19;    // of outputs of both halves per block of a gated product
 
 constexpr int64_t kRowBlockBytes = 5 << 17;  // of rows in tiles (AMX)
 constexpr int64_t kGatedPanels = 16;        // of either half, for rows in tiles
@@ -117,7 +117,8 @@ class GatedProduct {
       : weight_(weight), rows_(rows), out_(out), type_(type), activation_(activation),
         panels_(weight.outputs / 2 / packed::kPanel),
         height_(is_expanded(weight, rows.form) ? rows.count : block_rows(weight, rows.form, rows.count)) {
-    const int64_t most = packed::is_tiled(rows.form) ? kGatedPanels : kGatedValues / (height_ * 2 * packed::kPanel);
+    const int64_t column_bytes = height_ * 2 * packed::kPanel * (out.is_half ? 2 : 4),
+                  most = packed::is_tiled(rows.form) ? kGatedPanels : kGatedBytes / column_bytes;
     chunk_ = std::min(panels_, most), chunks_ = (panels_ + chunk_ - 1) / chunk_;
   }
 
@@ -134,7 +135,7 @@ class GatedProduct {
       to.gate = activation_ == kSilu ? packed::Gate::kSilu : packed::Gate::kGeluTanh;
       return best_packed_kernels().multiply(weight_, rows_, to, row, last, panel, panel + num_panels);
     }
-    static thread_local std::vector<float> products(kGatedValues);
+    static thread_local std::vector<float> products(kGatedBytes / sizeof(float));
     char* const start = reinterpret_cast<char*>(products.data());
     const int64_t size = out_.is_half ? 2 : 4;
     for (int64_t part = 0; part < 2; ++part) {

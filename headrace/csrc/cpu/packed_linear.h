@@ -72,8 +72,25 @@ enum class RowForm : int64_t {
   kBfloat16Tile,  // bfloat16 [M / 16, K / 32, 16, 32], rows padded with zeros to a multiple of 16
   kInt8,          // signed bytes [M, K], a scale per row
   kInt8Tile,      // signed bytes [M / 16, K / 64, 16, 64], a scale per row
-  kInt8Group,     // signed bytes [M, K]; a scale, and the sum of the values that the codes stand for, per row and 32
-                  // inputs
+  kInt8Group,     // signed bytes, a scale, and the sum of the values that the codes stand for, per row and 32 inputs;
+                  // see GroupRow
+};
+
+// A row of kInt8Group: bytes [K], then fine bytes [K], then of each group whether its fine bytes count. Where they do,
+// an input is (128 * byte + fine byte) / 128 scales, else byte * scale and the fine byte is 0. A group whose greatest
+// input is far above that of the row's others would round its other inputs to nothing: it alone gets 15 bits. What a
+// row is rounded to depends on no other row.
+struct GroupRow {
+  static constexpr int kFineBits = 7;
+  const int8_t *codes, *fine;
+  const uint8_t* is_fine;
+
+  HEADRACE_PACKED_INLINE static int64_t bytes(int64_t padded) {
+    return 2 * padded + (padded / kGroup + 63) / 64 * 64;
+  }
+  HEADRACE_PACKED_INLINE GroupRow(const void* values, int64_t row, int64_t padded)
+      : codes(static_cast<const int8_t*>(values) + row * bytes(padded)), fine(codes + padded),
+        is_fine(reinterpret_cast<const uint8_t*>(fine + padded)) {}
 };
 
 struct Input {
@@ -108,6 +125,7 @@ HEADRACE_PACKED_INLINE bool is_tiled(RowForm form) {
 
 HEADRACE_PACKED_INLINE int64_t row_form_bytes(RowForm form, const Weight& weight, int64_t num_rows) {
   const int64_t padded_rows = (num_rows + 15) / 16 * 16;
+  if (form == RowForm::kInt8Group) return padded_rows * GroupRow::bytes(weight.padded());
   const int64_t size = form == RowForm::kFloat32 ? 4 : form <= RowForm::kBfloat16Tile ? 2 : 1;
   return padded_rows * weight.padded() * size;
 }

@@ -211,10 +211,19 @@ using CodesOf = std::conditional_t<F == Format::kInt8Group, SignedCodes,
                                    std::conditional_t<F == Format::kInt4Group, Nibbles, LookedUpCodes<F>>>;
 
 template <Format F, int R>
+inline const uint32_t* dot_group(const uint32_t* at, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+  if constexpr (F == Format::kInt8Group) at = dot_bytes<R>(at, x, stride, acc);
+  else at = dot_nibbles<CodesOf<F>, R>(at, x, stride, acc);
+  for (int r = 0; r < R; ++r) CodesOf<F>::finish(acc[r]);
+  return at;
+}
+
+template <Format F, int R>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  using Codes = CodesOf<F>;
-  const int64_t padded = weight.padded(), groups = weight.groups();
-  const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
+  const int64_t padded = weight.padded(), groups = weight.groups(), stride = GroupRow::bytes(padded);
+  const GroupRow row(rows.values, m, padded);
+  const int8_t* x = row.codes;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
   const uint32_t* at = weight.panel(p);
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
@@ -223,10 +232,19 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, x += kGroup) {
     __m256i acc[R][2];
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-    if constexpr (F == Format::kInt8Group) at = dot_bytes<R>(at, x, padded, acc);
-    else at = dot_nibbles<Codes, R>(at, x, padded, acc);
-    for (int r = 0; r < R; ++r) Codes::finish(acc[r]);
+    const uint32_t* const next = dot_group<F, R>(at, x, stride, acc);
+    uint8_t is_fine = 0;
+    for (int r = 0; r < R; ++r) is_fine |= row.is_fine[r * stride + g];
+    float unit = 1.0f;
+    if (is_fine) {  // exact: rows without fine bytes get the same result whatever rows they share registers with
+      __m256i fine[R][2];
+      dot_group<F, R>(at, x + padded, stride, fine);
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < 2; ++i)
+          acc[r][i] = _mm256_add_epi32(_mm256_slli_epi32(acc[r][i], GroupRow::kFineBits), fine[r][i]);
+      unit = 1.0f / (1 << GroupRow::kFineBits);
+    }
+    at = next;
     __m256 scale[2], least[2];
     for (int i = 0; i < 2; ++i) {
       scale[i] = load_float16(scales + g * kPanel + 8 * i);
@@ -234,7 +252,7 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256 x_scale = _mm256_broadcast_ss(x_scales + r * groups + g);
+      const __m256 x_scale = _mm256_set1_ps(unit * x_scales[r * groups + g]);
       for (int i = 0; i < 2; ++i)
         total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
     }

@@ -173,7 +173,7 @@ inline __m512i codes_of(__m512i nibbles) {
 
 // Integer sums of one group of 32 inputs, of shifted codes. C chains.
 template <Format F, int R, int P, int C>
-inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_t padded, __m512i (&acc)[R][P][C]) {
+inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_t stride, __m512i (&acc)[R][P][C]) {
   constexpr bool kIsBytes = F == Format::kInt8Group;
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P)
@@ -192,12 +192,29 @@ inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_
     constexpr int kSecond = C - 1;
     const int chain = kIsBytes ? k / 4 % C : 0;
     HEADRACE_EACH(r, R) {
-      const __m512i value = broadcast_word(x + r * padded + k);
+      const __m512i value = broadcast_word(x + r * stride + k);
       HEADRACE_EACH(q, P) acc[r][q][chain] = _mm512_dpbusd_epi32(acc[r][q][chain], low[q], value);
       if constexpr (!kIsBytes) {
-        const __m512i next = broadcast_word(x + r * padded + k + 4);
+        const __m512i next = broadcast_word(x + r * stride + k + 4);
         HEADRACE_EACH(q, P) acc[r][q][kSecond] = _mm512_dpbusd_epi32(acc[r][q][kSecond], high[q], next);
       }
+    }
+  }
+}
+
+// Adds what a group contributes to the totals: integer sums, times `unit`, times the scales of weight and row.
+template <Format F, int R, int P, int C>
+inline void add_group(const __m512i (&acc)[R][P][C], const uint16_t* scales, const uint16_t* mins, int64_t groups,
+                      const float* x_scales, const float* x_sums, float unit, __m512 (&total)[R][P]) {
+  HEADRACE_EACH(q, P) {
+    __m512 scale = load_float16(scales + q * groups * kPanel);
+    __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + q * groups * kPanel);
+    if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
+    if (unit != 1.0f) scale = _mm512_mul_ps(scale, _mm512_set1_ps(unit));
+    HEADRACE_EACH(r, R) {
+      const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
+      total[r][q] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups])), total[r][q]);
+      total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups]), total[r][q]);
     }
   }
 }
@@ -205,8 +222,10 @@ inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_
 template <Format F, int R, int P>
 void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
   constexpr int C = R * P < 8 ? 2 : 1;
-  const int64_t padded = weight.padded(), groups = weight.groups(), panel = weight.num_words() * kPanel;
-  const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
+  const int64_t padded = weight.padded(), groups = weight.groups(), panel = weight.num_words() * kPanel,
+                stride = GroupRow::bytes(padded);
+  const GroupRow row(rows.values, m, padded);
+  const int8_t* x = row.codes;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
   const uint32_t* at = weight.panel(p);
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
@@ -216,18 +235,24 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
     HEADRACE_EACH(q, P) total[r][q] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, x += kGroup, at += kGroup / (F == Format::kInt8Group ? 4 : 8) * kPanel) {
     __m512i acc[R][P][C];
-    dot_group<F, R, P, C>(at, panel, x, padded, acc);
-    HEADRACE_EACH(q, P) {
-      const __m512 scale = load_float16(scales + (q * groups + g) * kPanel);
-      __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + (q * groups + g) * kPanel);
-      if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
-      HEADRACE_EACH(r, R) {
-        const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
-        total[r][q] =
-            _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g])), total[r][q]);
-        total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups + g]), total[r][q]);
-      }
+    dot_group<F, R, P, C>(at, panel, x, stride, acc);
+    uint8_t is_fine = 0;
+    HEADRACE_EACH(r, R) is_fine |= row.is_fine[r * stride + g];
+    const uint16_t *own_scales = scales + g * kPanel, *own_mins = mins == nullptr ? nullptr : mins + g * kPanel;
+    if (!is_fine) {
+      add_group<F, R, P, C>(acc, own_scales, own_mins, groups, x_scales + g, x_sums + g, 1.0f, total);
+      continue;
     }
+    // Integers and powers of two are exact, so rows without fine bytes get the same result whatever rows share registers
+    // with them.
+    __m512i fine[R][P][C];
+    dot_group<F, R, P, C>(at, panel, x + padded, stride, fine);
+    HEADRACE_EACH(r, R)
+      HEADRACE_EACH(q, P)
+        HEADRACE_EACH(c, C)
+        acc[r][q][c] = _mm512_add_epi32(_mm512_slli_epi32(acc[r][q][c], GroupRow::kFineBits), fine[r][q][c]);
+    add_group<F, R, P, C>(acc, own_scales, own_mins, groups, x_scales + g, x_sums + g, 1.0f / (1 << GroupRow::kFineBits),
+                          total);
   }
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P) _mm512_storeu_ps(sums[q * R + r], total[r][q]);

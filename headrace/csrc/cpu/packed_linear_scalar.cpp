@@ -26,6 +26,7 @@ float multiply_floats(const Weight& weight, const float* x, const uint32_t* pane
 
 float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t p, int64_t i) {
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * weight.padded();
+  const GroupRow row(rows.values, m, weight.padded());
   const uint32_t* panel = weight.panel(p);
   const int64_t per_word = inputs_per_word(weight.format), groups = weight.groups();
   if (weight.format == Format::kInt8) {
@@ -37,10 +38,12 @@ float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   float total = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
     int32_t sum = 0;
+    constexpr int32_t kUnit = 1 << GroupRow::kFineBits;
     for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k)
-      sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
+      sum += (kUnit * row.codes[k] + row.fine[k]) * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     const int64_t at = (p * groups + g) * kPanel + i;
-    total += static_cast<float>(sum) * (rows.scales[m * groups + g] * float16_to_float(weight.group_scales[at]));
+    total += static_cast<float>(sum) *
+             (rows.scales[m * groups + g] / kUnit * float16_to_float(weight.group_scales[at]));
     if (weight.group_mins != nullptr) total += rows.sums[m * groups + g] * float16_to_float(weight.group_mins[at]);
   }
   return total;

@@ -74,8 +74,8 @@ inline void read_half_row(const Input& input, int64_t row, int64_t inputs, int64
   if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(uint16_t));
 }
 
-// Symmetric 8-bit codes of `count` floats; returns the scale, which is not finite if one of them is not.
-inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum) {
+// Magnitude of the largest of `count` floats; not finite if one of them is not.
+inline float largest_of(const float* x, int64_t count) {
   int32_t top = 0;  // floats without sign order as integers do, which compilers can vectorise
   for (int64_t k = 0; k < count; ++k) {
     int32_t bits;
@@ -85,6 +85,11 @@ inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum
   }
   float most;
   std::memcpy(&most, &top, 4);
+  return most;
+}
+
+// Symmetric 8-bit codes of `count` floats, of which `most` is the largest magnitude; returns the scale.
+inline float quantise(const float* x, int64_t count, float most, int8_t* codes, int32_t* sum) {
   const float scale = most / 127.0f, inverse = most > 1e-30f ? 127.0f / most : 0.0f;
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
   int32_t total = 0;
@@ -100,6 +105,54 @@ inline float quantise(const float* x, int64_t count, int8_t* codes, int32_t* sum
   return scale;
 }
 
+// The same in 15 bits, as two bytes: code = 128 * coarse + fine. The scale is that of 128, as for 8 bits alone.
+inline float quantise_finely(const float* x, int64_t count, float most, int8_t* coarse, int8_t* fine, int32_t* sum) {
+  constexpr int32_t kUnit = 1 << GroupRow::kFineBits;
+  const float inverse = most > 1e-30f ? 127.0f * kUnit / most : 0.0f;
+  constexpr float kMagic = 12582912.0f;
+  int32_t total = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const float shifted = x[k] * inverse + kMagic;
+    int32_t code;
+    std::memcpy(&code, &shifted, 4);
+    code -= 0x4b400000;
+    const int32_t high = (code + kUnit / 2) >> GroupRow::kFineBits;
+    coarse[k] = static_cast<int8_t>(high), fine[k] = static_cast<int8_t>(code - kUnit * high);
+    total += code;
+  }
+  *sum = total;
+  return most / 127.0f;
+}
+
+// How many times the mean of a row's groups the largest input of a group is when the group is rounded finely: weights
+// of 8 bits deserve finer inputs than those of 4.
+inline float fine_from(Format format) { return format == Format::kInt8Group ? 1.5f : 2.5f; }
+
+// A row of kInt8Group, see GroupRow; `tops` has room for a float a group.
+inline void quantise_groups(const Weight& weight, const float* x, const Rows& rows, int64_t m, float* tops) {
+  const int64_t groups = weight.groups(), known = (weight.inputs + kGroup - 1) / kGroup;
+  const GroupRow row(rows.values, m, weight.padded());
+  float mean = 0.0f;
+  for (int64_t g = 0; g < groups; ++g) mean += tops[g] = largest_of(x + g * kGroup, kGroup);
+  const float bound = fine_from(weight.format) * mean / static_cast<float>(known);
+  for (int64_t g = 0; g < groups; ++g) {
+    int8_t *codes = const_cast<int8_t*>(row.codes) + g * kGroup, *fine = const_cast<int8_t*>(row.fine) + g * kGroup;
+    const bool is_fine = tops[g] > bound;
+    int32_t sum;
+    float scale;
+    if (is_fine) {
+      scale = quantise_finely(x + g * kGroup, kGroup, tops[g], codes, fine, &sum);
+    } else {
+      scale = quantise(x + g * kGroup, kGroup, tops[g], codes, &sum);
+      std::memset(fine, 0, kGroup);
+    }
+    const_cast<uint8_t*>(row.is_fine)[g] = is_fine;
+    rows.scales[m * groups + g] = scale;
+    rows.sums[m * groups + g] =
+        (is_fine ? scale / (1 << GroupRow::kFineBits) : scale) * static_cast<float>(sum);
+  }
+}
+
 // Zeros beyond the last row in tiles, when `last` is the number of rows.
 inline void zero_beyond(const Rows& rows, int64_t padded, int64_t last) {
   if (!is_tiled(rows.form) || last != rows.count) return;
@@ -113,7 +166,7 @@ inline void zero_beyond(const Rows& rows, int64_t padded, int64_t last) {
 // Rows [first, last) into `rows.form`.
 inline void prepare_rows(const Weight& weight, const Input& input, const Rows& rows, int64_t first, int64_t last) {
   static thread_local std::vector<float> room;
-  const int64_t inputs = weight.inputs, padded = weight.padded(), groups = weight.groups();
+  const int64_t inputs = weight.inputs, padded = weight.padded();
   if (static_cast<int64_t>(room.size()) < 2 * padded) room.resize(2 * padded);
   float* const line = room.data();
   for (int64_t m = first; m < last; ++m) {
@@ -139,10 +192,11 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
         read_row(input, m, inputs, padded, line);
         int32_t sum;
         if (rows.form == RowForm::kInt8) {
-          rows.scales[m] = quantise(line, padded, static_cast<int8_t*>(rows.values) + m * padded, &sum);
+          rows.scales[m] = quantise(line, padded, largest_of(line, padded),
+                                    static_cast<int8_t*>(rows.values) + m * padded, &sum);
         } else {
           int8_t* codes = reinterpret_cast<int8_t*>(line + padded);
-          rows.scales[m] = quantise(line, padded, codes, &sum);
+          rows.scales[m] = quantise(line, padded, largest_of(line, padded), codes, &sum);
           int8_t* tile = static_cast<int8_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 64;
           for (int64_t k = 0; k < padded; k += 64) std::memcpy(tile + k * 16, codes + k, 64);
         }
@@ -151,13 +205,7 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
       }
       case RowForm::kInt8Group:
         read_row(input, m, inputs, padded, line);
-        for (int64_t g = 0; g < groups; ++g) {
-          int32_t sum;
-          const float scale =
-              quantise(line + g * kGroup, kGroup, static_cast<int8_t*>(rows.values) + m * padded + g * kGroup, &sum);
-          rows.scales[m * groups + g] = scale;
-          rows.sums[m * groups + g] = scale * static_cast<float>(sum);
-        }
+        quantise_groups(weight, line, rows, m, line + padded);
         break;
     }
   }

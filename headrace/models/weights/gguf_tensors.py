@@ -72,6 +72,14 @@ def read_tensors(
     yield from map_ahead(read, zip(tensors, sizes, strict=True), cost=cost, budget=AHEAD_BYTES, threads=threads)
 
 
+def is_mostly_blocks(tensors: Sequence[GgufTensor]) -> bool:
+    """Whether most numbers of a file are in quantised blocks."""
+    sizes = {True: 0, False: 0}
+    for tensor in tensors:
+        sizes[_ggml_type(tensor).name in PLAIN_TYPES] += math.prod(tensor.shape)
+    return sizes[False] > sizes[True]
+
+
 def _ggml_type(tensor: GgufTensor) -> Any:
     from gguf.constants import GGMLQuantizationType  # 0.1 s to import, and only GGUF files need it
 

@@ -105,8 +105,9 @@ class QualityOptions(Section):
 
     compare: str = option(
         "int8,int4",
-        "comma-separated weight formats to compare with plain weights; stored: as in a GGUF file; w8a8/int8: the dtype "
-        "of cached keys and values after a slash",
+        "comma-separated weight formats to compare with plain weights in float32; stored: as in a GGUF file; "
+        "w8a8/int8: the dtype of cached keys and values after a slash; stored/auto/bfloat16: that of activations after "
+        "another",
         metavar="NAMES"
     )
     text: str | None = option(

@@ -28,7 +28,9 @@ from headrace.serving.offline import LLM
 PLAIN = "none"
 NUM_TOP = 50
 NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 8, 32, 32
-COLUMNS = ("weights", "MB", "perplexity", "KL (nats)", "same first token", "tokens until greedy differs")
+COLUMNS = (
+    "weights", "MB", "perplexity", "KL (nats)", "KL, 99th percentile", "same first token", "tokens until greedy differs"
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class ModelScores:
 
 @dataclass(frozen=True)
 class QualityRow:
-    """``kl`` in nats per token; ``agreement``: share of positions with the same argmax; ``same_len``: mean number of
-    greedy tokens before the first difference, of 32."""
+    """``kl`` in nats per token, ``kl_p99`` its 99th percentile over positions; ``agreement``: share of positions with
+    the same argmax; ``same_len``: mean number of greedy tokens before the first difference, of 32."""
 
     weights: str
     num_bytes: int
@@ -52,6 +54,7 @@ class QualityRow:
     kl: float = 0.0
     agreement: float = 1.0
     same_len: float = float(OUTPUT_LEN)
+    kl_p99: float = 0.0
 
 
 def run_quality_bench(
@@ -64,9 +67,9 @@ def run_quality_bench(
     if not names:
         raise ConfigError("compare names no weight format; try int8,int4", param="compare")
     text = read_text(options.text)
-    plain = _read(PLAIN, text, options, engine_options)
+    plain = score_model(PLAIN, text, options, {"dtype": "float32", **engine_options})
     rows = [compare(PLAIN, plain, plain)]
-    rows += [compare(name, _read(name, text, options, engine_options), plain) for name in names if name != PLAIN]
+    rows += [compare(name, score_model(name, text, options, engine_options), plain) for name in names if name != PLAIN]
     if console:
         print_rows(rows, f"{engine_options['model']}, {len(plain.tokens)} tokens", console)
     if options.output_file:
@@ -90,10 +93,11 @@ def read_text(path: str | None) -> str:
         raise ConfigError(f"cannot read the text {path}: {error}", param="text") from error
 
 
-def _read(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> ModelScores:
-    # ``int8`` or ``w8a8/int8``: weight format, then the dtype of cached keys and values
-    form, _, kv_dtype = weights.partition("/")
-    engine = {**engine_options, "quantization": form, **({"kv_dtype": kv_dtype} if kv_dtype else {})}
+def score_model(weights: str, text: str, options: QualityOptions, engine_options: dict[str, Any]) -> ModelScores:
+    """The scores of a model in one form. ``weights`` is ``int8``, or ``w8a8/int8`` with the dtype of cached keys and
+    values, or ``stored/auto/bfloat16`` with that of activations too."""
+    stated = dict(zip(("quantization", "kv_dtype", "dtype"), weights.split("/"), strict=False))
+    engine = {**engine_options, **stated}
     # one token beyond: each window is a prompt with one output token
     engine.setdefault("max_model_len", max(options.window, PROMPT_LEN + OUTPUT_LEN) + 1)
     with LLM(engine.pop("model"), **engine) as llm:
@@ -128,9 +132,10 @@ def compare(weights: str, own: ModelScores, plain: ModelScores) -> QualityRow:
     # mean negative log-likelihood in nats per token; perplexity is its exp
     loss = -sum(token.logprob for token in own.tokens) / len(own.tokens)
     pairs = list(zip(plain.tokens, own.tokens, strict=True))
+    kls = sorted(divergence(a, b) for a, b in pairs)
     return QualityRow(
         weights, own.num_bytes, math.exp(loss),
-        kl=sum(divergence(a, b) for a, b in pairs) / len(pairs),
+        kl=sum(kls) / len(kls), kl_p99=kls[int(0.99 * (len(kls) - 1))],
         agreement=sum(a.top_ids[0] == b.top_ids[0] for a, b in pairs) / len(pairs),
         same_len=sum(count_same(a, b) for a, b in zip(plain.outputs, own.outputs, strict=True)) / len(own.outputs),
     )
@@ -156,7 +161,7 @@ def print_rows(rows: list[QualityRow], title: str, console: Console) -> None:
     table = Table(*COLUMNS, title=title)
     for row in rows:
         table.add_row(
-            row.weights, f"{row.num_bytes / 1e6:.0f}", f"{row.perplexity:.3f}", f"{row.kl:.4f}", f"{row.agreement:.1%}",
-            f"{row.same_len:.1f} of {OUTPUT_LEN}",
+            row.weights, f"{row.num_bytes / 1e6:.0f}", f"{row.perplexity:.3f}", f"{row.kl:.5f}",
+            f"{row.kl_p99:.4f}", f"{row.agreement:.1%}", f"{row.same_len:.1f} of {OUTPUT_LEN}",
         )
     console.print(table)

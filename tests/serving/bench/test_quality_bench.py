@@ -92,6 +92,8 @@ def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
         [(m["model"], m["quantization"], m["threads"]) for m in FakeLlm.made]
         == [("m", "none", 1), ("m", "int8", 1), ("m", "stored", 1)]
     )
+    assert [m.get("dtype") for m in FakeLlm.made] == ["float32", None, None]
+    assert rows[1].kl_p99 == pytest.approx(rows[1].kl, abs=1e-6)
     assert [round(row.perplexity, 6) for row in rows] == [2.0, 2.5, 4.0]
     assert [row.num_bytes for row in rows] == [500, 400, 250]
     assert rows[1].kl == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6), abs=1e-6)
@@ -102,6 +104,8 @@ def test_each_form_is_read_beside_the_plain_one(monkeypatch, tmp_path):
         (FakeLlm.made[-1]["quantization"], FakeLlm.made[-1]["kv_dtype"]) == ("int8", "int8")
         and "kv_dtype" not in FakeLlm.made[-2]
     )
+    run_quality_bench(QualityOptions(compare="stored/auto/bfloat16", window=100, max_tokens=250), None, model="m")
+    assert FakeLlm.made[-1].items() >= {"quantization": "stored", "kv_dtype": "auto", "dtype": "bfloat16"}.items()
     for wrong in ({"compare": " ,"}, {"text": str(tmp_path / "short.txt")}):
         (tmp_path / "short.txt").write_text("too short")
         with pytest.raises(ConfigError):
