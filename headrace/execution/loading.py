@@ -80,7 +80,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     source, family, spec, pooling = _read(config.model)
     dtype, kv_dtype = resolve_dtypes(
         config.model.dtype, config.cache.kv_dtype, source.config, device,
-        rounds_inputs=_rounds_inputs(config.model, source, device)
+        rounds_inputs=_rounds_inputs(source, config.model, device, progress)
     )
     specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
     _check_codes(specs, device)
@@ -201,10 +201,10 @@ def keeps_blocks(
     return can_store_blocks(device, dtype, waits=has_blocks(source), report=report)
 
 
-def _rounds_inputs(model: ModelConfig, source: ModelSource, device: torch.device) -> bool:
+def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device, progress: Progress) -> bool:
     """Whether most products will take weights of 8 or 4 bits, and round their inputs."""
     if model.quantization in (None, AS_STORED):
-        return is_mostly_blocks(source.gguf_tensors) and _keeps_blocks(model, device, torch.float32)
+        return is_mostly_blocks(source.gguf_tensors) and keeps_blocks(source, model, device, torch.float32, progress)
     return model.quantization != AS_PLAIN
 
 
