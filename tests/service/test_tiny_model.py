@@ -122,6 +122,51 @@ def test_a_nucleus_of_nothing_is_the_argmax(folder: Path, alone: list[list[int]]
         assert token_ids(llm.generate(prompt_token_ids=make_prompts(), sampling_params=params)) == alone
 
 
+def test_samplers_against_repetition_are_the_same_however_it_is_scheduled(folder: Path):
+    """DRY looks at the whole history and XTC decides at each position: neither may depend on batches, plans in flight,
+    retractions or what was cached."""
+    common = {"max_tokens": 40, "ignore_eos": True, "dry_multiplier": 1.5, "dry_base": 2.0, "dry_allowed_length": 1}
+    params = [
+        SamplingParams(temperature=0.0, **common),
+        SamplingParams(temperature=0.7, seed=5, xtc_probability=0.5, xtc_threshold=0.05, **common),
+        SamplingParams(temperature=0.9, seed=6, xtc_probability=0.5, xtc_threshold=0.05, top_k=20, **common),
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, **{**common, "dry_penalty_last_n": 8}),
+        *[SamplingParams(temperature=0.8, seed=i, **common) for i in range(3)],
+    ]
+    with LLM(str(folder), **BASE, prefix_cache=False, overlap_depth=1) as llm:
+        alone = [
+            token_ids(llm.generate(prompt_token_ids=[p], sampling_params=q))[0]
+            for p, q in zip(make_prompts(), params, strict=True)
+        ]
+        plain = llm.generate(prompt_token_ids=make_prompts()[:1], sampling_params=params[3])
+        assert token_ids(plain)[0] != alone[0], "DRY changes the output"
+    drafts = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
+    for options in (
+        {}, {"overlap_depth": 2}, {"kv_pages": 14, "overlap_depth": 2}, {"max_step_tokens": 16}, drafts,
+        {**drafts, "overlap_depth": 2},
+    ):
+        with LLM(str(folder), **(BASE | options)) as llm:
+            assert token_ids(llm.generate(prompt_token_ids=make_prompts(), sampling_params=params)) == alone, options
+            llm.check()
+
+
+def test_named_and_all_logprobs_of_outputs_and_prompts(folder: Path):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=3, logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[7, 3], ignore_eos=True
+    )
+    with LLM(str(folder), **BASE) as llm:
+        output, few = llm.generate(
+            prompt_token_ids=[[5, 6, 7]] * 2,
+            sampling_params=[params, SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True)]
+        )
+    for entry in (*output.outputs[0].logprobs, *output.prompt_logprobs[1:]):
+        best = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        assert sorted(best) == list(range(199)) and entry.top_logprobs == sorted(entry.top_logprobs, reverse=True)
+        assert entry.id_logprobs == pytest.approx([best[7], best[3]]) and best[entry.token_id] == entry.logprob
+    assert [len(entry.top_ids) for entry in few.outputs[0].logprobs] == [2, 2, 2]
+
+
 def test_seeded_sampling_is_the_same_however_it_is_scheduled(folder: Path):
     params = [SamplingParams(temperature=1.2, top_p=0.9, max_tokens=12, seed=i, ignore_eos=True) for i in range(8)]
 
