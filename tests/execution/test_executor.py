@@ -186,7 +186,8 @@ def test_a_model_in_few_bits_has_activations_in_float32(folder: Path, monkeypatc
     monkeypatch.setattr(device_module, "has_fast_bfloat16", lambda: True)
     facts = build_executor(config_of(folder, quantization="int8")).facts
     assert facts.dtype == "float32"
-    assert build_executor(config_of(folder, quantization="none")).facts.dtype == "bfloat16"
+    for coarser in ("none", "w8a8"):
+        assert build_executor(config_of(folder, quantization=coarser)).facts.dtype == "bfloat16"
 
 
 def test_device_names():
