@@ -167,7 +167,8 @@ class Admission:
         self._running.start_prefill(request)
         request.holding = holding
         request.cached_len = request.computed_len = request.planned_len = holding.capacity
-        request.num_unsure = 0
+        request.num_unsure = request.num_proposed = 0
+        request.is_warm = True
         request.goal_len = request.known_len
         if request.num_cached_tokens < 0:  # the first admission: later ones, after a retraction, are not counted again
             request.num_cached_tokens = request.cached_len

@@ -87,6 +87,8 @@ class Committer:
                 continue
             request.planned_len -= length - count
             request.num_unsure -= length - 1
+            if length > 1:
+                self._drafting.note(request, length - 1, count - 1, flight.verified.get(request))
             new_ids, finish = result.token_ids[begin:end], None
             for index, token in enumerate(new_ids):
                 request.tokens.append(token)

@@ -1,86 +1,261 @@
 """`Drafting`: how many drafts each decoding request has verified in the next step, and which.
 
-Refuses: making drafts on a device (a plan only says how many), and pages (the planner drops drafts that do not fit).
+Drafts are guessed from text (a `TextDrafter`), forced by a grammar, or made by a drafter on the device; in the last
+case a plan only says how many. Refuses: pages (the planner drops drafts that do not fit).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import prod
 
 from headrace.base.step import MAX_DRAFTS, RowDraft
 from headrace.scheduling.request import Request
+from headrace.scheduling.speculation.drafter import TextDrafter
+from headrace.scheduling.speculation.policy import Choice, DraftPolicy
+
+FORCED_PROBABILITY = 0.97
+"""That the model spells forced text as its tokenizer would."""
+MAX_GUESSES = 32
+"""Requests for which one step asks the text drafter, in turn: hundreds of guesses would take longer than the step."""
 
 
 @dataclass(slots=True)
 class Guess:
-    """What a request's tokens may be from position ``start`` on."""
+    """What a request's tokens may be from position ``start`` on. ``probabilities[i]``: that token i is right if all
+    before it are."""
 
     start: int
     token_ids: list[int]
+    probabilities: list[float]
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
     def is_right(self, request: Request) -> bool:
-        """Whether all tokens known by now are as guessed."""
+        """Whether all tokens known by now are as guessed, and some are left."""
         known = request.known_len - self.start
         return 0 <= known < len(self.token_ids) and request.tokens[self.start :].tolist() == self.token_ids[:known]
 
 
-class Drafting:
-    """Guesses by request, and the choice of how many of their tokens to verify. A guess stays until it is used up or
-    turns out wrong."""
+@dataclass(slots=True)
+class Verified:
+    """The guess of a span in flight: what the plan says, and the probabilities of the drafts."""
 
-    def __init__(self) -> None:
+    draft: RowDraft
+    probabilities: list[float]
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Totals since start: spans that verified drafts, drafts, and those that were right, also by position."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def note(self, num_drafts: int, num_accepted: int) -> None:
+        """One span."""
+        self.drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        positions = self.accepted_per_position
+        positions.extend([0] * (num_accepted - len(positions)))
+        for position in range(num_accepted):
+            positions[position] += 1
+
+
+class Drafting:
+    """``drafter`` guesses from text. ``device_drafts``: the most drafts per row that a drafter on the device makes, 0
+    for none. A guess stays until it is used up or turns out wrong."""
+
+    def __init__(self, policy: DraftPolicy, *, drafter: TextDrafter | None = None, device_drafts: int = 0):
+        self.counters = DraftCounters()
+        self.num_proposals = device_drafts
+        self._policy, self._drafter, self._device_drafts = policy, drafter, device_drafts
         self._guesses: dict[Request, Guess] = {}
-        self.num_proposals = 0
+        self._read_len: dict[Request, int] = {}  # tokens that the drafter has been given, of requests that it knows
+        self._followed: set[int] = set()  # keys that the policy knows
+        self._turn = 0
 
     @property
     def has_drafts(self) -> bool:
         """Whether `choose_lengths` may find anything."""
-        return bool(self._guesses)
+        return bool(self._guesses or self._device_drafts or self._drafter is not None)
+
+    @property
+    def has_device_drafts(self) -> bool:
+        """Whether a drafter on the device makes drafts."""
+        return self._device_drafts > 0
+
+    # -- what is known of a request -----------------------------------------------------------------------------
 
     def guess(self, request: Request, start: int, token_ids: list[int]) -> None:
-        """Note what the request's tokens may be from position ``start`` on; replaces an earlier guess."""
-        self._guesses[request] = Guess(start, token_ids)
+        """A grammar forces the request's tokens from position ``start`` on; replaces an earlier guess."""
+        self._guesses[request] = Guess(start, token_ids, [FORCED_PROBABILITY] * len(token_ids))
 
     def forget(self, request: Request) -> None:
         """The request left the running set."""
         self._guesses.pop(request, None)
+        if self._drafter is not None and request in self._read_len:
+            self._read_on(request, self._drafter)
+            self._drafter.stop(request.seq)
+            del self._read_len[request]
+        if request.seq in self._followed:
+            self._followed.discard(request.seq)
+            self._policy.stop(request.seq)
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int, verified: Verified | None) -> None:
+        """A span with drafts was committed; called before the request's new tokens are appended."""
+        if verified is not None and not self._was_due(request, verified.draft):
+            self._policy.note_void(num_drafts)
+            return
+        self.counters.note(num_drafts, num_accepted)
+        if request.seq in self._followed:
+            probabilities = None if verified is None else verified.probabilities
+            self._policy.note(request.seq, num_drafts, num_accepted, probabilities)
+
+    @staticmethod
+    def _was_due(request: Request, draft: RowDraft) -> bool:
+        """Whether the guess agreed with what was known before its span."""
+        known = request.known_len - draft.start
+        return known >= 0 and request.tokens[draft.start :].tolist() == draft.token_ids[:known]
+
+    def note_time(self, lengths: Sequence[int], seconds: float, num_proposals: int) -> None:
+        """A step of decodes alone, with spans of these lengths, took so long."""
+        self._policy.note_time(sum(lengths), seconds, num_rows=len(lengths), num_drafted=num_proposals)
+
+    # -- the next step ------------------------------------------------------------------------------------------
 
     def choose_lengths(self, ready: list[Request], max_tokens: int) -> list[int] | None:
         """For each decoding request the tokens of its next span, 1 and its drafts, ``max_tokens`` together; None where
-        no request has any draft. In order, so that the same requests win when not all fit."""
-        left, lengths, has_any = max_tokens - len(ready), [], False
-        for request in ready:
-            count = 0
-            if request in self._guesses and left > 0:
-                count = max(0, min(self._count_drafts(request), left))
-                left -= count
-                has_any = has_any or count > 0
-            lengths.append(1 + count)
-        return lengths if has_any else None
+        no request has any draft."""
+        if not ready:
+            return None
+        counts = self._choose_made(ready, max_tokens) if self._device_drafts else self._choose(ready, max_tokens)
+        return [1 + count for count in counts] if any(counts) else None
 
-    def _count_drafts(self, request: Request) -> int:
-        """Drafts that the request's guess still has, as far as its output may grow."""
+    def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
+        """Of guesses."""
+        counts = [0] * len(ready)
+        may_pay = self._policy.pays(len(ready))
+        if not self._guesses and not (may_pay and self._drafter is not None):
+            return counts
+        if may_pay and self._drafter is not None:
+            self._ask(ready, self._drafter)
+        choices, indices = [], []
+        for index, request in enumerate(ready):
+            if request in self._guesses:
+                choice = self._make_choice(request)
+                if choice is not None:
+                    choices.append(choice)
+                    indices.append(index)
+        if not choices:
+            return counts
+        if self._policy.is_ready:
+            found = self._policy.choose_among(choices, len(ready), max_tokens)
+        else:  # nothing was measured: what a grammar forces is as good as certain
+            found = _fill([len(choice.probabilities) for choice in choices], max_tokens - len(ready))
+        for index, count in zip(indices, found, strict=True):
+            counts[index] = count
+        return counts
+
+    def _make_choice(self, request: Request) -> Choice | None:
+        """The drafts that the request's guess still has, as far as its output may grow."""
         guess = self._guesses[request]
         if not guess.is_right(request):
             del self._guesses[request]
-            return 0
+            return None
         # The span begins at ``planned_len`` with a token that is sampled by then; drafts follow.
-        most = min(guess.end, request.limit_len) - request.planned_len - 1
-        return min(most, MAX_DRAFTS)
+        first = request.planned_len + 1
+        most = min(guess.end, request.limit_len, first + MAX_DRAFTS) - first
+        if most <= 0:
+            return None
+        self._follow(request)
+        known, begin = request.known_len - guess.start, first - guess.start
+        lead = prod(guess.probabilities[known:begin])  # that the steps in flight end as guessed
+        return Choice(request.seq, guess.probabilities[begin : begin + most], lead)
 
-    def take_drafts(self, ready: list[Request], lengths: list[int]) -> list[RowDraft]:
-        """The drafts of these spans, for the plan; called before ``planned_len`` advances."""
-        drafts = []
+    def _ask(self, ready: list[Request], drafter: TextDrafter) -> None:
+        """Guess what follows, for requests that have no guess beyond the steps in flight."""
+        self._turn = self._turn % len(ready)
+        asked = 0
+        for request in (*islice(ready, self._turn, None), *islice(ready, self._turn)):
+            if asked == MAX_GUESSES:
+                break
+            guess = self._guesses.get(request)
+            if guess is not None and guess.is_right(request) and guess.end > request.planned_len + 1:
+                continue
+            asked += 1
+            self._read_on(request, drafter)
+            gap = request.planned_len + 1 - request.known_len  # tokens of steps in flight
+            token_ids, probabilities = drafter.propose(request.seq, gap + MAX_DRAFTS)
+            if len(token_ids) > gap:
+                self._guesses[request] = Guess(request.known_len, token_ids, probabilities)
+        self._turn += asked
+
+    def _read_on(self, request: Request, drafter: TextDrafter) -> None:
+        """Give the drafter the request's tokens that it has not seen."""
+        seen = self._read_len.get(request)
+        if seen is None:
+            drafter.start(request.seq, request.tokens.tolist(), is_private=bool(request.namespace))
+        elif seen < request.known_len:
+            drafter.append(request.seq, request.tokens[seen:].tolist())
+        self._read_len[request] = request.known_len
+
+    def _choose_made(self, ready: list[Request], max_tokens: int) -> list[int]:
+        """Of drafts that the device made in the step before. Rows that it left out once have none any more."""
+        mosts = []
+        for request in ready:
+            self._follow(request)
+            mosts.append(max(0, min(request.num_proposed, request.limit_len - request.planned_len - 1)))
+        counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
+        self.num_proposals = min(self._device_drafts, max(counts) + 1) if any(counts) else 0
+        return counts
+
+    def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
+        """Drafts per row that the device makes after the next step, for its decodes and for requests that begin to
+        decode then; 0 where they are not expected to pay."""
+        if not self._device_drafts:
+            return 0
+        if newcomers and not self.num_proposals and self._policy.pays(num_rows + len(newcomers)):
+            for request in newcomers:
+                self._follow(request)
+            keys, most = [request.seq for request in newcomers], self._device_drafts
+            hoped = self._policy.choose(keys, [most] * len(keys), max_tokens)
+            self.num_proposals = max(hoped)
+        if self._policy.is_fixed:
+            self.num_proposals = self._device_drafts
+        return self.num_proposals
+
+    def take_drafts(self, ready: list[Request], lengths: list[int]) -> dict[Request, Verified]:
+        """The guesses of these spans, for the plan; called before ``planned_len`` advances."""
+        found = {}
         for request, length in zip(ready, lengths, strict=True):
-            if length > 1:
-                guess = self._guesses[request]
+            guess = self._guesses.get(request)
+            if length > 1 and guess is not None:
                 # From the earliest position that the row's last token may have by now, so that the device can compare
                 # that token; up to the last one it may verify if all drafts in flight are right.
-                begin = max(guess.start, request.planned_len - request.num_unsure)
-                end = request.planned_len + length
-                drafts.append(RowDraft(request.row, begin, guess.token_ids[begin - guess.start : end - guess.start]))
-        return drafts
+                begin = max(guess.start, request.planned_len - request.num_unsure) - guess.start
+                end = request.planned_len + length - guess.start
+                draft = RowDraft(request.row, guess.start + begin, guess.token_ids[begin:end])
+                found[request] = Verified(draft, guess.probabilities[end - length + 1 : end])
+        return found
+
+    def _follow(self, request: Request) -> None:
+        if request.seq not in self._followed:
+            self._followed.add(request.seq)
+            self._policy.start(request.seq)
+
+
+def _fill(mosts: list[int], left: int) -> list[int]:
+    """As many as allowed, ``left`` together; the first ones win."""
+    counts = []
+    for most in mosts:
+        counts.append(max(0, min(most, left)))
+        left -= counts[-1]
+    return counts

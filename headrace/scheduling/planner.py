@@ -8,10 +8,10 @@ committed length if it is admitted again.
 
 from __future__ import annotations
 
-from headrace.base.step import PageAppend, RowDraft, StepPlan
+from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
 from headrace.scheduling.cache.ledger import CacheLedger
-from headrace.scheduling.drafting import Drafting
+from headrace.scheduling.drafting import Drafting, Verified
 from headrace.scheduling.fairness import Path, divide
 from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
@@ -21,13 +21,14 @@ from headrace.scheduling.running import RunningSet
 
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
-    request's own epoch has changed since, the span's result is void."""
+    request's own epoch has changed since, the span's result is void. ``verified``: the guesses among its drafts."""
 
-    __slots__ = ("epochs", "plan", "requests")
+    __slots__ = ("epochs", "plan", "requests", "verified")
 
-    def __init__(self, plan: StepPlan, requests: list[Request]):
+    def __init__(self, plan: StepPlan, requests: list[Request], verified: dict[Request, Verified]):
         self.plan = plan
         self.requests = requests
+        self.verified = verified
         self.epochs = [request.epoch for request in requests]
 
     def live_requests(self) -> list[Request]:
@@ -67,7 +68,7 @@ class StepLimit:
 class Sketch:
     """The spans of a plan being made, as parallel lists; see `StepPlan`."""
 
-    __slots__ = ("appends", "begins", "drafts", "lengths", "num_decodes", "num_tokens", "requests", "samples")
+    __slots__ = ("appends", "begins", "lengths", "num_decodes", "num_tokens", "requests", "samples", "verified")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -75,7 +76,7 @@ class Sketch:
         self.lengths: list[int] = []
         self.samples: list[int] = []
         self.appends: list[PageAppend] = []
-        self.drafts: list[RowDraft] = []
+        self.verified: dict[Request, Verified] = {}
         self.num_decodes = 0
         self.num_tokens = 0  # of decodes
 
@@ -187,7 +188,7 @@ class Planner:
         sketch.lengths, sketch.samples = lengths, list(lengths)  # apart: prefill spans are added to both
         sketch.num_tokens = sum(lengths)
         if sketch.num_tokens > len(ready):
-            sketch.drafts = self._drafting.take_drafts(ready, lengths)
+            sketch.verified = self._drafting.take_drafts(ready, lengths)
             for request, length in zip(ready, lengths, strict=True):
                 request.planned_len += length
                 request.num_unsure += length - 1
@@ -301,9 +302,19 @@ class Planner:
             releases=releases,
             starts=starts,
             appends=sketch.appends,
-            drafts=sketch.drafts,
-            num_proposals=self._drafting.num_proposals,
+            drafts=[verified.draft for verified in sketch.verified.values()],
+            num_proposals=self._propose(sketch),
         )
         self._next_step_id += 1
         self._limit.count_step()
-        return Flight(plan, sketch.requests)
+        return Flight(plan, sketch.requests, sketch.verified)
+
+    def _propose(self, sketch: Sketch) -> int:
+        """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""
+        newcomers = sketch.requests[sketch.num_decodes :]
+        count = self._drafting.count_proposals(newcomers, sketch.num_decodes, self._limit.tokens)
+        if self._drafting.has_device_drafts:
+            for request, samples in zip(sketch.requests, sketch.samples, strict=True):
+                request.is_warm = request.is_warm and count > 0
+                request.num_proposed = count if request.is_warm and samples else 0
+        return count

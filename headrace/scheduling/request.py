@@ -54,12 +54,11 @@ class Request:
 
     __slots__ = (
         "arrived_at", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers", "goal_len",
-        "hit_pages", "hit_version",
-        "holding", "leader", "limit_len", "max_len", "max_output_len", "min_tokens", "namespace", "num_cached_tokens",
-        "num_shared_waits", "num_unsure", "origin", "path", "planned_len", "pooling", "priority", "prompt_len",
-        "prompt_logprobs_len",
-        "prompt_token_ids", "queued_s",
-        "request_id", "row", "sampling", "seq", "shared_pages", "state", "stop_ids", "tokens", "wait_mark",
+        "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len", "max_output_len",
+        "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits", "num_unsure",
+        "origin", "path", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
+        "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages", "state",
+        "stop_ids", "tokens", "wait_mark",
     )  # fmt: skip
 
     def __init__(self, submitted: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
@@ -90,6 +89,8 @@ class Request:
         self.row = -1
         self.holding: Holding = None  # type: ignore[assignment]  # its pages, only while it runs
         self.cached_len = self.computed_len = self.planned_len = self.num_unsure = 0
+        self.num_proposed = 0  # drafts that the device makes for it in the latest step; none once it was left out
+        self.is_warm = True  # the device's drafter has computed all of its positions
         self.goal_len = self.prompt_len
 
         self.arrived_at = 0.0  # by the scheduler's clock

@@ -29,6 +29,8 @@ from headrace.scheduling.queue import POLICIES, WaitingQueue
 from headrace.scheduling.request import Counters, Request
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
+from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.policy import DraftPolicy
 
 _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
@@ -39,6 +41,7 @@ class Scheduler:
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *,
+        drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
     ):
@@ -51,7 +54,7 @@ class Scheduler:
         max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
 
         self._counters = Counters()
-        self._drafting = Drafting()
+        self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
@@ -210,6 +213,12 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed before step {flight.plan.step_id}"
         return flight
+
+    def note_time(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long that the device did nothing else meanwhile. By the times of decodes alone it is decided
+        how many drafts pay."""
+        if plan.num_decodes == len(plan.rows) and self._drafting.has_drafts:
+            self._drafting.note_time(plan.lengths, seconds, plan.num_proposals)
 
     # -- state --------------------------------------------------------------------------------------------------
 

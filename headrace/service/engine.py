@@ -81,6 +81,7 @@ class Engine:
         self._depth = executor.config.scheduler.overlap_depth or 1
         self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""
+        self._last_result_at = 0.0
         self._times = StepTimes(executor.config.scheduler.max_step_tokens or 1)
         self._outputs: list[RequestOutput] = []
         """Outputs made between steps (refusals, aborts, drain); the next `step` returns them."""
@@ -198,7 +199,11 @@ class Engine:
         except Exception as error:  # as above; asynchronous failures surface here
             self._fail([plan, *(p for p, _, _ in self._in_flight)], error, outputs)
         else:
-            self._times.note(time.monotonic() - began, sum(plan.lengths))
+            now = time.monotonic()
+            self._times.note(now - began, sum(plan.lengths))
+            # With a step in flight before it, this one began on the device when that was done.
+            self._scheduler.note_time(plan, now - max(began, self._last_result_at))
+            self._last_result_at = now
             outputs += self._scheduler.commit(plan, result)
 
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
