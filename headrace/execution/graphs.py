@@ -19,10 +19,11 @@ from headrace.execution.captures import Buckets, Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
+from headrace.execution.proposing import DraftGraph, Proposer
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import SAMPLE_GREEDY
-from headrace.kernels.verify import ACCEPT, DECODE_INPUTS, DecodeInputs
+from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.model import ServedModel
@@ -77,14 +78,15 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
     before that run."""
 
-    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
+    def __init__(
+        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None
+    ):
         super().__init__(self._compute, recorder)
-        self.size, self._model, self._inputs = size, model, inputs
+        self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
         device = inputs.rows.tensors.last_token.device
         self.entries = torch.empty((2, size), dtype=torch.int64, device=device)
         query = row_query(device)
         self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
-        self._accept = ACCEPT.choose(query)
         self.inputs = DecodeInputs.allocate(size, inputs.tables.tensor)
         self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
 
@@ -106,13 +108,20 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Captured: only device tensors at fixed addresses may be read here. The inputs of all layers are derived on the
         # device from ``entries``, the rows' state and the page tables.
-        inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows.tensors
-        self._decode_inputs(self.entries, rows, inputs.tables.tensor, inputs.layout.page_size, decodes)
+        inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
+        self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
         groups = [self._group_step(g, backend) for g, backend in enumerate(inputs.backends)]
-        hidden = self._model.forward(ForwardBatch(decodes.token_ids, decodes.positions, groups))
-        logits = self._model.compute_logits(hidden)
-        sampled = self._sample_greedy(logits)
-        return logits, self._accept(sampled, self.entries, decodes.positions, rows, MAX_DRAFTS)
+        batch, proposer = ForwardBatch(decodes.token_ids, decodes.positions, groups), self._proposer
+        if proposer is not None:
+            batch.features = proposer.ask_features()
+        logits = self._model.compute_logits(self._model.forward(batch))
+        greedy = rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
+        if proposer is not None:
+            # The drafter's graph is another one: it reads these where no graph of the pool may write.
+            proposer.sampled[:, : self.size].copy_(greedy)
+            if batch.features is not None:
+                proposer.features[: self.size].copy_(batch.features.values)
+        return logits, greedy
 
     def _group_step(self, group: int, backend: AttentionBackend) -> GroupStep:
         # The host cannot know a replay's lengths: ``longest`` only bounds them, for the choice of kernel and its grid.
@@ -129,11 +138,14 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
 class DecodeGraphPath:
     """Decodes alone: replays the smallest graph that holds the requests."""
 
-    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
+    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.DRAFTING
     is_greedy_sampler = True
 
-    def __init__(self, buckets: Buckets[DecodeGraph]):
-        self._buckets = buckets
+    def __init__(
+        self, buckets: Buckets[DecodeGraph], drafts: Buckets[DraftGraph] | None = None,
+        proposer: Proposer | None = None,
+    ):
+        self._buckets, self._drafts, self._proposer = buckets, drafts, proposer
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
@@ -146,10 +158,23 @@ class DecodeGraphPath:
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
         graph.entries.view(-1).copy_(sent["decodes"])
         logits, greedy = graph.run()
-        if step.is_greedy:
-            return StepOutput(greedy=greedy)
         count = len(step.samples)
-        return StepOutput(logits[:count], graph.inputs.positions[:count])
+        output = (
+            StepOutput(greedy=greedy) if step.is_greedy
+            else StepOutput(logits[:count], graph.inputs.positions[:count])
+        )
+        if StepFeature.DRAFTING in step.features:
+            output.propose = partial(self._propose, graph.size, count)
+        return output
+
+    def _propose(self, size: int, count: int, tokens: torch.Tensor) -> None:
+        """Make drafts behind a replay of the bucket of ``size`` with ``count`` entries."""
+        assert self._drafts is not None and self._proposer is not None
+        # Where the sampler chose other tokens than the graph's argmax, these count.
+        self._proposer.sampled[:, :count].copy_(tokens[:, :count])
+        drafts = self._drafts.find(size)
+        assert drafts is not None, "every bucket of decodes has one"
+        drafts.run()
 
 
 class MixedGraph(Capture[torch.Tensor]):
@@ -207,12 +232,20 @@ class CapturedSteps:
     """The graphs of one runner, and when they are recorded: all at the start, or each when a step first needs it and in
     idle moments. A step whose bucket has no graph yet records it with the bucket's padding, and then replays it."""
 
-    def __init__(self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records):
-        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder))
+    def __init__(
+        self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records,
+        proposer: Proposer | None = None,
+    ):
+        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder, proposer))
         mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
         # Recorded in this order: logits [B, V] are the largest single tensor, and later graphs reuse its memory.
-        self._kinds: tuple[Buckets[DecodeGraph] | Buckets[MixedGraph], ...] = (decodes, mixed)
-        self.decodes, self.mixed = DecodeGraphPath(decodes), MixedGraphPath(mixed, model, inputs)
+        self._kinds: list[Buckets[DecodeGraph] | Buckets[MixedGraph] | Buckets[DraftGraph]] = [decodes, mixed]
+        drafts = None
+        if proposer is not None:
+            drafts = Buckets(sizes.decodes, partial(_make_draft_graph, decodes, proposer, recorder))
+            self._kinds.append(drafts)
+        self.decodes = DecodeGraphPath(decodes, drafts, proposer)
+        self.mixed = MixedGraphPath(mixed, model, inputs)
 
     @property
     def paths(self) -> list[StepPath]:
@@ -237,3 +270,11 @@ class CapturedSteps:
                 buckets.record(size)
                 return True
         return False
+
+
+def _make_draft_graph(
+    decodes: Buckets[DecodeGraph], proposer: Proposer, recorder: Records, size: int
+) -> DraftGraph:
+    graph = decodes.find(size)
+    assert graph is not None and graph.size == size
+    return DraftGraph(size, proposer, graph.entries, graph.inputs, recorder)

@@ -79,8 +79,19 @@ class InputBuilder:
         upload.add("prefill_tokens", tokens)
         # [S]: a span's last token predicts the sampled one
         upload.add("sample_tokens", shape.query_start[1:][step.samples] - 1)
+        if StepFeature.DRAFTING in step.features:
+            upload.add("following", self._following(shape))
         if StepFeature.TEXT_PAIRS in step.features:
             upload.add("text_kinds", self._text_kinds(shape))
+
+    def _following(self, shape: StepShape) -> np.ndarray:
+        """[T]: the token behind each token, 0 where the host does not know it: it is sampled in this step."""
+        following = np.zeros(shape.num_tokens, dtype=np.int64)
+        for i in range(shape.num_decodes, len(shape.rows)):
+            begin, first = int(shape.begins[i]), int(shape.query_start[i])
+            known = self.rows[int(shape.rows[i])].token_ids[begin + 1 : begin + 1 + int(shape.lengths[i])]
+            following[first : first + len(known)] = known
+        return following
 
     def _text_kinds(self, shape: StepShape) -> np.ndarray:
         """[T]: 1 for tokens of the second text of a pair."""

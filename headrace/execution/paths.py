@@ -14,13 +14,12 @@ from typing import Protocol
 
 import torch
 
-from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
+from headrace.execution.proposing import Extension, Proposer
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature
 from headrace.execution.upload import Upload
 from headrace.kernels.decoder_layers.table import FusedDecode
-from headrace.kernels.verify import ACCEPT
 from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
@@ -32,12 +31,14 @@ class StepOutput:
     them. ``positions`` [S] int64: where they were computed; each predicts the token behind. ``greedy`` [3, S or more]
     int64: argmax ids, states and counts (`headrace.kernels.verify.ACCEPT`), which are already in the rows' state.
     ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten by the next step's
-    launch."""
+    launch. ``propose`` makes drafts for the next step, given what was sampled (as ``greedy``, whoever sampled it); set
+    where the step wants that."""
 
     logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    propose: Callable[[torch.Tensor], object] | None = None
 
 
 Sent = dict[str, torch.Tensor]
@@ -65,12 +66,14 @@ class PlainPath:
     covers = ~StepFeature(0)
     is_greedy_sampler = False
 
-    def __init__(self, model: ServedModel, inputs: InputBuilder):
-        self._model, self._inputs = model, inputs
+    def __init__(self, model: ServedModel, inputs: InputBuilder, proposer: Proposer | None = None):
+        self._model, self._inputs, self._proposer = model, inputs, proposer
 
     def prepare(self, step: Step, upload: Upload) -> Launch:
         """See `StepPath`."""
         self._inputs.pack(step, upload)
+        if StepFeature.DRAFTING in step.features:
+            upload.add("entries", step.batch.entries.ravel())
         # Pruning gives hidden states [S, D]; prompt logprobs and pooling need [T, D].
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
@@ -79,12 +82,23 @@ class PlainPath:
         return partial(self._launch, step, is_pruned)
 
     def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
-        hidden = self._model.forward(self._inputs.build(step.shape, sent, step.samples if is_pruned else None))
-        positions = self._inputs.find_positions(sent)
+        batch = self._inputs.build(step.shape, sent, step.samples if is_pruned else None)
+        is_drafting = StepFeature.DRAFTING in step.features
+        if is_drafting and self._proposer is not None:
+            batch.features = self._proposer.ask_features()
+        hidden = self._model.forward(batch)
+        output = StepOutput(positions=self._inputs.find_positions(sent))
         if is_pruned:
             # hidden [S, D]: the sampled positions already
-            return StepOutput(self._model.compute_logits(hidden) if len(step.samples) else None, positions)
-        return StepOutput(compute_sampled_logits(self._model, hidden, step, sent), positions, hidden=hidden)
+            output.logits = self._model.compute_logits(hidden) if len(step.samples) else None
+        else:
+            output.logits, output.hidden = compute_sampled_logits(self._model, hidden, step, sent), hidden
+        if is_drafting and self._proposer is not None:
+            features = hidden[:, :0] if batch.features is None else batch.features.values
+            entries = sent["entries"].view(2, -1)
+            extension = Extension(batch, features, entries, sent["sample_tokens"], sent["following"])
+            output.propose = partial(self._proposer.extend, extension)
+        return output
 
 
 class FusedPath:
@@ -95,7 +109,6 @@ class FusedPath:
 
     def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
         self._model, self._rows, self._tables = model, rows, tables
-        self._accept = ACCEPT.choose(row_query(rows.tensors.last_token.device))
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`; None until the native kernels are compiled and the weights packed for them."""
@@ -113,7 +126,7 @@ class FusedPath:
         positions = requests[1] - 1
         if logits is not None:
             return StepOutput(logits, positions)
-        return StepOutput(greedy=self._accept(sampled, entries, positions, own, shape.most_drafts))
+        return StepOutput(greedy=self._rows.accept(sampled, entries, positions, shape.most_drafts))
 
 
 def compute_sampled_logits(

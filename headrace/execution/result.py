@@ -30,12 +30,12 @@ class PendingSample:
         self, step_id: int, batch: SampleBatch | None = None, sample: Callable[[], Sampled] | None = None,
         prompts: list[tuple[PromptSpan, Logprobs]] | None = None, *, check_finite: bool = True,
         order: list[int] | None = None,
-        pooled: list[PooledRows] | None = None,
+        pooled: list[PooledRows] | None = None, propose: Callable[[torch.Tensor], object] | None = None,
     ):
         self._step_id, self._batch, self._check_finite, self._order = step_id, batch, check_finite, order
         self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
-        self._sample = sample
+        self._sample, self._propose = sample, propose
         self._tokens: torch.Tensor | None = None
         self._logprobs: Logprobs | None = None
         self._errors: dict[int, str | None] = {}
@@ -44,6 +44,8 @@ class PendingSample:
         self._done: torch.cuda.Event | None = None
         if sample is None:
             self._record()
+            if propose is not None:  # nothing was sampled: the drafter only follows a chunk
+                propose(torch.zeros((3, 0), dtype=torch.int64))
 
     def close(self) -> None:
         """Launch the sampling and the copy of its tokens, once. Raises what the sampling raises, and again when called
@@ -60,6 +62,8 @@ class PendingSample:
             ) from error
         self._sample, self._errors = None, sampled.errors
         self._record()
+        if self._propose is not None:  # behind the copies: the host reads the tokens while the device makes drafts
+            self._propose(sampled.tokens)
 
     def _record(self) -> None:
         # Behind the copies in the stream: when the event has passed, the pinned host tensors may be read.

@@ -15,7 +15,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowDraft, RowStart
 from headrace.execution.device import row_query
-from headrace.kernels.verify import PLACE_DRAFTS, RowTensors
+from headrace.kernels.verify import ACCEPT, PLACE_DRAFTS, RowTensors
 
 IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = (
     1 << bit for bit in range(7)
@@ -51,6 +51,7 @@ class Rows:
         self.tensors = RowTensors.allocate(max_rows + 1, device)
         self.computed_len_np = self.tensors.computed_len.numpy() if device.type == "cpu" else None
         self._place_drafts = PLACE_DRAFTS.choose(row_query(device))
+        self._accept = ACCEPT.choose(row_query(device))
         self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
         self.flags_np = np.zeros(max_rows, dtype=np.int64)
         self.reals_np = np.zeros((max_rows, 3), dtype=np.float64)
@@ -103,6 +104,12 @@ class Rows:
     def place_drafts(self, guesses: torch.Tensor, count: int) -> None:
         """Write ``count`` packed guesses as their rows' drafts."""
         self._place_drafts(guesses.view(count, -1), self.tensors)
+
+    def accept(
+        self, sampled: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        """Find out which drafts are right, and advance the rows; see `headrace.kernels.verify.ACCEPT`."""
+        return self._accept(sampled, entries, positions, self.tensors, most)
 
     def release(self, row: int) -> None:
         """Give a row back; harmless when it is free already."""

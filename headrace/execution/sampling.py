@@ -23,7 +23,6 @@ from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
 from headrace.kernels.sample.reference import mask_argmax
-from headrace.kernels.verify import ACCEPT
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -68,7 +67,7 @@ class Sampler:
         self._penalties = PenaltyState(vocab_size, device)
         self._rules = RuleState(max_rows, vocab_size, device)
         query = row_query(device, vocab_size=vocab_size)
-        self._sample, self._argmax, self._accept = SAMPLE.choose(query), ARGMAX.choose(query), ACCEPT.choose(query)
+        self._sample, self._argmax = SAMPLE.choose(query), ARGMAX.choose(query)
 
     def start(self, row: int, known: RowTokens) -> None:
         """Set up the state of a row that was taken."""
@@ -125,7 +124,7 @@ class Sampler:
             self._edit(logits, output_lens, drafted, batch, sent, masks)
         params = None if latest.params is None else replace(latest.params, position=output_lens)
         sampled = self._sample(logits, params=params, masks=masks[0], mask_of_row=masks[1], before=before)
-        tokens = self._accept(sampled, latest.entries, positions, self._rows.tensors, batch.most_drafts)
+        tokens = self._rows.accept(sampled, latest.entries, positions, batch.most_drafts)
         self._count(tokens, drafted, batch, sent)  # on the device: the host does not know the ids yet
         logprobs = None
         if raw is not None:

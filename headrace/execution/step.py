@@ -36,6 +36,8 @@ class StepFeature(IntFlag):
     GRAMMAR = auto()
     PROMPT_LOGPROBS = auto()
     POOLING = auto()
+    DRAFTING = auto()
+    """A drafter on the device runs behind the step."""
     TEXT_PAIRS = auto()
     """A row holds two texts (a cross-encoder's pair), told apart by text kinds."""
 
@@ -180,7 +182,10 @@ class Step:
             spans = np.flatnonzero(plan.samples[plan.num_decodes :])
             samples = np.concatenate((np.arange(shape.num_decodes), shape.num_decodes + spans))
         batch = SampleBatch.of(shape.entries[:, samples], shape.most_drafts, rows)
-        return cls(plan, shape, samples, batch, _find_features(shape, batch, rows), batch.is_greedy, order)
+        features = _find_features(shape, batch, rows)
+        if plan.num_proposals:
+            features |= StepFeature.DRAFTING
+        return cls(plan, shape, samples, batch, features, batch.is_greedy, order)
 
     def follow(self, plan: StepPlan, rows: Rows) -> Step:
         """Read the plan that follows this one. Where the same rows decode again, every length grows by one and the rest
@@ -189,6 +194,7 @@ class Step:
         num_spans = len(plan.rows)
         is_same = self.order is not None and plan.num_decodes == num_spans and plan.rows == self.plan.rows
         # Neither step has drafts: every span of both is one token.
+        is_same = is_same and plan.num_proposals == self.plan.num_proposals
         if not is_same or self.shape.most_drafts or sum(plan.lengths) != num_spans:
             return Step.of(plan, rows)
         if plan.begins != [b + 1 for b in self.plan.begins]:

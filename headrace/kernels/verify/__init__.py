@@ -59,9 +59,12 @@ class DecodeInputs:
 
 
 DECODE_INPUTS = Operation("decode_inputs kernel")
-"""``decode_inputs(entries [2, B] int64, rows: RowTensors, tables [G, R, pages] int32, page_size, out: DecodeInputs)``:
-fills ``out``. ``entries[0]`` are rows, ``entries[1]`` the offsets j. A draft of -1 is read as token 0. On a GPU it is
-one launch, which may be captured."""
+"""``decode_inputs(entries [2, B] int64, rows: RowTensors, tables [G, R, pages] int32, page_size, out: DecodeInputs, *,
+back=0, longest=0)``: fills ``out``. ``entries[0]`` are rows, ``entries[1]`` the offsets j. A draft of -1 is read as
+token 0. On a GPU it is one launch, which may be captured.
+
+For a drafter that computes a token one position before its own, ``back`` is 1. Its chain may pass the end of the
+context: positions are then held at ``longest`` - 1, unless that is 0."""
 
 ACCEPT = Operation("accept kernel")
 """``accept(sampled [2, B] int64, entries [2, B] int64, positions [B] int64, rows: RowTensors, most) -> [3, B]``: which

@@ -8,12 +8,14 @@ from headrace.kernels.verify import DecodeInputs, RowTensors
 
 
 def decode_inputs(
-    entries: torch.Tensor, rows: RowTensors, tables: torch.Tensor, page_size: int, out: DecodeInputs
+    entries: torch.Tensor, rows: RowTensors, tables: torch.Tensor, page_size: int, out: DecodeInputs, *,
+    back: int = 0, longest: int = 0,
 ) -> None:
     """See `headrace.kernels.verify.DECODE_INPUTS`; copies whole page-table rows, used or not."""
     own, offsets = entries.unbind()
     out.token_ids.copy_(entry_tokens(own, offsets, rows))
-    torch.add(rows.computed_len.index_select(0, own), offsets, out=out.positions)
+    torch.add(rows.computed_len.index_select(0, own), offsets - back, out=out.positions)
+    out.positions.clamp_(min=0, max=longest - 1 if longest else None)
     out.kv_lens.copy_(out.positions + 1)
     torch.index_select(tables, 1, own, out=out.page_tables)
     # [G, B]: the page of each entry's token, by cache group

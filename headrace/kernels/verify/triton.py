@@ -12,16 +12,18 @@ TABLE_BLOCK = 512
 """Page-table columns copied at a time."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "pages"], do_not_specialize_on_alignment=["entries_ptr"])
+@triton.jit(do_not_specialize=["num_rows", "pages", "longest"], do_not_specialize_on_alignment=["entries_ptr"])
 def _decode_inputs_kernel(
     entries_ptr, last_token_ptr, computed_len_ptr, drafts_ptr, tables_ptr, token_ids_ptr, positions_ptr, kv_lens_ptr,
-    slots_ptr, page_tables_ptr, num_rows, pages, N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    slots_ptr, page_tables_ptr, num_rows, pages, longest, N: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     # entries [2, B], tables [G, rows, pages], slots [G, B], page_tables [G, B, pages]; B is ``size``
     entry, group, size = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(entries_ptr + entry)
     offset = tl.load(entries_ptr + size + entry)
-    position = tl.load(computed_len_ptr + row) + offset
+    position = tl.maximum(tl.load(computed_len_ptr + row) + offset - BACK, 0)
+    position = tl.where(longest > 0, tl.minimum(position, longest - 1), position)
     table = tables_ptr + (group.to(tl.int64) * num_rows + row) * pages
     page = tl.load(table + position // PAGE).to(tl.int64)
     tl.store(slots_ptr + group * size + entry, page * PAGE + position % PAGE)
@@ -41,13 +43,15 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    entries: torch.Tensor, rows: RowTensors, tables: torch.Tensor, page_size: int, out: DecodeInputs
+    entries: torch.Tensor, rows: RowTensors, tables: torch.Tensor, page_size: int, out: DecodeInputs, *,
+    back: int = 0, longest: int = 0,
 ) -> None:
     """See `headrace.kernels.verify.DECODE_INPUTS`."""
     groups, num_rows, pages = tables.shape
     _decode_inputs_kernel[(entries.shape[1], groups)](
         entries, rows.last_token, rows.computed_len, rows.drafts, tables, out.token_ids, out.positions, out.kv_lens,
-        out.slots, out.page_tables, num_rows, pages, N=rows.drafts.shape[1], PAGE=page_size, BLOCK=TABLE_BLOCK,
+        out.slots, out.page_tables, num_rows, pages, longest, N=rows.drafts.shape[1], PAGE=page_size,
+        BLOCK=TABLE_BLOCK, BACK=back,
     )
 
 
