@@ -15,8 +15,10 @@ from headrace.base.registry import installed_points
 
 OPTION = "speculative_config"
 
-DEVICE_METHODS = ("draft_model", "eagle3", "mtp", "bench")
-METHODS = ("auto", "off", "ngram", "suffix", *DEVICE_METHODS)
+BENCH = "bench"
+TEXT_METHODS = ("ngram", "suffix")
+DEVICE_METHODS = ("draft_model", "eagle3", "mtp", BENCH)
+METHODS = ("auto", "off", *TEXT_METHODS, *DEVICE_METHODS)
 """Methods of this package; ``bench`` is for benchmarks alone."""
 ENTRY_POINT_GROUPS = ("headrace.drafters", "headrace.draft_models")
 """Out-of-tree text drafters, and drafters that compute on the device, under the names of their methods."""
@@ -129,6 +131,15 @@ class SpeculativeOptions(Section):
     def num_fixed(self) -> int | None:
         """The number of drafts that is verified whether it pays or not; None: as many as pay."""
         return None if self.method == "auto" else self.num_speculative_tokens
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a loaded model is drafted for. ``method``: a text drafter's name, that of a drafter on the device, or "off";
+    ``device_drafts``: the most drafts per row that the latter makes, 0 without one."""
+
+    method: str = "off"
+    device_drafts: int = 0
 
 
 def _error(message: str, key: str) -> ConfigError:

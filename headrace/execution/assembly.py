@@ -17,15 +17,17 @@ import torch
 from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheLayout
 from headrace.base.config import CacheConfig, EngineConfig
 from headrace.base.errors import ConfigError, PluginError
+from headrace.base.speculation import BENCH, Speculation
+from headrace.base.step import MAX_DRAFTS
 from headrace.execution.captures import Recorder
 from headrace.execution.device import is_out_of_memory
+from headrace.execution.draft_loading import describe_speculation
 from headrace.execution.graphs import GraphSizes, bucket_sizes, step_sizes
 from headrace.execution.loading import LoadedModel, Progress
 from headrace.execution.runner import Runner
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
 from headrace.layers.build import Build
-from headrace.layers.model import ServedModel
 from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.plan import CachePlan, free_bytes
 
@@ -33,6 +35,8 @@ DEFAULT_PAGE_SIZE = 16
 
 DRIVER_BYTES_PER_LAYER = 64 * 2**10
 """Launch parameters and node state of a layer in a captured step: twice what was measured."""
+MAX_VERIFIED = 512
+"""Decode entries up to which steps with drafts are captured: beyond, a GPU is busy enough without drafts."""
 LIBRARY_BYTES = 64 * 2**20
 """Workspace that a matrix library (cuBLAS) allocates for the capture stream."""
 
@@ -59,14 +63,21 @@ class Assembly:
     def of(cls, config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Assembly:
         """Choose backends, and settle the page size and whether there are graphs."""
         build = Build(device=device, dtype=loaded.dtype)
-        chosen = choose_backends(loaded.model, loaded.groups, build, config.cache, config.device.attention_backend)
+        chosen = choose_backends(loaded, build, config.cache, config.device.attention_backend)
         is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
+        is_capturable = is_capturable and (loaded.draft is None or loaded.draft.model.is_capturable)
         graphs = config.device.graphs if is_capturable else "off"
         config = replace(
             config, cache=replace(config.cache, page_size=chosen.page_size),
             device=replace(config.device, graphs=graphs),
         )
         return cls(config, loaded, chosen.backends, device)
+
+    @property
+    def speculation(self) -> Speculation:
+        """How the model is drafted for; raises `ConfigError`."""
+        can_verify = all(backend.verifies_drafts for backend in self.backends)
+        return describe_speculation(self.config, self.loaded, can_verify=can_verify)
 
     @property
     def is_pooling(self) -> bool:
@@ -90,9 +101,16 @@ class Assembly:
         assert self.config.scheduler.max_running_requests
         return self.config.scheduler.max_running_requests
 
+    @property
+    def max_entries(self) -> int:
+        """Decode entries of the largest captured step: rows, and their drafts up to `MAX_VERIFIED`."""
+        if self.speculation.method == "off":
+            return self.max_rows
+        return max(self.max_rows, min(self.max_rows * (1 + MAX_DRAFTS), MAX_VERIFIED, self.max_step_tokens))
+
     def graph_sizes(self) -> GraphSizes:
         """Buckets to capture."""
-        decodes = bucket_sizes(self.max_rows)
+        decodes = bucket_sizes(self.max_entries)
         if not all(backend.supports_dynamic_lengths for backend in self.backends):
             return GraphSizes(decodes, [])
         return GraphSizes(decodes, step_sizes(self.max_step_tokens, self.loaded.num_parameters))
@@ -114,11 +132,21 @@ class Assembly:
         """Pools, page tables, rows and sampler over the model; raises `ConfigError` when the pools do not fit the
         device."""
         try:
-            return Runner(
+            runner = Runner(
                 self.loaded.model, layout, self.backends, num_layers=self.loaded.num_layers,
                 vocab_size=self.loaded.vocab_size, max_tokens=self.max_step_tokens, device=self.device,
                 check_finite=self.config.device.check_finite,
             )
+            draft = self.loaded.draft
+            if draft is not None:
+                hidden_size = self.loaded.spec.hidden_size
+                runner.draft_with(
+                    draft.model, self.speculation.device_drafts, hidden_size=hidden_size, dtype=self.loaded.dtype,
+                    max_entries=self.graph_sizes().decodes[-1],
+                )
+                if draft.method == BENCH:
+                    runner.accept_at_rate(self.config.speculation.options.acceptance_rate or 0.0)
+            return runner
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -128,7 +156,7 @@ class Assembly:
 
     def build_small_runner(self) -> Runner:
         """A runner with two pages per group: for steps before it is known how many pages there will be."""
-        groups = [msgspec.structs.replace(group, num_pages=2) for group in self.loaded.groups]
+        groups = [msgspec.structs.replace(group, num_pages=2) for group in self.loaded.cache_groups]
         return self.build_runner(self.layout_of(CachePlan(groups, self.loaded.max_model_len)))
 
     @torch.inference_mode()
@@ -157,29 +185,29 @@ class _Choice:
 
 
 def choose_backends(
-    model: ServedModel, groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str
+    loaded: LoadedModel, build: Build, cache: CacheConfig, name: str
 ) -> ChosenBackends:
     """Take the named attention backend, or the best that can serve each group. The page size is the user's, else the
     one that the first group's backend prefers, else 16."""
     wanted = None if name == "auto" else name
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
-        choices = _choose(model, groups, build, page_size, wanted)
+        choices = _choose(loaded, build, page_size, wanted)
         # A backend is chosen for a page size, and may prefer another: then all groups choose again, for that one.
         preferred = choices[0].preferred_page_size if choices else None
         if cache.page_size is None and preferred is not None and preferred != page_size:
             page_size = preferred
-            choices = _choose(model, groups, build, page_size, wanted)
+            choices = _choose(loaded, build, page_size, wanted)
     except PluginError as error:
         raise ConfigError(f"attention_backend {name}: {error}", param="attention_backend") from error
     return ChosenBackends(page_size, [choice.make() for choice in choices])
 
 
 def _choose(
-    model: ServedModel, groups: list[CacheGroup], build: Build, page_size: int, wanted: str | None
+    loaded: LoadedModel, build: Build, page_size: int, wanted: str | None
 ) -> list[_Choice]:
-    by_layer = _attention_by_layer(model, groups)
-    return [_choose_one(group, by_layer, build, page_size, wanted) for group in groups]
+    by_layer = _attention_by_layer(loaded)
+    return [_choose_one(group, by_layer, build, page_size, wanted) for group in loaded.cache_groups]
 
 
 def _choose_one(
@@ -194,10 +222,12 @@ def _choose_one(
     return _Choice(backend.preferred_page_size, lambda: backend(geometry, build.device))
 
 
-def _attention_by_layer(model: ServedModel, groups: list[CacheGroup]) -> dict[int, AttentionLayer]:
+def _attention_by_layer(loaded: LoadedModel) -> dict[int, AttentionLayer]:
     """The attention layers of the groups that attention backends read."""
-    cached = sorted(layer for group in groups if group.spec.kind not in CACHE_BACKENDS for layer in group.layers)
-    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    groups = [group for group in loaded.cache_groups if group.spec.kind not in CACHE_BACKENDS]
+    cached = sorted(layer for group in groups for layer in group.layers)
+    models = (loaded.model, *(() if loaded.draft is None else (loaded.draft.model,)))
+    attentions = [module for model in models for module in model.modules() if isinstance(module, AttentionLayer)]
     # By order: the i-th attention module in the model is of the i-th layer with a cache.
     assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
     return dict(zip(cached, attentions, strict=True))

@@ -1,31 +1,37 @@
-"""`load_draft`: a drafter that computes on the device, built for a loaded model and filled with its weights."""
+"""`load_with_draft`: a model with the drafter that the configuration asks for; `load_draft` builds and fills that."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from headrace.base.cache import CacheGroup, CacheSpec, join_layers
+from headrace.base.cache import join_layers
 from headrace.base.config import EngineConfig, ModelConfig
-from headrace.base.errors import ConfigError, PluginError
+from headrace.base.errors import ConfigError, ModelError, PluginError, WeightError
+from headrace.base.speculation import BENCH, TEXT_METHODS, Speculation, SpeculativeOptions
+from headrace.base.step import MAX_DRAFTS
 from headrace.execution.loading import (
+    LoadedDraft,
     LoadedModel,
     Progress,
     choose_schemes,
     explain_full_device,
     keeps_blocks,
+    load_model,
 )
 from headrace.layers.build import Build
-from headrace.layers.draft import DraftModel
-from headrace.layers.quantization.storage import count_bytes, store_fastest
-from headrace.layers.self_attention import AttentionLayer
+from headrace.layers.quantization.storage import store_fastest
 from headrace.models.checkpoint import open_weights
-from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget, find_draft_kind
+from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget, find_draft_kind, is_draft_kind
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights
 from headrace.models.weights.safetensors_file import read_header
+
+logger = logging.getLogger(__name__)
+
+BENCH_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
@@ -40,25 +46,60 @@ class DraftChoice:
     quantization: str | None = None
 
 
-@dataclass(frozen=True)
-class LoadedDraft:
-    """A drafter on the target's device. ``groups``: the cache groups of both models, without pages yet; the drafter's
-    layer i is layer ``first_layer + i`` there, in the target's group if that has an equal spec and as many query heads,
-    so that the two share pages and prefixes. ``num_layers``: of both models, layers without cache too."""
+DEFAULT_DRAFTS = 3
+"""Drafts per row where neither the user nor the checkpoint says how many."""
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+EAGLE_MARK = "eagle3"
 
-    method: str
-    model: DraftModel
-    groups: list[CacheGroup]
-    first_layer: int
 
-    @property
-    def num_layers(self) -> int:
-        return self.first_layer + self.model.num_layers
+def load_with_draft(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
+    """Load the model, and the drafter that the configuration asks for; raises what `load_model` and `load_draft`
+    raise. With method ``auto`` and no model named, the checkpoint's own module is used if it has a sound one."""
+    loaded = load_model(config, device, progress)
+    options = config.speculation.options
+    method = _choose_method(options, loaded)
+    if method is None or loaded.pooling is not None:
+        return loaded
+    choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
+    try:
+        return replace(loaded, draft=load_draft(choice, config, loaded, device, progress))
+    except (ConfigError, ModelError, WeightError) as error:
+        if options.method != "auto" or options.model is not None:
+            raise
+        logger.warning("the model's own drafter is not used: %s", error)
+        return loaded
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of parameters and buffers of its own."""
-        return count_bytes(self.model)
+
+def _choose_method(options: SpeculativeOptions, loaded: LoadedModel) -> str | None:
+    """The kind of drafter to load; None for text drafters and none."""
+    if options.method in ("off", *TEXT_METHODS):
+        return None
+    if options.method != "auto":
+        return options.method if options.method == BENCH or is_draft_kind(options.method) else None
+    if options.model is not None:
+        source = resolve_source(ModelConfig(model=options.model, revision=options.revision))
+        return EAGLE_MARK if EAGLE_MARK in source.architecture.lower() else "draft_model"
+    has_module = any(int(loaded.source.config.get(key) or 0) > 0 for key in MTP_KEYS)
+    return "mtp" if has_module else None
+
+
+def describe_speculation(config: EngineConfig, loaded: LoadedModel, *, can_verify: bool) -> Speculation:
+    """How the loaded model is drafted for. Raises `ConfigError` where a method was asked for that cannot work.
+    ``can_verify``: see `headrace.layers.attention.contract.CacheBackend`."""
+    options = config.speculation.options
+    if loaded.pooling is not None or options.method == "off":
+        return Speculation()
+    if not can_verify:
+        if options.method != "auto" or options.model is not None:
+            raise ConfigError(
+                f"speculative_config: {loaded.family.name} models keep caches that cannot take drafts back; leave it "
+                "out", param="speculative_config",
+            )
+        return Speculation()
+    if loaded.draft is not None:
+        count = options.num_speculative_tokens or loaded.draft.model.num_tokens or DEFAULT_DRAFTS
+        return Speculation(loaded.draft.method, min(count, MAX_DRAFTS))
+    return Speculation("suffix" if options.method == "auto" else options.method)
 
 
 def load_draft(
@@ -66,10 +107,15 @@ def load_draft(
 ) -> LoadedDraft:
     """Find, build and fill the drafter; raises `ConfigError`, `ModelError` or `WeightError`. ``config`` is the
     target's."""
-    kind = _find(choice.method)
+    is_bench = choice.method == BENCH
+    kind = _find(EAGLE_MARK if is_bench else choice.method)
     progress("reading the drafter's configuration", 0.0)
-    model_config = _model_config(kind, choice, config.model)
-    source = resolve_source(model_config) if kind.has_checkpoint else target.source
+    model_config = _bench_config(config.model) if is_bench else _model_config(kind, choice, config.model)
+    source = target.source
+    if is_bench:
+        source = _bench_source(target)
+    elif kind.has_checkpoint:
+        source = resolve_source(model_config)
     is_dummy = model_config.load_format == "dummy"
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
@@ -100,22 +146,20 @@ def load_draft(
     return LoadedDraft(choice.method, model, groups, target.num_layers)
 
 
-def _find_unlike(target: LoadedModel, model: DraftModel) -> set[CacheSpec]:
-    """Specs of caches that both models have, but with other numbers of query heads: an attention backend serves one
-    number, so they cannot be one group."""
-    spec_of = {layer: group.spec for group in target.groups for layer in group.layers}
-    ours = _count_heads(target.model, [spec_of[layer] for layer in sorted(spec_of)])
-    theirs = _count_heads(model, [spec for spec in model.cache_specs if spec is not None])
-    return {spec for spec in ours.keys() & theirs.keys() if ours[spec] != theirs[spec]}
+def _bench_config(target: ModelConfig) -> ModelConfig:
+    return replace(target, load_format="dummy", quantization=None)
 
 
-def _count_heads(model: nn.Module, specs: list[CacheSpec]) -> dict[CacheSpec, int]:
-    """Query heads by spec; ``specs`` are those of the layers with a cache. Empty for a family with caches of its own
-    kinds, of which a layer may have several."""
-    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
-    if len(attentions) != len(specs):
-        return {}
-    return {spec: attention.num_heads for spec, attention in zip(specs, attentions, strict=True)}
+def _bench_source(target: LoadedModel) -> ModelSource:
+    """An EAGLE-3 head of the usual size for a target, with random weights: it costs what one costs."""
+    config = {**target.source.config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    config["draft_vocab_size"] = min(BENCH_VOCABULARY, target.vocab_size)
+    count = target.num_layers
+    config["eagle_aux_hidden_state_layer_ids"] = [min(2, count), count // 2, max(0, count - 3)]
+    dropped = ("quantization_config", "num_experts", "layer_types", "sliding_window")
+    return ModelSource(
+        "bench", "folder", target.source.path, {key: value for key, value in config.items() if key not in dropped}
+    )
 
 
 def _find(method: str) -> DraftKind:

@@ -19,10 +19,12 @@ from headrace.base.config import EngineConfig, resolve_for_device
 from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.device import resolve_device, set_threads
-from headrace.execution.loading import LoadedModel, Progress, load_model, read_facts
+from headrace.execution.draft_loading import load_with_draft
+from headrace.execution.loading import LoadedModel, Progress, read_facts
 from headrace.execution.profiling import Profiler
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
@@ -38,8 +40,11 @@ logger = logging.getLogger(__name__)
 class LocalExecutor:
     """Runs plans in this process; see `headrace.service.executor.Executor`."""
 
-    def __init__(self, model: DeviceModel, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress):
-        self.facts, self.memory = facts, memory
+    def __init__(
+        self, model: DeviceModel, *, facts: ModelFacts, memory: list[MemoryLine], progress: Progress,
+        speculation: Speculation,
+    ):
+        self.facts, self.memory, self.speculation = facts, memory, speculation
         self._model, self._progress = model, progress
         self._device = model.device
         self._profiler = Profiler(model.device)
@@ -150,7 +155,7 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     threads = set_threads(config.device.threads)
     config = resolve_for_device(config, device.type)
     start_triton(device)
-    loaded = load_model(config, device, progress)
+    loaded = load_with_draft(config, device, progress)
     assembly = Assembly.of(_fit_steps(config, loaded), loaded, device)
     config = assembly.config
     progress("running the largest steps", 0.8)
@@ -174,7 +179,9 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
-    return LocalExecutor(model, facts=facts, memory=memory, progress=progress)
+    return LocalExecutor(
+        model, facts=facts, memory=memory, progress=progress, speculation=assembly.speculation
+    )
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
@@ -193,7 +200,7 @@ def _demand(assembly: Assembly) -> CacheDemand:
     config, loaded = assembly.config, assembly.loaded
     assert config.cache.page_size
     return CacheDemand(
-        loaded.groups, config.cache.page_size, loaded.max_model_len,
+        loaded.cache_groups, config.cache.page_size, loaded.max_model_len,
         is_len_fixed=config.model.max_model_len is not None, max_step_tokens=assembly.max_step_tokens,
         max_rows=assembly.max_rows,
     )

@@ -20,6 +20,7 @@ from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.layers.build import Build
+from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
@@ -51,8 +52,30 @@ GROUPED = ("int8", "int4")
 
 
 @dataclass(frozen=True)
+class LoadedDraft:
+    """A drafter on the target's device. ``groups``: the cache groups of both models, without pages yet; the drafter's
+    layer i is layer ``first_layer + i`` there, in the target's group if that has an equal spec and as many query heads,
+    so that the two share pages and prefixes. ``num_layers``: of both models, layers without cache too."""
+
+    method: str
+    model: DraftModel
+    groups: list[CacheGroup]
+    first_layer: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.first_layer + self.model.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of parameters and buffers of its own."""
+        return count_bytes(self.model)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too."""
+    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too. ``draft``: a
+    drafter for it."""
 
     source: ModelSource
     family: Family
@@ -64,6 +87,18 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     pooling: PoolingPlan | None = None
+    draft: LoadedDraft | None = None
+
+    @property
+    def cache_groups(self) -> list[CacheGroup]:
+        """The groups of the model and its drafter."""
+        return self.groups if self.draft is None else self.draft.groups
+
+    def move(self, device: torch.device) -> None:
+        """Move all weights to another device."""
+        self.model.to(device)
+        if self.draft is not None:
+            self.draft.model.to(device)
 
     @property
     def num_parameters(self) -> int:
@@ -73,7 +108,7 @@ class LoadedModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of parameters and buffers, tied ones once."""
-        return count_bytes(self.model)
+        return count_bytes(self.model) + (0 if self.draft is None else self.draft.num_bytes)
 
 
 def load_model(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:

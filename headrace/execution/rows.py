@@ -15,6 +15,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import RowDraft, RowStart
 from headrace.execution.device import row_query
+from headrace.kernels.sample.reference import uniform
 from headrace.kernels.verify import ACCEPT, PLACE_DRAFTS, RowTensors
 
 IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_PROMPT_LOGPROBS = (
@@ -110,6 +111,24 @@ class Rows:
     ) -> torch.Tensor:
         """Find out which drafts are right, and advance the rows; see `headrace.kernels.verify.ACCEPT`."""
         return self._accept(sampled, entries, positions, self.tensors, most)
+
+    def accept_at_rate(self, rate: float) -> None:
+        """Let drafts be right with this probability each, from now on: for benchmarks, as output is then noise."""
+        accept = self._accept
+
+        def accept_some(
+            sampled: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor, rows: RowTensors, most: int
+        ) -> torch.Tensor:
+            own, offsets = entries
+            is_draft, null_row = offsets > 0, len(rows.last_token) - 1
+            is_right = uniform(own, positions) < rate
+            # A draft is what was sampled at the entry before it, or nothing.
+            drafts = torch.where(is_right, sampled[0].roll(1), -1)
+            target = torch.where(is_draft, own, null_row), (offsets - 1).clamp(min=0)
+            rows.drafts.index_put_(target, drafts)
+            return accept(sampled, entries, positions, rows, most)
+
+        self._accept = accept_some
 
     def release(self, row: int) -> None:
         """Give a row back; harmless when it is free already."""

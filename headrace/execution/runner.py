@@ -17,6 +17,7 @@ from headrace.execution.inputs import InputBuilder
 from headrace.execution.logprobs import PromptScorer
 from headrace.execution.paths import FusedPath, Launch, PlainPath, Sent, StepOutput, StepPath
 from headrace.execution.pooling import Pooler
+from headrace.execution.proposing import Proposer
 from headrace.execution.result import PendingDrafts, PendingSample
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import Sampled, Sampler
@@ -25,6 +26,7 @@ from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import BitmaskFill, GrammarRows
 from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
+from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool, build_pool
@@ -60,7 +62,26 @@ class Runner:
         self.paths: list[StepPath] = [PlainPath(model, self._inputs)]
         if all(backend.fuses_layers for backend in backends):
             self.paths.insert(0, FusedPath(model, self._rows, self._tables))
-        model.bind_cache(*_pages_by_layer(layout, self.pools, num_layers))
+        self._proposer: Proposer | None = None
+        pages, groups = _pages_by_layer(layout, self.pools, num_layers)
+        model.bind_cache(pages[:num_layers], groups[:num_layers])
+
+    def draft_with(
+        self, draft: DraftModel, count: int, *, hidden_size: int, dtype: torch.dtype, max_entries: int
+    ) -> None:
+        """Let a drafter make ``count`` drafts per row behind steps that ask for it. Its layers are the layout's behind
+        those of the model. Captured steps have at most ``max_entries`` decodes."""
+        pages, groups = _pages_by_layer(self.layout, self.pools, self._num_layers + draft.num_layers)
+        draft.bind_cache(pages[self._num_layers :], groups[self._num_layers :])
+        self._proposer = Proposer(
+            draft, count, rows=self._rows, tables=self._tables, layout=self.layout, backends=self._backends,
+            hidden_size=hidden_size, dtype=dtype, max_entries=max_entries,
+        )
+        self.paths[-1] = PlainPath(self._model, self._inputs, self._proposer)
+
+    def accept_at_rate(self, rate: float) -> None:
+        """Let drafts be right at this rate, whatever they are: for benchmarks."""
+        self._rows.accept_at_rate(rate)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingSample:
@@ -117,6 +138,9 @@ class Runner:
         """Unbind the pools from the model, which may get another runner. This one cannot be used afterwards. Graphs go
         too: they hold addresses of the pools, and their own memory."""
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
+        if self._proposer is not None:
+            draft, self._proposer = self._proposer.draft, None
+            draft.bind_cache([None] * draft.num_layers, [None] * draft.num_layers)
         self._captured = None
         self.paths.clear()
 
@@ -124,7 +148,7 @@ class Runner:
         """Run steps of these sizes as graphs from now on; the caller decides when these are recorded."""
         if self._captured is not None:
             del self.paths[: len(self._captured.paths)]  # the captured paths are always in front
-        self._captured = CapturedSteps(sizes, self._model, self._inputs, recorder)
+        self._captured = CapturedSteps(sizes, self._model, self._inputs, recorder, self._proposer)
         self.paths[:0] = self._captured.paths
         return self._captured
 
@@ -229,6 +253,7 @@ def _pages_by_layer(
     layout: CacheLayout, pools: list[Pool], num_layers: int
 ) -> tuple[list[KvPages | None], list[int | None]]:
     """Per model layer its pages and its cache group; None for layers without a KV cache."""
+    num_layers = max(num_layers, 1 + max((layer for group in layout.groups for layer in group.layers), default=0))
     pages: list[KvPages | None] = [None] * num_layers
     group_of_layer: list[int | None] = [None] * num_layers
     for g, (group, pool) in enumerate(zip(layout.groups, pools, strict=True)):

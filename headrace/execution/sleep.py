@@ -17,7 +17,8 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import ModelConfig
 from headrace.base.errors import EngineAsleep, HeadraceError
 from headrace.execution.assembly import Assembly
-from headrace.execution.loading import LoadedModel, Progress, check_alike, load_model
+from headrace.execution.draft_loading import load_with_draft
+from headrace.execution.loading import LoadedModel, Progress, check_alike
 from headrace.execution.runner import Runner
 from headrace.execution.warmup import measure_steps, run_tiny_steps
 
@@ -43,7 +44,7 @@ class DeviceModel:
             if discards_weights:
                 self._loaded = None
             elif self._loaded is not None:
-                self._loaded.model.to(HOST)
+                self._loaded.move(HOST)
         self.released |= set(parts)
         sweep(self.device)
         self._restore(progress)
@@ -67,7 +68,7 @@ class DeviceModel:
         assert self._loaded is not None and "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
-        self._loaded.model.to(HOST)  # two models may not fit the device
+        self._loaded.move(HOST)  # two models may not fit the device
         sweep(self.device)
         fresh = None
         try:
@@ -75,7 +76,7 @@ class DeviceModel:
         finally:
             if fresh is None:
                 sweep(self.device)  # what was loaded of the other model would take the old one's place
-                self._loaded.model.to(self.device)
+                self._loaded.move(self.device)
             else:
                 self._loaded, self.config = fresh, replace(self.config, model=model)
             sweep(self.device)
@@ -87,17 +88,16 @@ class DeviceModel:
         sweep(self.device)
 
     def _load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
-        return load_model(replace(self.config, model=model), self.device, progress)
+        return load_with_draft(replace(self.config, model=model), self.device, progress)
 
     def _load_back(self, progress: Progress) -> None:
         if self._loaded is None:
             self._loaded = self._load(self.config.model, progress)
             return
-        model = self._loaded.model
         try:
-            model.to(self.device)
+            self._loaded.move(self.device)
         except torch.OutOfMemoryError as error:
-            model.to(HOST)
+            self._loaded.move(HOST)
             sweep(self.device)
             raise EngineAsleep(f"the device has no room for the weights: {error}", retry_after=RETRY_AFTER_S) from error
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 
+from headrace.base.speculation import Speculation, SpeculativeOptions
 from headrace.base.step import MAX_DRAFTS, RowDraft
 from headrace.scheduling.request import Request
-from headrace.scheduling.speculation.drafter import TextDrafter
+from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.drafter import TextDrafter, make_text_drafter
 from headrace.scheduling.speculation.policy import Choice, DraftPolicy
 
 FORCED_PROBABILITY = 0.97
@@ -259,3 +261,13 @@ def _fill(mosts: list[int], left: int) -> list[int]:
         counts.append(max(0, min(most, left)))
         left -= counts[-1]
     return counts
+
+
+def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Drafting:
+    """For one engine, whose model is drafted for as ``speculation`` says."""
+    policy = DraftPolicy(StepCosts(), fixed=options.num_fixed)
+    if speculation.device_drafts:
+        return Drafting(policy, device_drafts=speculation.device_drafts)
+    if speculation.method == "off":
+        return Drafting(DraftPolicy(StepCosts()))
+    return Drafting(policy, drafter=make_text_drafter(speculation.method, options))

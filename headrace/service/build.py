@@ -17,6 +17,7 @@ from headrace.base.hooks import HOOKS, RequestUpdate, load_hooks
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
 from headrace.execution.executor import build_executor
+from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -58,7 +59,10 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
     executor = build_executor(config, progress)
     executor.serve_grammars(partial(read_vocabulary, config.model))
     hooks = load_hooks(executor.config)
-    scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout, hooks=hooks)
+    drafting = build_drafting(executor.config.speculation.options, executor.speculation)
+    scheduler = Scheduler(
+        executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks
+    )
     return Engine(scheduler, executor, hooks)
 
 

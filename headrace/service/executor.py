@@ -11,6 +11,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
@@ -38,6 +39,7 @@ class Executor(Protocol):
 
     facts: ModelFacts
     memory: list[MemoryLine]
+    speculation: Speculation
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""

@@ -109,6 +109,13 @@ DRAFT_KINDS.add(
 )
 
 
+def is_draft_kind(method: str) -> bool:
+    """Whether a method names a kind of this package or an installed one."""
+    if method not in DRAFT_KINDS:
+        DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+    return method in DRAFT_KINDS
+
+
 def find_draft_kind(method: str) -> DraftKind:
     """The kind of a method; raises `PluginError` if it is unknown or cannot be loaded."""
     if method not in DRAFT_KINDS:
