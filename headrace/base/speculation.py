@@ -136,10 +136,15 @@ class SpeculativeOptions(Section):
 @dataclass(frozen=True)
 class Speculation:
     """How a loaded model is drafted for. ``method``: a text drafter's name, that of a drafter on the device, or "off";
-    ``device_drafts``: the most drafts per row that the latter makes, 0 without one."""
+    ``device_drafts``: the most drafts per row that the latter makes, 0 without one. ``max_entries``: decodes and drafts
+    that a step may have together. ``step_times`` and ``draft_times`` are ``(decodes, seconds)`` as measured at the
+    start, of a step and of one draft for each; empty where nothing was measured."""
 
     method: str = "off"
     device_drafts: int = 0
+    max_entries: int = 512
+    step_times: tuple[tuple[int, float], ...] = ()
+    draft_times: tuple[tuple[int, float], ...] = ()
 
 
 def _error(message: str, key: str) -> ConfigError:

@@ -77,7 +77,8 @@ class Assembly:
     def speculation(self) -> Speculation:
         """How the model is drafted for; raises `ConfigError`."""
         can_verify = all(backend.verifies_drafts for backend in self.backends)
-        return describe_speculation(self.config, self.loaded, can_verify=can_verify)
+        found = describe_speculation(self.config, self.loaded, can_verify=can_verify)
+        return replace(found, max_entries=self.max_entries if self.has_graphs else self.max_step_tokens)
 
     @property
     def is_pooling(self) -> bool:
@@ -104,7 +105,7 @@ class Assembly:
     @property
     def max_entries(self) -> int:
         """Decode entries of the largest captured step: rows, and their drafts up to `MAX_VERIFIED`."""
-        if self.speculation.method == "off":
+        if self.loaded.draft is None:
             return self.max_rows
         return max(self.max_rows, min(self.max_rows * (1 + MAX_DRAFTS), MAX_VERIFIED, self.max_step_tokens))
 
@@ -173,6 +174,8 @@ class Assembly:
             captured.record_largest()
         else:
             captured.record_all(lambda: progress("capturing graphs", 0.9 + 0.1 * next(done) / len(sizes)))
+        if self.loaded.draft is not None:
+            runner.step_times, runner.draft_times = captured.measure()
         return max(0, free - free_bytes(self.device))
 
 

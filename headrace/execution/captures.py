@@ -140,6 +140,11 @@ class Buckets(Generic[B]):
         """Record a size."""
         self._get(size).record()
 
+    @property
+    def sizes(self) -> list[int]:
+        """Ascending."""
+        return self._sizes
+
     def _get(self, size: int) -> B:
         if size not in self._made:
             self._made[size] = self._make(size)

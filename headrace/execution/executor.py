@@ -179,8 +179,13 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
+    speculation = assembly.speculation
     return LocalExecutor(
-        model, facts=facts, memory=memory, progress=progress, speculation=assembly.speculation
+        model, facts=facts, memory=memory, progress=progress,
+        speculation=replace(
+            speculation, step_times=tuple(model.runner.step_times),
+            draft_times=tuple((size, s / speculation.device_drafts) for size, s in model.runner.draft_times),
+        ),
     )
 
 

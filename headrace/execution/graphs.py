@@ -7,9 +7,11 @@ hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +42,9 @@ busy for longer than its kernels take to launch one by one, some 15 ms, so a gra
 MAX_SPAN = 1024
 """The most tokens of one span in a captured step. A longer one gains more from an attention kernel chosen for its
 length than it loses by launching without a graph."""
+MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of decodes whose time is measured at the start where drafts are made: by these it is decided how many pay."""
+NUM_REPLAYS = 5
 MAX_DECODE_LEN, FEW_DECODES = 4096, 64
 """Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
 for steps with fewer than ``FEW_DECODES`` decodes of which one has more than ``MAX_DECODE_LEN`` keys."""
@@ -240,17 +245,29 @@ class CapturedSteps:
         mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
         # Recorded in this order: logits [B, V] are the largest single tensor, and later graphs reuse its memory.
         self._kinds: list[Buckets[DecodeGraph] | Buckets[MixedGraph] | Buckets[DraftGraph]] = [decodes, mixed]
-        drafts = None
+        self._decodes, self._drafts = decodes, None
         if proposer is not None:
-            drafts = Buckets(sizes.decodes, partial(_make_draft_graph, decodes, proposer, recorder))
-            self._kinds.append(drafts)
-        self.decodes = DecodeGraphPath(decodes, drafts, proposer)
+            self._drafts = Buckets(sizes.decodes, partial(_make_draft_graph, decodes, proposer, recorder))
+            self._kinds.append(self._drafts)
+        self.decodes = DecodeGraphPath(decodes, self._drafts, proposer)
         self.mixed = MixedGraphPath(mixed, model, inputs)
 
     @property
     def paths(self) -> list[StepPath]:
         """Fastest first."""
         return [self.decodes, self.mixed]
+
+    def measure(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Times of decode steps by size, and of drafting behind them: ``(decodes, seconds)`` of some sizes, over
+        padding, which has hardly any keys. Waits for the device."""
+        sizes = self._decodes.sizes
+        chosen = {sizes[bisect_left(sizes, min(size, sizes[-1]))] for size in MEASURED_SIZES}
+        steps, drafts = [], []
+        for size in sorted(chosen):
+            steps.append((size, _time_replay(self._decodes, size)))
+            if self._drafts is not None:
+                drafts.append((size, _time_replay(self._drafts, size)))
+        return steps, drafts
 
     def record_all(self, advance: Callable[[], None]) -> None:
         """Record every bucket; ``advance`` is called after each."""
@@ -270,6 +287,20 @@ class CapturedSteps:
                 buckets.record(size)
                 return True
         return False
+
+
+def _time_replay(buckets: Buckets[Any], size: int) -> float:
+    """Seconds of one replay of a bucket over padding, recorded now if need be."""
+    buckets.record(size)
+    graph = buckets.find(size)
+    assert graph is not None
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(NUM_REPLAYS):
+        graph.run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / NUM_REPLAYS / 1e3
 
 
 def _make_draft_graph(

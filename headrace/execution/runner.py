@@ -63,6 +63,9 @@ class Runner:
         if all(backend.fuses_layers for backend in backends):
             self.paths.insert(0, FusedPath(model, self._rows, self._tables))
         self._proposer: Proposer | None = None
+        # (decodes, seconds) of captured steps and of drafting behind them, where they were measured
+        self.step_times: list[tuple[int, float]] = []
+        self.draft_times: list[tuple[int, float]] = []
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
 

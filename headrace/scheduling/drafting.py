@@ -20,6 +20,7 @@ from headrace.scheduling.speculation.policy import Choice, DraftPolicy
 
 FORCED_PROBABILITY = 0.97
 """That the model spells forced text as its tokenizer would."""
+MAX_ENTRIES = 512
 MAX_GUESSES = 32
 """Requests for which one step asks the text drafter, in turn: hundreds of guesses would take longer than the step."""
 
@@ -73,12 +74,17 @@ class DraftCounters:
 
 class Drafting:
     """``drafter`` guesses from text. ``device_drafts``: the most drafts per row that a drafter on the device makes, 0
-    for none. A guess stays until it is used up or turns out wrong."""
+    for none. ``max_entries``: decodes and drafts of a step together. A guess stays until it is used up or turns out
+    wrong."""
 
-    def __init__(self, policy: DraftPolicy, *, drafter: TextDrafter | None = None, device_drafts: int = 0):
+    def __init__(
+        self, policy: DraftPolicy, *, drafter: TextDrafter | None = None, device_drafts: int = 0,
+        max_entries: int = MAX_ENTRIES,
+    ):
         self.counters = DraftCounters()
         self.num_proposals = device_drafts
         self._policy, self._drafter, self._device_drafts = policy, drafter, device_drafts
+        self._max_entries = max_entries
         self._guesses: dict[Request, Guess] = {}
         self._read_len: dict[Request, int] = {}  # tokens that the drafter has been given, of requests that it knows
         self._followed: set[int] = set()  # keys that the policy knows
@@ -88,6 +94,11 @@ class Drafting:
     def has_drafts(self) -> bool:
         """Whether `choose_lengths` may find anything."""
         return bool(self._guesses or self._device_drafts or self._drafter is not None)
+
+    @property
+    def num_spare(self) -> int:
+        """Positions behind a step's own that the drafter on the device computes."""
+        return self._device_drafts
 
     @property
     def has_device_drafts(self) -> bool:
@@ -138,8 +149,12 @@ class Drafting:
         no request has any draft."""
         if not ready:
             return None
-        counts = self._choose_made(ready, max_tokens) if self._device_drafts else self._choose(ready, max_tokens)
-        return [1 + count for count in counts] if any(counts) else None
+        max_tokens = min(max_tokens, max(self._max_entries, len(ready)))
+        if not self._device_drafts:
+            counts = self._choose(ready, max_tokens)
+            return [1 + count for count in counts] if any(counts) else None
+        counts = self._choose_made(ready, max_tokens)
+        return [1 + count for count in counts] if self.num_proposals else None
 
     def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
         """Of guesses."""
@@ -216,7 +231,7 @@ class Drafting:
             self._follow(request)
             mosts.append(max(0, min(request.num_proposed, request.limit_len - request.planned_len - 1)))
         counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
-        self.num_proposals = min(self._device_drafts, max(counts) + 1) if any(counts) else 0
+        self.num_proposals = self._device_drafts if any(counts) or self._policy.is_fixed else 0
         return counts
 
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
@@ -229,9 +244,7 @@ class Drafting:
                 self._follow(request)
             keys, most = [request.seq for request in newcomers], self._device_drafts
             hoped = self._policy.choose(keys, [most] * len(keys), max_tokens)
-            self.num_proposals = max(hoped)
-        if self._policy.is_fixed:
-            self.num_proposals = self._device_drafts
+            self.num_proposals = most if any(hoped) else 0
         return self.num_proposals
 
     def take_drafts(self, ready: list[Request], lengths: list[int]) -> dict[Request, Verified]:
@@ -265,9 +278,13 @@ def _fill(mosts: list[int], left: int) -> list[int]:
 
 def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Drafting:
     """For one engine, whose model is drafted for as ``speculation`` says."""
-    policy = DraftPolicy(StepCosts(), fixed=options.num_fixed)
+    drafting = StepCosts(speculation.draft_times) if speculation.draft_times else None
+    policy = DraftPolicy(StepCosts(speculation.step_times), fixed=options.num_fixed, drafting=drafting)
     if speculation.device_drafts:
-        return Drafting(policy, device_drafts=speculation.device_drafts)
+        return Drafting(
+            policy, device_drafts=speculation.device_drafts, max_entries=speculation.max_entries
+        )
     if speculation.method == "off":
-        return Drafting(DraftPolicy(StepCosts()))
-    return Drafting(policy, drafter=make_text_drafter(speculation.method, options))
+        return Drafting(DraftPolicy(StepCosts()), max_entries=speculation.max_entries)
+    drafter = make_text_drafter(speculation.method, options)
+    return Drafting(policy, drafter=drafter, max_entries=speculation.max_entries)

@@ -222,11 +222,11 @@ class Planner:
     def _grow_for_drafts(self, sketch: Sketch, ready: list[Request], lengths: list[int]) -> bool:
         """Give every ready request room for so many positions; False, with nothing done, if there are no pages for all
         of them: nobody is retracted for a draft."""
-        ledger = self._ledger
+        ledger, spare = self._ledger, self._drafting.num_spare
         growing = [
             (request, end)
             for request, length in zip(ready, lengths, strict=True)
-            if (end := request.planned_len + length) > request.holding.capacity
+            if (end := min(request.planned_len + length + spare, request.limit_len)) > request.holding.capacity
         ]
         for request, _ in growing:
             ledger.trim(request.holding, request.planned_len - request.num_unsure)
