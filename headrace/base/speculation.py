@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from headrace.base.errors import ConfigError
 from headrace.base.option import Section, option
 from headrace.base.registry import installed_points
+from headrace.base.step import MAX_ENTRIES
 
 OPTION = "speculative_config"
 
@@ -142,7 +143,7 @@ class Speculation:
 
     method: str = "off"
     device_drafts: int = 0
-    max_entries: int = 512
+    max_entries: int = MAX_ENTRIES
     step_times: tuple[tuple[int, float], ...] = ()
     draft_times: tuple[tuple[int, float], ...] = ()
 

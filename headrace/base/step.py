@@ -12,6 +12,8 @@ from headrace.base.sampling import SamplingSpec
 
 MAX_DRAFTS = 32
 """The most drafts of a row that one step verifies."""
+MAX_ENTRIES = 512
+"""The most decodes and drafts of a step together, if it has any drafts."""
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheLayout
 from headrace.base.config import CacheConfig, EngineConfig
 from headrace.base.errors import ConfigError, PluginError
 from headrace.base.speculation import BENCH, Speculation
-from headrace.base.step import MAX_DRAFTS
+from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES
 from headrace.execution.captures import Recorder
 from headrace.execution.device import is_out_of_memory
 from headrace.execution.draft_loading import describe_speculation
@@ -35,8 +35,6 @@ DEFAULT_PAGE_SIZE = 16
 
 DRIVER_BYTES_PER_LAYER = 64 * 2**10
 """Launch parameters and node state of a layer in a captured step: twice what was measured."""
-MAX_VERIFIED = 512
-"""Decode entries up to which steps with drafts are captured: beyond, a GPU is busy enough without drafts."""
 LIBRARY_BYTES = 64 * 2**20
 """Workspace that a matrix library (cuBLAS) allocates for the capture stream."""
 
@@ -78,7 +76,7 @@ class Assembly:
         """How the model is drafted for; raises `ConfigError`."""
         can_verify = all(backend.verifies_drafts for backend in self.backends)
         found = describe_speculation(self.config, self.loaded, can_verify=can_verify)
-        return replace(found, max_entries=self.max_entries if self.has_graphs else self.max_step_tokens)
+        return replace(found, max_entries=self.max_entries if self.has_graphs else MAX_ENTRIES)
 
     @property
     def is_pooling(self) -> bool:
@@ -104,10 +102,10 @@ class Assembly:
 
     @property
     def max_entries(self) -> int:
-        """Decode entries of the largest captured step: rows, and their drafts up to `MAX_VERIFIED`."""
+        """Decode entries of the largest captured step."""
         if self.loaded.draft is None:
             return self.max_rows
-        return max(self.max_rows, min(self.max_rows * (1 + MAX_DRAFTS), MAX_VERIFIED, self.max_step_tokens))
+        return max(self.max_rows, min(self.max_rows * (1 + MAX_DRAFTS), MAX_ENTRIES, self.max_step_tokens))
 
     def graph_sizes(self) -> GraphSizes:
         """Buckets to capture."""

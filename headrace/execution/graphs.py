@@ -21,7 +21,7 @@ from headrace.execution.captures import Buckets, Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
-from headrace.execution.proposing import DraftGraph, Proposer
+from headrace.execution.proposing import ChainGraph, FollowGraph, Proposer
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import SAMPLE_GREEDY
@@ -140,6 +140,40 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         return GroupStep(step, backend)
 
 
+class DraftGraphs:
+    """Drafting behind captured decodes: ``follows`` by number of entries, ``chains`` by number of rows."""
+
+    def __init__(
+        self, sizes: list[int], max_rows: int, decodes: Buckets[DecodeGraph], proposer: Proposer, recorder: Records
+    ):
+        def make_follow(size: int) -> FollowGraph:
+            graph = decodes.find(size)
+            assert graph is not None and graph.size == size
+            return FollowGraph(size, proposer, graph.inputs, recorder)
+
+        self._proposer = proposer
+        self.follows = Buckets(sizes, make_follow)
+        self.chains = Buckets(bucket_sizes(max_rows), lambda size: ChainGraph(size, proposer, recorder))
+
+    def pack(self, step: Step) -> np.ndarray:
+        """The rows of a step of decodes, for the chain's upload."""
+        firsts = step.batch.firsts
+        chain = self.chains.find(len(firsts))
+        assert chain is not None, "a step has no more rows than there are"
+        return chain.pack(step.batch.rows[firsts], firsts)
+
+    def propose(self, size: int, count: int, chain: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Make drafts behind a replay of the bucket of ``size`` with ``count`` entries, of which ``tokens`` [3, count
+        or more] were sampled; ``chain``: as packed."""
+        # Where the sampler chose other tokens than the graph's argmax, these count.
+        self._proposer.sampled[:, :count].copy_(tokens[:, :count])
+        follow, chained = self.follows.find(size), self.chains.find(len(chain) // 2)
+        assert follow is not None and chained is not None
+        follow.run()
+        self._proposer.firsts[:, : chained.size].copy_(chain.view(2, -1))
+        chained.run()
+
+
 class DecodeGraphPath:
     """Decodes alone: replays the smallest graph that holds the requests."""
 
@@ -147,10 +181,9 @@ class DecodeGraphPath:
     is_greedy_sampler = True
 
     def __init__(
-        self, buckets: Buckets[DecodeGraph], drafts: Buckets[DraftGraph] | None = None,
-        proposer: Proposer | None = None,
+        self, buckets: Buckets[DecodeGraph], drafting: DraftGraphs | None = None,
     ):
-        self._buckets, self._drafts, self._proposer = buckets, drafts, proposer
+        self._buckets, self._drafting = buckets, drafting
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
@@ -158,6 +191,8 @@ class DecodeGraphPath:
         if graph is None:
             return None
         upload.add("decodes", graph.pack(step.shape.entries))
+        if StepFeature.DRAFTING in step.features and self._drafting is not None:
+            upload.add("chain", self._drafting.pack(step))
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
@@ -168,18 +203,9 @@ class DecodeGraphPath:
             StepOutput(greedy=greedy) if step.is_greedy
             else StepOutput(logits[:count], graph.inputs.positions[:count])
         )
-        if StepFeature.DRAFTING in step.features:
-            output.propose = partial(self._propose, graph.size, count)
+        if StepFeature.DRAFTING in step.features and self._drafting is not None:
+            output.propose = partial(self._drafting.propose, graph.size, count, sent["chain"])
         return output
-
-    def _propose(self, size: int, count: int, tokens: torch.Tensor) -> None:
-        """Make drafts behind a replay of the bucket of ``size`` with ``count`` entries."""
-        assert self._drafts is not None and self._proposer is not None
-        # Where the sampler chose other tokens than the graph's argmax, these count.
-        self._proposer.sampled[:, :count].copy_(tokens[:, :count])
-        drafts = self._drafts.find(size)
-        assert drafts is not None, "every bucket of decodes has one"
-        drafts.run()
 
 
 class MixedGraph(Capture[torch.Tensor]):
@@ -213,7 +239,9 @@ class MixedGraphPath:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
         decodes = shape.ends[: shape.num_decodes]
         has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > MAX_DECODE_LEN
-        if int(shape.lengths.max()) > MAX_SPAN or has_few_long:
+        # A capture has room for as many requests as there are rows; with drafts there may be more.
+        has_room = len(shape.rows) <= self._inputs.layout.max_rows
+        if int(shape.lengths.max()) > MAX_SPAN or has_few_long or not has_room:
             return None
         return self._buckets.find(shape.num_tokens)
 
@@ -244,12 +272,14 @@ class CapturedSteps:
         decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder, proposer))
         mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
         # Recorded in this order: logits [B, V] are the largest single tensor, and later graphs reuse its memory.
-        self._kinds: list[Buckets[DecodeGraph] | Buckets[MixedGraph] | Buckets[DraftGraph]] = [decodes, mixed]
-        self._decodes, self._drafts = decodes, None
+        self._kinds: list[
+            Buckets[DecodeGraph] | Buckets[MixedGraph] | Buckets[FollowGraph] | Buckets[ChainGraph]
+        ] = [decodes, mixed]
+        self._decodes, self._drafting = decodes, None
         if proposer is not None:
-            self._drafts = Buckets(sizes.decodes, partial(_make_draft_graph, decodes, proposer, recorder))
-            self._kinds.append(self._drafts)
-        self.decodes = DecodeGraphPath(decodes, self._drafts, proposer)
+            self._drafting = DraftGraphs(sizes.decodes, inputs.layout.max_rows, decodes, proposer, recorder)
+            self._kinds += [self._drafting.follows, self._drafting.chains]
+        self.decodes = DecodeGraphPath(decodes, self._drafting)
         self.mixed = MixedGraphPath(mixed, model, inputs)
 
     @property
@@ -265,8 +295,10 @@ class CapturedSteps:
         steps, drafts = [], []
         for size in sorted(chosen):
             steps.append((size, _time_replay(self._decodes, size)))
-            if self._drafts is not None:
-                drafts.append((size, _time_replay(self._drafts, size)))
+            if self._drafting is not None:
+                chains = self._drafting.chains
+                chain = chains.sizes[min(bisect_left(chains.sizes, size), len(chains.sizes) - 1)]
+                drafts.append((size, _time_replay(self._drafting.follows, size) + _time_replay(chains, chain)))
         return steps, drafts
 
     def record_all(self, advance: Callable[[], None]) -> None:
@@ -301,11 +333,3 @@ def _time_replay(buckets: Buckets[Any], size: int) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / NUM_REPLAYS / 1e3
-
-
-def _make_draft_graph(
-    decodes: Buckets[DecodeGraph], proposer: Proposer, recorder: Records, size: int
-) -> DraftGraph:
-    graph = decodes.find(size)
-    assert graph is not None and graph.size == size
-    return DraftGraph(size, proposer, graph.entries, graph.inputs, recorder)

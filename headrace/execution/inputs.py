@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from headrace.base.cache import NULL_PAGE, CacheLayout
+from headrace.base.step import MAX_ENTRIES
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
@@ -24,10 +25,11 @@ NO_POSITION = 2**31
 
 class StaticInputs:
     """The tensors that every step's inputs are slices of; sized for the largest step, overwritten by each. The stream
-    orders these writes behind the forward passes that read them, so one copy serves two steps in flight."""
+    orders these writes behind the forward passes that read them, so one copy serves two steps in flight. A step with
+    drafts has up to `MAX_ENTRIES` requests besides those that prefill."""
 
     def __init__(self, layout: CacheLayout, max_tokens: int, num_entries: int, device: torch.device):
-        groups, rows = len(layout.groups), layout.max_rows
+        groups, rows = len(layout.groups), layout.max_rows + min(MAX_ENTRIES, max_tokens)
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
@@ -149,13 +151,14 @@ class InputBuilder:
     def padded_batch(self, size: int) -> ForwardBatch:
         """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors. Lengths are
         known on the device alone; the host's are bounds."""
-        static, longest = self.static, self.layout.max_model_len
+        static, longest, rows = self.static, self.layout.max_model_len, self.layout.max_rows
         groups = []
         for group, backend in enumerate(self.backends):
             inputs = AttentionInputs(
                 num_tokens=size, num_decodes=0, query_lens_cpu=[], kv_lens_cpu=[], max_query_len=size,
-                max_kv_len=longest, query_start=static.query_start, kv_lens=static.kv_lens,
-                page_table=static.page_tables[group], slots=static.slots[group, :size], has_dynamic_lengths=True,
+                max_kv_len=longest, query_start=static.query_start[: rows + 1], kv_lens=static.kv_lens[:rows],
+                page_table=static.page_tables[group, :rows], slots=static.slots[group, :size],
+                has_dynamic_lengths=True,
             )
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
@@ -26,19 +27,22 @@ from headrace.memory.page_tables import PageTables
 @dataclass(slots=True)
 class Extension:
     """What the drafter computes behind a step, besides what was sampled. ``batch`` of the step's T tokens, with its
-    backends to be prepared again; ``features`` [T, F]; ``entries`` [2, S]; ``at`` [S]: indices in [0, T) of the sampled
-    positions; ``following`` [T]: the token behind each token, as far as the host knows it."""
+    backends to be prepared again; ``features`` [T, F]; ``entries`` [2, S]; ``firsts`` [n]: indices in [0, S) of each
+    row's first; ``at`` [S]: indices in [0, T) of the sampled positions; ``following`` [T]: the token behind each token,
+    as far as the host knows it."""
 
     batch: ForwardBatch
     features: torch.Tensor
     entries: torch.Tensor
+    firsts: torch.Tensor
     at: torch.Tensor
     following: torch.Tensor
 
 
 class Proposer:
     """Makes ``count`` drafts per row with a `DraftModel`. Captured steps of up to ``max_entries`` leave what it reads
-    in ``features`` and ``sampled``."""
+    in ``features`` and ``sampled``. ``firsts`` [2, max_rows]: rows, and the indices of their first entries in a
+    captured step; ``hidden``: the drafter's own states of its entries."""
 
     def __init__(
         self, draft: DraftModel, count: int, *, rows: Rows, tables: PageTables, layout: CacheLayout,
@@ -49,7 +53,16 @@ class Proposer:
         device = rows.tensors.last_token.device
         self._decode_inputs = DECODE_INPUTS.choose(row_query(device))
         self.features = torch.zeros((max_entries, draft.features.count * hidden_size), dtype=dtype, device=device)
-        self.sampled = torch.zeros((3, max_entries), dtype=torch.int64, device=device)
+        # counts of at least 1, so that padding stands for an entry
+        self.sampled = torch.ones((3, max_entries), dtype=torch.int64, device=device)
+        self.firsts = torch.zeros((2, layout.max_rows), dtype=torch.int64, device=device)
+        self.firsts[0] = tables.null_row
+        self.hidden: torch.Tensor | None = None
+
+    @property
+    def null_row(self) -> int:
+        """The row that stands for padding."""
+        return self._tables.null_row
 
     def ask_features(self) -> Features | None:
         """The request for the target's hidden states; None if the drafter reads none."""
@@ -68,28 +81,34 @@ class Proposer:
             batch = replace(batch, token_ids=following)
         hidden = self._run(replace(batch, wanted=None, features=None), extension.features)
         if count:
-            self._chain(hidden, extension.entries, tokens[:, :count], extension.at)
+            own, firsts = extension.entries[0], extension.firsts
+            last = extension.at.index_select(0, firsts + tokens[2].index_select(0, firsts) - 1)
+            self._chain(hidden.index_select(0, last), own.index_select(0, firsts))
 
-    def propose(self, inputs: DecodeInputs, groups: list[GroupStep], entries: torch.Tensor) -> torch.Tensor:
-        """Make drafts behind a captured step of B decode entries [2, B], some of which are padding; returns the drafts
-        of all rows."""
-        size = entries.shape[1]
+    def follow(self, inputs: DecodeInputs, groups: list[GroupStep]) -> torch.Tensor:
+        """Compute the positions of a captured step of B decode entries, some of which are padding; returns their hidden
+        states, which stay in ``hidden``."""
+        size = len(inputs.token_ids)
         token_ids = inputs.token_ids if self.draft.position_shift else self.sampled[0, :size]
         hidden = self._run(ForwardBatch(token_ids, inputs.positions, groups), self.features[:size])
-        self._chain(hidden, entries, self.sampled[:, :size], torch.arange(size, device=entries.device))
+        if self.hidden is None:
+            self.hidden = hidden.new_zeros((self.features.shape[0], hidden.shape[1]))
+        self.hidden[:size].copy_(hidden)
+        return self.hidden
+
+    def chain(self, size: int) -> torch.Tensor:
+        """Make the drafts of ``size`` rows, or fewer and padding, whose first entries are in ``firsts``, once `follow`
+        was run; returns the drafts of all rows."""
+        assert self.hidden is not None, "a captured step was followed before"
+        rows, first = self.firsts[:, :size]
+        self._chain(self.hidden.index_select(0, first + self.sampled[2].index_select(0, first) - 1), rows)
         return self._rows.tensors.drafts
 
     def _run(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         return self.draft.forward(batch, self.draft.combine(features))
 
-    def _chain(self, hidden: torch.Tensor, entries: torch.Tensor, tokens: torch.Tensor, at: torch.Tensor) -> None:
-        """From hidden states [T, D] behind a step to the rows' drafts. Entries that are not their row's first stand for
-        the null row: shapes must not depend on how many there are."""
-        own, offsets = entries
-        is_first = offsets == 0
-        rows = torch.where(is_first, own, self._tables.null_row)
-        last = torch.arange(len(own), device=own.device) + torch.where(is_first, tokens[2] - 1, 0)
-        state = hidden.index_select(0, at.index_select(0, last))
+    def _chain(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+        """From the hidden state [n, D] before each row's last token to the drafts of the rows [n]."""
         drafts, back = self._rows.tensors.drafts, 1 - self.draft.position_shift
         made = 0
         if back:
@@ -127,16 +146,34 @@ class Proposer:
         return steps
 
 
-class DraftGraph(Capture[torch.Tensor]):
-    """Drafting behind captured decodes of one bucket, which it shares the inputs with."""
+class FollowGraph(Capture[torch.Tensor]):
+    """The drafter over the entries of captured decodes of one bucket, which it shares the inputs with."""
 
-    def __init__(
-        self, size: int, proposer: Proposer, entries: torch.Tensor, inputs: DecodeInputs, recorder: Records
-    ):
-        super().__init__(lambda: proposer.propose(inputs, proposer.group_steps(inputs), entries), recorder)
+    def __init__(self, size: int, proposer: Proposer, inputs: DecodeInputs, recorder: Records):
+        super().__init__(lambda: proposer.follow(inputs, proposer.group_steps(inputs)), recorder)
         self.size = size
 
     def record(self) -> None:
         """See `Bucket`."""
         self.run()
 
+
+class ChainGraph(Capture[torch.Tensor]):
+    """The drafts of up to ``size`` rows."""
+
+    def __init__(self, size: int, proposer: Proposer, recorder: Records):
+        super().__init__(lambda: proposer.chain(size), recorder)
+        self.size, self._proposer = size, proposer
+
+    def record(self) -> None:
+        """See `Bucket`."""
+        self._proposer.firsts[0] = self._proposer.null_row
+        self._proposer.firsts[1] = 0
+        self.run()
+
+    def pack(self, rows: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+        """Pad rows [n] and the indices of their first entries to the bucket: [2 * size]."""
+        packed = np.zeros((2, self.size), dtype=np.int64)
+        packed[0] = self._proposer.null_row
+        packed[0, : len(rows)], packed[1, : len(rows)] = rows, firsts
+        return packed.ravel()

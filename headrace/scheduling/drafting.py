@@ -1,6 +1,6 @@
 """`Drafting`: how many drafts each decoding request has verified in the next step, and which.
 
-Drafts are guessed from text (a `TextDrafter`), forced by a grammar, or made by a drafter on the device; in the last
+Drafts are guessed from text (`TextSpeculation`), forced by a grammar, or made by a drafter on the device; in the last
 case a plan only says how many. Refuses: pages (the planner drops drafts that do not fit).
 """
 
@@ -12,17 +12,20 @@ from itertools import islice
 from math import prod
 
 from headrace.base.speculation import Speculation, SpeculativeOptions
-from headrace.base.step import MAX_DRAFTS, RowDraft
+from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES, RowDraft
 from headrace.scheduling.request import Request
 from headrace.scheduling.speculation.costs import StepCosts
-from headrace.scheduling.speculation.drafter import TextDrafter, make_text_drafter
+from headrace.scheduling.speculation.drafter import make_text_drafter
 from headrace.scheduling.speculation.policy import Choice, DraftPolicy
+from headrace.scheduling.speculation.text import TextRow, TextSpeculation
 
 FORCED_PROBABILITY = 0.97
 """That the model spells forced text as its tokenizer would."""
-MAX_ENTRIES = 512
-MAX_GUESSES = 32
-"""Requests for which one step asks the text drafter, in turn: hundreds of guesses would take longer than the step."""
+MAX_ROWS = 64
+"""Requests up to which text is asked for drafts: with more of them, steps are too full to gain much, and the host would
+be kept busy for longer than the device."""
+MAX_NEWCOMERS = 4
+"""Requests that text is first asked for in one step: their prompts are indexed then."""
 
 
 @dataclass(slots=True)
@@ -46,7 +49,8 @@ class Guess:
 
 @dataclass(slots=True)
 class Verified:
-    """The guess of a span in flight: what the plan says, and the probabilities of the drafts."""
+    """The guess of a span in flight: what the plan says, and the probabilities of the drafts, empty if the policy does
+    not hear of them from here."""
 
     draft: RowDraft
     probabilities: list[float]
@@ -73,27 +77,27 @@ class DraftCounters:
 
 
 class Drafting:
-    """``drafter`` guesses from text. ``device_drafts``: the most drafts per row that a drafter on the device makes, 0
+    """``text`` guesses from text. ``device_drafts``: the most drafts per row that a drafter on the device makes, 0
     for none. ``max_entries``: decodes and drafts of a step together. A guess stays until it is used up or turns out
     wrong."""
 
     def __init__(
-        self, policy: DraftPolicy, *, drafter: TextDrafter | None = None, device_drafts: int = 0,
+        self, policy: DraftPolicy, *, text: TextSpeculation | None = None, device_drafts: int = 0,
         max_entries: int = MAX_ENTRIES,
     ):
         self.counters = DraftCounters()
         self.num_proposals = device_drafts
-        self._policy, self._drafter, self._device_drafts = policy, drafter, device_drafts
+        self._policy, self._text, self._device_drafts = policy, text, device_drafts
         self._max_entries = max_entries
-        self._guesses: dict[Request, Guess] = {}
-        self._read_len: dict[Request, int] = {}  # tokens that the drafter has been given, of requests that it knows
+        self._guesses: dict[Request, Guess] = {}  # forced by grammars
+        self._read: dict[Request, Guess] = {}  # from text, for the step that is being planned
+        self._by_key: dict[int, Request] = {}  # those that ``text`` knows
         self._followed: set[int] = set()  # keys that the policy knows
-        self._turn = 0
 
     @property
     def has_drafts(self) -> bool:
         """Whether `choose_lengths` may find anything."""
-        return bool(self._guesses or self._device_drafts or self._drafter is not None)
+        return bool(self._guesses or self._device_drafts or self._text is not None)
 
     @property
     def num_spare(self) -> int:
@@ -114,21 +118,22 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """The request left the running set."""
         self._guesses.pop(request, None)
-        if self._drafter is not None and request in self._read_len:
-            self._read_on(request, self._drafter)
-            self._drafter.stop(request.seq)
-            del self._read_len[request]
+        if self._text is not None and self._by_key.pop(request.seq, None) is not None:
+            self._text.stop(request.seq)
         if request.seq in self._followed:
             self._followed.discard(request.seq)
             self._policy.stop(request.seq)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int, verified: Verified | None) -> None:
         """A span with drafts was committed; called before the request's new tokens are appended."""
-        if verified is not None and not self._was_due(request, verified.draft):
-            self._policy.note_void(num_drafts)
+        is_void = verified is not None and not self._was_due(request, verified.draft)
+        if not is_void:
+            self.counters.note(num_drafts, num_accepted)
+        if request.seq not in self._followed or (verified is not None and not verified.probabilities):
             return
-        self.counters.note(num_drafts, num_accepted)
-        if request.seq in self._followed:
+        if is_void:
+            self._policy.note_void(num_drafts)
+        else:
             probabilities = None if verified is None else verified.probabilities
             self._policy.note(request.seq, num_drafts, num_accepted, probabilities)
 
@@ -157,13 +162,15 @@ class Drafting:
         return [1 + count for count in counts] if self.num_proposals else None
 
     def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
-        """Of guesses."""
+        """Of guesses: what grammars force first, then what text suggests."""
         counts = [0] * len(ready)
-        may_pay = self._policy.pays(len(ready))
-        if not self._guesses and not (may_pay and self._drafter is not None):
-            return counts
-        if may_pay and self._drafter is not None:
-            self._ask(ready, self._drafter)
+        if self._guesses:
+            self._choose_forced(ready, max_tokens, counts)
+        if self._text is not None and len(ready) <= MAX_ROWS:
+            self._choose_text(ready, max_tokens - sum(counts), counts, self._text)
+        return counts
+
+    def _choose_forced(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
         choices, indices = [], []
         for index, request in enumerate(ready):
             if request in self._guesses:
@@ -172,14 +179,33 @@ class Drafting:
                     choices.append(choice)
                     indices.append(index)
         if not choices:
-            return counts
+            return
         if self._policy.is_ready:
             found = self._policy.choose_among(choices, len(ready), max_tokens)
         else:  # nothing was measured: what a grammar forces is as good as certain
             found = _fill([len(choice.probabilities) for choice in choices], max_tokens - len(ready))
         for index, count in zip(indices, found, strict=True):
             counts[index] = count
-        return counts
+
+    def _choose_text(
+        self, ready: list[Request], max_tokens: int, counts: list[int], text: TextSpeculation
+    ) -> None:
+        self._read = {}
+        newcomers = (request for request in ready if request.seq not in self._by_key)
+        for request in islice(newcomers, MAX_NEWCOMERS):
+            self._by_key[request.seq] = request
+            text.start(request.seq, request.tokens, is_private=bool(request.namespace))
+        index_of = {request: index for index, request in enumerate(ready)}
+        rows = []
+        for key in text.due(len(ready)):
+            request = self._by_key[key]
+            if request in index_of and not counts[index_of[request]]:
+                ahead = request.planned_len + 1 - request.known_len
+                rows.append(TextRow(key, ahead, min(MAX_DRAFTS, request.limit_len - request.planned_len - 1)))
+        for guess in text.guess([row for row in rows if row.most > 0], len(ready), max_tokens) if rows else ():
+            request = self._by_key[guess.key]
+            self._read[request] = Guess(guess.start, guess.token_ids, [])
+            counts[index_of[request]] = guess.num_drafts
 
     def _make_choice(self, request: Request) -> Choice | None:
         """The drafts that the request's guess still has, as far as its output may grow."""
@@ -196,33 +222,6 @@ class Drafting:
         known, begin = request.known_len - guess.start, first - guess.start
         lead = prod(guess.probabilities[known:begin])  # that the steps in flight end as guessed
         return Choice(request.seq, guess.probabilities[begin : begin + most], lead)
-
-    def _ask(self, ready: list[Request], drafter: TextDrafter) -> None:
-        """Guess what follows, for requests that have no guess beyond the steps in flight."""
-        self._turn = self._turn % len(ready)
-        asked = 0
-        for request in (*islice(ready, self._turn, None), *islice(ready, self._turn)):
-            if asked == MAX_GUESSES:
-                break
-            guess = self._guesses.get(request)
-            if guess is not None and guess.is_right(request) and guess.end > request.planned_len + 1:
-                continue
-            asked += 1
-            self._read_on(request, drafter)
-            gap = request.planned_len + 1 - request.known_len  # tokens of steps in flight
-            token_ids, probabilities = drafter.propose(request.seq, gap + MAX_DRAFTS)
-            if len(token_ids) > gap:
-                self._guesses[request] = Guess(request.known_len, token_ids, probabilities)
-        self._turn += asked
-
-    def _read_on(self, request: Request, drafter: TextDrafter) -> None:
-        """Give the drafter the request's tokens that it has not seen."""
-        seen = self._read_len.get(request)
-        if seen is None:
-            drafter.start(request.seq, request.tokens.tolist(), is_private=bool(request.namespace))
-        elif seen < request.known_len:
-            drafter.append(request.seq, request.tokens[seen:].tolist())
-        self._read_len[request] = request.known_len
 
     def _choose_made(self, ready: list[Request], max_tokens: int) -> list[int]:
         """Of drafts that the device made in the step before. Rows that it left out once have none any more."""
@@ -251,7 +250,7 @@ class Drafting:
         """The guesses of these spans, for the plan; called before ``planned_len`` advances."""
         found = {}
         for request, length in zip(ready, lengths, strict=True):
-            guess = self._guesses.get(request)
+            guess = self._read.get(request) or self._guesses.get(request)
             if length > 1 and guess is not None:
                 # From the earliest position that the row's last token may have by now, so that the device can compare
                 # that token; up to the last one it may verify if all drafts in flight are right.
@@ -286,5 +285,5 @@ def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Dra
         )
     if speculation.method == "off":
         return Drafting(DraftPolicy(StepCosts()), max_entries=speculation.max_entries)
-    drafter = make_text_drafter(speculation.method, options)
-    return Drafting(policy, drafter=drafter, max_entries=speculation.max_entries)
+    text = TextSpeculation(make_text_drafter(speculation.method, options), policy)
+    return Drafting(policy, text=text, max_entries=speculation.max_entries)
