@@ -230,7 +230,8 @@ class Drafting:
             self._follow(request)
             mosts.append(max(0, min(request.num_proposed, request.limit_len - request.planned_len - 1)))
         counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
-        self.num_proposals = self._device_drafts if any(counts) or self._policy.is_fixed else 0
+        goes_on = any(counts) or self._policy.is_fixed or not self._policy.is_ready
+        self.num_proposals = self._device_drafts if goes_on else 0
         return counts
 
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
