@@ -7,12 +7,13 @@ Refuses: deciding how many pages there are; that is in the layout.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheLayout
 from headrace.base.config import CacheConfig, EngineConfig
@@ -61,7 +62,9 @@ class Assembly:
     def of(cls, config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Assembly:
         """Choose backends, and settle the page size and whether there are graphs."""
         build = Build(device=device, dtype=loaded.dtype)
-        chosen = choose_backends(loaded, build, config.cache, config.device.attention_backend)
+        chosen = choose_backends(
+            loaded.models, loaded.cache_groups, build, config.cache, config.device.attention_backend
+        )
         is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
         is_capturable = is_capturable and (loaded.draft is None or loaded.draft.model.is_capturable)
         graphs = config.device.graphs if is_capturable else "off"
@@ -186,29 +189,29 @@ class _Choice:
 
 
 def choose_backends(
-    loaded: LoadedModel, build: Build, cache: CacheConfig, name: str
+    models: Sequence[nn.Module], groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str
 ) -> ChosenBackends:
     """Take the named attention backend, or the best that can serve each group. The page size is the user's, else the
     one that the first group's backend prefers, else 16."""
     wanted = None if name == "auto" else name
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
-        choices = _choose(loaded, build, page_size, wanted)
+        choices = _choose(models, groups, build, page_size, wanted)
         # A backend is chosen for a page size, and may prefer another: then all groups choose again, for that one.
         preferred = choices[0].preferred_page_size if choices else None
         if cache.page_size is None and preferred is not None and preferred != page_size:
             page_size = preferred
-            choices = _choose(loaded, build, page_size, wanted)
+            choices = _choose(models, groups, build, page_size, wanted)
     except PluginError as error:
         raise ConfigError(f"attention_backend {name}: {error}", param="attention_backend") from error
     return ChosenBackends(page_size, [choice.make() for choice in choices])
 
 
 def _choose(
-    loaded: LoadedModel, build: Build, page_size: int, wanted: str | None
+    models: Sequence[nn.Module], groups: list[CacheGroup], build: Build, page_size: int, wanted: str | None
 ) -> list[_Choice]:
-    by_layer = _attention_by_layer(loaded)
-    return [_choose_one(group, by_layer, build, page_size, wanted) for group in loaded.cache_groups]
+    by_layer = _attention_by_layer(models, groups)
+    return [_choose_one(group, by_layer, build, page_size, wanted) for group in groups]
 
 
 def _choose_one(
@@ -223,11 +226,9 @@ def _choose_one(
     return _Choice(backend.preferred_page_size, lambda: backend(geometry, build.device))
 
 
-def _attention_by_layer(loaded: LoadedModel) -> dict[int, AttentionLayer]:
+def _attention_by_layer(models: Sequence[nn.Module], groups: list[CacheGroup]) -> dict[int, AttentionLayer]:
     """The attention layers of the groups that attention backends read."""
-    groups = [group for group in loaded.cache_groups if group.spec.kind not in CACHE_BACKENDS]
-    cached = sorted(layer for group in groups for layer in group.layers)
-    models = (loaded.model, *(() if loaded.draft is None else (loaded.draft.model,)))
+    cached = sorted(layer for group in groups if group.spec.kind not in CACHE_BACKENDS for layer in group.layers)
     attentions = [module for model in models for module in model.modules() if isinstance(module, AttentionLayer)]
     # By order: the i-th attention module in the model is of the i-th layer with a cache.
     assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"

@@ -6,8 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from headrace.base.cache import join_layers
+from headrace.base.cache import CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, PluginError, WeightError
 from headrace.base.speculation import BENCH, TEXT_METHODS, Speculation, SpeculativeOptions
@@ -22,7 +23,9 @@ from headrace.execution.loading import (
     load_model,
 )
 from headrace.layers.build import Build
+from headrace.layers.draft import DraftModel
 from headrace.layers.quantization.storage import store_fastest
+from headrace.layers.self_attention import AttentionLayer
 from headrace.models.checkpoint import open_weights
 from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget, find_draft_kind, is_draft_kind
 from headrace.models.source import ModelSource, resolve_source
@@ -152,7 +155,7 @@ def _bench_config(target: ModelConfig) -> ModelConfig:
 
 def _bench_source(target: LoadedModel) -> ModelSource:
     """An EAGLE-3 head of the usual size for a target, with random weights: it costs what one costs."""
-    config = {**target.source.config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    config = {**target.source.config, "num_hidden_layers": 1}
     config["draft_vocab_size"] = min(BENCH_VOCABULARY, target.vocab_size)
     count = target.num_layers
     config["eagle_aux_hidden_state_layer_ids"] = [min(2, count), count // 2, max(0, count - 3)]
@@ -160,6 +163,24 @@ def _bench_source(target: LoadedModel) -> ModelSource:
     return ModelSource(
         "bench", "folder", target.source.path, {key: value for key, value in config.items() if key not in dropped}
     )
+
+
+def _find_unlike(target: LoadedModel, model: DraftModel) -> set[CacheSpec]:
+    """Specs of caches that both models have, but with other numbers of query heads: an attention backend serves one
+    number, so they cannot be one group."""
+    spec_of = {layer: group.spec for group in target.groups for layer in group.layers}
+    ours = _count_heads(target.model, [spec_of[layer] for layer in sorted(spec_of)])
+    theirs = _count_heads(model, [spec for spec in model.cache_specs if spec is not None])
+    return {spec for spec in ours.keys() & theirs.keys() if ours[spec] != theirs[spec]}
+
+
+def _count_heads(model: nn.Module, specs: list[CacheSpec]) -> dict[CacheSpec, int]:
+    """Query heads by spec; ``specs`` are those of the layers with a cache. Empty for a family with caches of its own
+    kinds, of which a layer may have several."""
+    attentions = [module for module in model.modules() if isinstance(module, AttentionLayer)]
+    if len(attentions) != len(specs):
+        return {}
+    return {spec: attention.num_heads for spec, attention in zip(specs, attentions, strict=True)}
 
 
 def _find(method: str) -> DraftKind:

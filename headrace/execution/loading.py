@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
@@ -94,11 +95,15 @@ class LoadedModel:
         """The groups of the model and its drafter."""
         return self.groups if self.draft is None else self.draft.groups
 
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The model, and its drafter's if there is one."""
+        return (self.model,) if self.draft is None else (self.model, self.draft.model)
+
     def move(self, device: torch.device) -> None:
         """Move all weights to another device."""
-        self.model.to(device)
-        if self.draft is not None:
-            self.draft.model.to(device)
+        for model in self.models:
+            model.to(device)
 
     @property
     def num_parameters(self) -> int:

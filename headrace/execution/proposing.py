@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headrace.base.cache import CacheLayout
 from headrace.execution.captures import Capture, Records
 from headrace.execution.device import row_query
-from headrace.execution.rows import Rows
+from headrace.execution.inputs import InputBuilder
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
-from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.attention.contract import AttentionInputs
 from headrace.layers.batch import Features, ForwardBatch, GroupStep
 from headrace.layers.draft import DraftModel
-from headrace.memory.page_tables import PageTables
 
 
 @dataclass(slots=True)
@@ -45,18 +43,19 @@ class Proposer:
     captured step; ``hidden``: the drafter's own states of its entries."""
 
     def __init__(
-        self, draft: DraftModel, count: int, *, rows: Rows, tables: PageTables, layout: CacheLayout,
-        backends: list[AttentionBackend], hidden_size: int, dtype: torch.dtype, max_entries: int,
+        self, draft: DraftModel, count: int, inputs: InputBuilder, *, hidden_size: int, dtype: torch.dtype,
+        max_entries: int,
     ):
         self.draft, self.count = draft, count
-        self._rows, self._tables, self._layout, self._backends = rows, tables, layout, backends
-        device = rows.tensors.last_token.device
+        self._rows, self._tables, self._layout = inputs.rows, inputs.tables, inputs.layout
+        self._backends = inputs.backends
+        device = inputs.rows.tensors.last_token.device
         self._decode_inputs = DECODE_INPUTS.choose(row_query(device))
         self.features = torch.zeros((max_entries, draft.features.count * hidden_size), dtype=dtype, device=device)
         # counts of at least 1, so that padding stands for an entry
         self.sampled = torch.ones((3, max_entries), dtype=torch.int64, device=device)
-        self.firsts = torch.zeros((2, layout.max_rows), dtype=torch.int64, device=device)
-        self.firsts[0] = tables.null_row
+        self.firsts = torch.zeros((2, inputs.layout.max_rows), dtype=torch.int64, device=device)
+        self.firsts[0] = inputs.tables.null_row
         self.hidden: torch.Tensor | None = None
 
     @property

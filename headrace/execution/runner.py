@@ -77,8 +77,7 @@ class Runner:
         pages, groups = _pages_by_layer(self.layout, self.pools, self._num_layers + draft.num_layers)
         draft.bind_cache(pages[self._num_layers :], groups[self._num_layers :])
         self._proposer = Proposer(
-            draft, count, rows=self._rows, tables=self._tables, layout=self.layout, backends=self._backends,
-            hidden_size=hidden_size, dtype=dtype, max_entries=max_entries,
+            draft, count, self._inputs, hidden_size=hidden_size, dtype=dtype, max_entries=max_entries
         )
         self.paths[-1] = PlainPath(self._model, self._inputs, self._proposer)
 

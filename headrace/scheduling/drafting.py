@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 
+from headrace.base.messages import SpeculationStats
 from headrace.base.speculation import Speculation, SpeculativeOptions
 from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES, RowDraft
 from headrace.scheduling.request import Request
@@ -58,20 +59,18 @@ class Verified:
 
 @dataclass(slots=True)
 class DraftCounters:
-    """Totals since start: spans that verified drafts, drafts, and those that were right, also by position."""
+    """Totals since start: spans that verified drafts, drafts, and how many were right by position."""
 
     drafts: int = 0
     draft_tokens: int = 0
-    accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """One span."""
         self.drafts += 1
         self.draft_tokens += num_drafts
-        self.accepted_tokens += num_accepted
         positions = self.accepted_per_position
-        positions.extend([0] * (num_accepted - len(positions)))
+        positions.extend([0] * (num_drafts - len(positions)))
         for position in range(num_accepted):
             positions[position] += 1
 
@@ -85,7 +84,7 @@ class Drafting:
         self, policy: DraftPolicy, *, text: TextSpeculation | None = None, device_drafts: int = 0,
         max_entries: int = MAX_ENTRIES,
     ):
-        self.counters = DraftCounters()
+        self._counters = DraftCounters()
         self.num_proposals = device_drafts
         self._policy, self._text, self._device_drafts = policy, text, device_drafts
         self._max_entries = max_entries
@@ -109,6 +108,12 @@ class Drafting:
         """Whether a drafter on the device makes drafts."""
         return self._device_drafts > 0
 
+    def stats(self) -> SpeculationStats:
+        """Counters since start."""
+        counters = self._counters
+        positions = list(counters.accepted_per_position)
+        return SpeculationStats(counters.drafts, counters.draft_tokens, sum(positions), positions)
+
     # -- what is known of a request -----------------------------------------------------------------------------
 
     def guess(self, request: Request, start: int, token_ids: list[int]) -> None:
@@ -128,7 +133,7 @@ class Drafting:
         """A span with drafts was committed; called before the request's new tokens are appended."""
         is_void = verified is not None and not self._was_due(request, verified.draft)
         if not is_void:
-            self.counters.note(num_drafts, num_accepted)
+            self._counters.note(num_drafts, num_accepted)
         if request.seq not in self._followed or (verified is not None and not verified.probabilities):
             return
         if is_void:

@@ -167,10 +167,13 @@ class Scheduler:
         self._flights.append(flight)
         return flight.plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+    def commit(self, plan: StepPlan, result: StepResult, *, seconds: float | None = None) -> list[RequestOutput]:
         """Apply a step's result; returns one output per request that progressed. Results of steps launched before a
-        failure (see `fail`) are ignored."""
+        failure (see `fail`) are ignored. ``seconds``: for how long the device did nothing but this step; by the times
+        of decodes alone it is decided how many drafts pay."""
         flight = self._take_flight(plan)
+        if seconds is not None and plan.num_decodes == len(plan.rows) and self._drafting.has_drafts:
+            self._drafting.note_time(plan.lengths, seconds, plan.num_proposals)
         return [] if flight is None else self._committer.commit(flight, result)
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
@@ -214,12 +217,6 @@ class Scheduler:
         assert flight.plan.step_id == plan.step_id, f"step {plan.step_id} committed before step {flight.plan.step_id}"
         return flight
 
-    def note_time(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long that the device did nothing else meanwhile. By the times of decodes alone it is decided
-        how many drafts pay."""
-        if plan.num_decodes == len(plan.rows) and self._drafting.has_drafts:
-            self._drafting.note_time(plan.lengths, seconds, plan.num_proposals)
-
     # -- state --------------------------------------------------------------------------------------------------
 
     @property
@@ -256,6 +253,7 @@ class Scheduler:
             failed_steps_total=counters.failed_steps,
             steps_total=counters.steps,
             evicted_pages_total=tree.num_evicted,
+            speculation=self._drafting.stats(),
         )
 
     def check(self) -> None:

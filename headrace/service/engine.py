@@ -202,9 +202,8 @@ class Engine:
             now = time.monotonic()
             self._times.note(now - began, sum(plan.lengths))
             # With a step in flight before it, this one began on the device when that was done.
-            self._scheduler.note_time(plan, now - max(began, self._last_result_at))
-            self._last_result_at = now
-            outputs += self._scheduler.commit(plan, result)
+            seconds, self._last_result_at = now - max(began, self._last_result_at), now
+            outputs += self._scheduler.commit(plan, result, seconds=seconds)
 
     def _fail(self, plans: list[StepPlan], error: Exception, outputs: list[RequestOutput]) -> None:
         # Later plans build on tokens and pages of the failed one, so their results are dropped unread; `reset` below

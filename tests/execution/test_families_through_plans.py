@@ -55,7 +55,7 @@ def build(name: str) -> tuple[torch.nn.Module, Runner]:
     ours = family.build_model(spec, where)
     ours.load_weights(theirs.state_dict().items())
     specs = family.cache_specs(spec, "float32")
-    chosen = choose_backends(ours, group_layers(specs), where, CacheConfig(page_size=PAGE_SIZE), "auto")
+    chosen = choose_backends((ours,), group_layers(specs), where, CacheConfig(page_size=PAGE_SIZE), "auto")
     demand = CacheDemand(group_layers(specs), PAGE_SIZE, 96, is_len_fixed=True, max_step_tokens=64, max_rows=4)
     plan = plan_cache(demand, CacheConfig(kv_pages=NUM_PAGES, window_share=1.0), 0)
     layout = CacheLayout(chosen.page_size, 4, plan.max_model_len, plan.groups)

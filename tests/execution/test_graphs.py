@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -19,13 +21,15 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, None, None)
+    inputs = SimpleNamespace(layout=SimpleNamespace(max_rows=300))
+    return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 
 @pytest.mark.parametrize(("decodes", "prefills", "size"), [
     ([], [1], 64), ([5, 9], [62], 64), ([5, 9], [63], 256), ([], [256], 256), ([10] * 200, [500, 500], 2048),
     ([], [MAX_SPAN] * 2, 2048),
     ([], [2049], None), ([], [MAX_SPAN + 1], None), ([50_000], [10], None), ([50_000] * 64, [10], 256),
+    ([10] * 300, [1], None),  # more requests than rows, as with drafts
 ])
 def test_the_smallest_that_holds_the_step(
     captured: CapturedSteps, decodes: list[int], prefills: list[int], size: int | None

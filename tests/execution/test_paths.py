@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from driver import Driver
 from toy import toy_runner
 
@@ -45,13 +44,14 @@ def test_the_plain_path_covers_everything():
     assert isinstance(toy_runner().paths[-1], PlainPath)
 
 
-@pytest.mark.parametrize("path", [FusedPath, DecodeGraphPath])
-def test_paths_of_decodes_cover_no_prefill(path: type[StepPath]):
-    assert path.covers == StepFeature.SAMPLING | StepFeature.GRAMMAR
+def test_paths_of_decodes_cover_no_prefill():
+    assert FusedPath.covers == StepFeature.SAMPLING | StepFeature.GRAMMAR
+    assert DecodeGraphPath.covers == FusedPath.covers | StepFeature.DRAFTING
 
 
 def test_graphs_of_mixed_steps_know_one_text_a_row():
-    assert [feature for feature in EVERY if feature not in MixedGraphPath.covers] == [StepFeature.TEXT_PAIRS]
+    left = [feature for feature in EVERY if feature not in MixedGraphPath.covers]
+    assert left == [StepFeature.DRAFTING, StepFeature.TEXT_PAIRS]
 
 
 def test_the_first_that_covers_the_features_wins():

@@ -159,7 +159,6 @@ FIELDS = {
     "instructions": "The system prompt.",
     "background": "Answer at once, and go on without the client; the response is stored and can be cancelled.",
     "previous_response_id": "Continue this stored response.",
-    "background": "Answer at once; the response is generated without the client, which asks for it by its id.",
     "sampling_params": "How to sample: one object, or one for each prompt.",
     "suffix": "The text after the gap that the output fills, where the model can.",
     "best_of": "Must equal `n`.",

@@ -55,8 +55,7 @@ def generate(folder: Path, config: dict[str, Any], **options: Any) -> tuple[list
     with LLM(str(folder), **{**BASE, **options}, speculative_config=json.dumps(config)) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompt_token_ids=prompts, sampling_params=params)]
         llm.check()
-        counters = llm._client._engine._scheduler._drafting.counters
-        return outputs, (llm.stats().steps_total, counters)
+        return outputs, (llm.stats().steps_total, llm.stats().speculation)
 
 
 def methods(folder: Path, other: Path) -> dict[str, dict[str, Any]]:
@@ -82,9 +81,9 @@ def test_output_is_that_of_no_drafts(folder: Path, other: Path, options: dict[st
         mine, its = drafted[4].logprobs, plain[4].logprobs
         assert [(e.token_id, e.rank, e.top_ids) for e in mine] == [(e.token_id, e.rank, e.top_ids) for e in its], name
         assert [e.logprob for e in mine] == pytest.approx([e.logprob for e in its], abs=1e-4), name
-        assert 0 <= counters.accepted_tokens <= counters.draft_tokens, name
-        assert counters.accepted_tokens or "num_speculative_tokens" not in config, name
-        assert counters.accepted_tokens == sum(counters.accepted_per_position), name
+        assert 0 <= counters.num_accepted_tokens <= counters.num_draft_tokens, name
+        assert counters.num_accepted_tokens or "num_speculative_tokens" not in config, name
+        assert counters.num_accepted_tokens == sum(counters.num_accepted_tokens_per_position), name
         if name == "same model":
             assert fewer < 0.95 * steps, "greedy rows agree with themselves"
 
@@ -95,13 +94,15 @@ def test_a_model_that_drafts_for_itself_is_right(folder: Path):
     with LLM(str(folder), **BASE, speculative_config=json.dumps(config)) as llm:
         params = SamplingParams(max_tokens=61, temperature=0.0, ignore_eos=True)
         llm.generate(prompt_token_ids=prompts[:1], sampling_params=params)
-        counters = llm._client._engine._scheduler._drafting.counters
-        assert counters.accepted_tokens == counters.draft_tokens and llm.stats().steps_total <= 2 + 60 // (DRAFTS + 1)
+        counters = llm.stats().speculation
+        assert counters.num_accepted_tokens == counters.num_draft_tokens
+        assert llm.stats().steps_total <= 2 + 60 // (DRAFTS + 1)
         # a prefix hit brings the drafter's keys as well
         text = prompts[0] * 2
         for prompt in (text, [*text, 9]):
             llm.generate(prompt_token_ids=[prompt], sampling_params=params)
-        assert counters.accepted_tokens >= 0.97 * counters.draft_tokens
+        counters = llm.stats().speculation
+        assert counters.num_accepted_tokens >= 0.97 * counters.num_draft_tokens
 
 
 def test_an_abort_with_drafts_in_flight_leaves_nothing_behind(folder: Path):
