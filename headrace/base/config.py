@@ -196,8 +196,8 @@ class SpeculationConfig(Section):
     speculative_config: str | None = option(
         None,
         "how tokens are guessed that the model then verifies, which changes its speed but not its output, such as "
-        "{\"method\": \"ngram\", \"num_speculative_tokens\": 4}; {\"method\": \"off\"}: not at all; default: "
-        "{\"method\": \"auto\"}, as many as pay; docs/speculation.md lists the keys",
+        "{\"method\": \"ngram\", \"num_speculative_tokens\": 4}, or {\"method\": \"auto\"}: as many as pay; default: "
+        "not at all; docs/speculation.md lists the keys",
         metavar="JSON"
     )
 

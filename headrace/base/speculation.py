@@ -153,9 +153,10 @@ def _error(message: str, key: str) -> ConfigError:
 
 
 def parse_speculative_config(text: str | None) -> SpeculativeOptions:
-    """The options of ``--speculative-config``; raises `ConfigError` naming what is wrong and what is known."""
+    """The options of ``--speculative-config``, without it no drafts; raises `ConfigError` naming what is wrong and what
+    is known."""
     if not text:
-        return SpeculativeOptions()
+        return SpeculativeOptions(method="off")
     try:
         stated = json.loads(text)
     except (ValueError, RecursionError) as error:

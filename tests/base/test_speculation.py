@@ -17,9 +17,10 @@ from headrace.scheduling.speculation.drafter import ENTRY_POINT_GROUP, TEXT_DRAF
 from headrace.service.inventory import Machine, take_inventory
 
 
-def test_the_default_is_auto():
-    assert parse_speculative_config(None) == SpeculativeOptions(method="auto")
-    options = engine_config(model="x").speculation.options
+def test_the_default_is_no_drafts_and_that_of_a_config_auto():
+    assert parse_speculative_config(None) == SpeculativeOptions(method="off")
+    assert engine_config(model="x").speculation.options.method == "off"
+    options = engine_config(model="x", speculative_config="{}").speculation.options
     assert (options.method, options.num_fixed, options.lookup) == ("auto", None, (5, 5))
 
 

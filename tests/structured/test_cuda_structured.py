@@ -60,7 +60,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         # compiles kernels
         llm.generate(["x"] * 3, SamplingParams(grammar=Grammar.json_object(), max_tokens=4, temperature=1.0))
         executor.execute = execute_without_waiting
-        executor._runner._grammars.min_forced = 1000
+        executor._runner._grammars._forces = False
         yield llm
 
 
