@@ -25,6 +25,8 @@ FORCED_PROBABILITY = 0.97
 MAX_ROWS = 64
 """Requests up to which text is asked for drafts: with more of them, steps are too full to gain much, and the host would
 be kept busy for longer than the device."""
+MIN_SHARE = 4
+"""A drafter on the device goes on while at least one draft for so many rows is worth verifying."""
 MAX_NEWCOMERS = 4
 """Requests that text is first asked for in one step: their prompts are indexed then."""
 
@@ -164,7 +166,7 @@ class Drafting:
             counts = self._choose(ready, max_tokens)
             return [1 + count for count in counts] if any(counts) else None
         counts = self._choose_made(ready, max_tokens)
-        return [1 + count for count in counts] if self.num_proposals else None
+        return [1 + count for count in counts] if self.num_proposals or any(counts) else None
 
     def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
         """Of guesses: what grammars force first, then what text suggests."""
@@ -235,7 +237,8 @@ class Drafting:
             self._follow(request)
             mosts.append(max(0, min(request.num_proposed, request.limit_len - request.planned_len - 1)))
         counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
-        goes_on = any(counts) or self._policy.is_fixed or not self._policy.is_ready
+        # The device drafts for all rows or for none, so a few whose drafts would pay are not enough.
+        goes_on = sum(counts) * MIN_SHARE >= len(ready) or self._policy.is_fixed or not self._policy.is_ready
         self.num_proposals = self._device_drafts if goes_on else 0
         return counts
 

@@ -56,7 +56,7 @@ NUMBERS = (
     *(("deadline_s", v) for v in ("0", "-1", "NaN", "1e300", "Infinity")),
     *(("priority", v) for v in ("1e30", "2147483649", "NaN", HUGE_INT)),
     *(("logprobs", v) for v in ("1000000", "-1", "NaN", HUGE_INT)),
-    *(("prompt_logprobs", v) for v in ("1000000000", "-1")),
+    *(("prompt_logprobs", v) for v in ("1000000000", "-2")),
     *(
         ("stop_token_ids", v)
         for v in ("[-1]", "[4294967296]", "[49152]", f"[{HUGE_INT}]", "[NaN]", "[" + "1," * 5000 + "1]")

@@ -23,6 +23,8 @@ from headrace.layers.quantization.storage import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "mixtral", "gpt-oss")
 """Families that are run together, by the beginning of their case's name."""
+APART = ("glm4-moe",)
+"""Not those: shared experts beside the routed ones."""
 
 MIXTURES = tuple(case for case in CASES if case.startswith(("mixtral", "qwen3-moe", "gpt-oss")))
 
@@ -30,7 +32,7 @@ LENGTHS = (1, 5, 23, 9, 14)
 
 
 def is_together(case: str) -> bool:
-    return case.startswith(TOGETHER)
+    return case.startswith(TOGETHER) and not case.startswith(APART)
 
 
 @pytest.fixture(autouse=True)
