@@ -150,11 +150,16 @@ Last *paragraph*."""
 
 async def test_markdown_grows_without_being_made_anew(page, client):
     client.script = MARKDOWN.encode()
+    # it folds as soon as the answer begins, so an observer watches: a look now and then might miss it
+    await page.run("""new MutationObserver(() => {
+        const reasoning = document.querySelector('.reasoning');
+        window.sawReasoning ||= Boolean(reasoning?.open && reasoning.querySelector('strong'));
+    }).observe(document.body, {subtree: true, childList: true, attributes: true, characterData: true})""")
     await say(page, "go")
-    await page.until("document.querySelector('.reasoning')?.open && document.querySelector('.reasoning strong')")
     await page.until("document.querySelector('.turn > .words table')")
     await page.run("document.querySelector('.turn > .words p').isFirst = true")
     await page.until(IDLE)
+    assert await page.run("window.sawReasoning"), "reasoning is open while it is written"
     assert await page.run("document.querySelector('.turn > .words p').isFirst"), "final blocks stay as they are"
     for selector in ("td.align-right code", "ul ul a[rel~=noopener]", "blockquote p", ".code pre code", "p em"):
         assert await page.count(f".turn > .words {selector}") == 1, selector
