@@ -26,8 +26,7 @@ from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import SAMPLE_GREEDY
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
-from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
-from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.batch import ForwardBatch
 from headrace.layers.model import ServedModel
 
 DENSE_BUCKETS = (1, 2, 4)
@@ -93,7 +92,6 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         query = row_query(device)
         self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
         self.inputs = DecodeInputs.allocate(size, inputs.tables.tensor)
-        self._query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     def record(self) -> None:
         """See `Bucket`."""
@@ -115,7 +113,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         # device from ``entries``, the rows' state and the page tables.
         inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
-        groups = [self._group_step(g, backend) for g, backend in enumerate(inputs.backends)]
+        groups = inputs.decode_groups(decodes)
         batch, proposer = ForwardBatch(decodes.token_ids, decodes.positions, groups), self._proposer
         if proposer is not None:
             batch.features = proposer.ask_features()
@@ -127,17 +125,6 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
             if batch.features is not None:
                 proposer.features[: self.size].copy_(batch.features.values)
         return logits, greedy
-
-    def _group_step(self, group: int, backend: AttentionBackend) -> GroupStep:
-        # The host cannot know a replay's lengths: ``longest`` only bounds them, for the choice of kernel and its grid.
-        decodes, longest = self.inputs, self._inputs.layout.max_model_len
-        step = AttentionInputs(
-            num_tokens=self.size, num_decodes=self.size, query_lens_cpu=[1] * self.size,
-            kv_lens_cpu=[longest] * self.size, max_query_len=1, max_kv_len=longest, query_start=self._query_start,
-            kv_lens=decodes.kv_lens, page_table=decodes.page_tables[group], slots=decodes.slots[group],
-        )
-        backend.prepare(step)
-        return GroupStep(step, backend)
 
 
 class DraftGraphs:

@@ -14,6 +14,7 @@ from headrace.base.step import MAX_ENTRIES
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
+from headrace.kernels.verify import DecodeInputs
 from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
@@ -163,6 +164,23 @@ class InputBuilder:
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))
         return ForwardBatch(static.token_ids[:size], static.positions[:size], groups)
+
+    def decode_groups(self, decodes: DecodeInputs) -> list[GroupStep]:
+        """Every cache group over these decodes, its backend prepared. Of lengths the host knows bounds only, for the
+        choice of kernels and their grids; except on a CPU, whose backends read them."""
+        size, longest = len(decodes.token_ids), self.layout.max_model_len
+        is_cpu = decodes.kv_lens.device.type == "cpu"
+        lengths = list(map(int, decodes.kv_lens)) if is_cpu else [longest] * size
+        steps = []
+        for group, backend in enumerate(self.backends):
+            inputs = AttentionInputs(
+                num_tokens=size, num_decodes=size, query_lens_cpu=[1] * size, kv_lens_cpu=lengths, max_query_len=1,
+                max_kv_len=max(lengths), query_start=decodes.query_start, kv_lens=decodes.kv_lens,
+                page_table=decodes.page_tables[group], slots=decodes.slots[group],
+            )
+            backend.prepare(inputs)
+            steps.append(GroupStep(inputs, backend))
+        return steps
 
     def _write(self, shape: StepShape, sent: dict[str, torch.Tensor]) -> None:
         static, num_tokens, num_requests = self.static, shape.num_tokens, len(shape.rows)

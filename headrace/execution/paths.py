@@ -73,8 +73,9 @@ class PlainPath:
         """See `StepPath`."""
         self._inputs.pack(step, upload)
         if StepFeature.DRAFTING in step.features:
-            upload.add("entries", step.batch.entries.ravel())
-            upload.add("firsts", step.batch.firsts)
+            firsts = step.batch.firsts
+            upload.add("firsts", firsts)
+            upload.add("drafted_rows", step.batch.rows[firsts])
         # Pruning gives hidden states [S, D]; prompt logprobs and pooling need [T, D].
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
@@ -96,9 +97,8 @@ class PlainPath:
             output.logits, output.hidden = compute_sampled_logits(self._model, hidden, step, sent), hidden
         if is_drafting and self._proposer is not None:
             features = hidden[:, :0] if batch.features is None else batch.features.values
-            entries = sent["entries"].view(2, -1)
             extension = Extension(
-                batch, features, entries, sent["firsts"], sent["sample_tokens"], sent["following"]
+                batch, features, sent["drafted_rows"], sent["firsts"], sent["sample_tokens"], sent["following"]
             )
             output.propose = partial(self._proposer.extend, extension)
         return output

@@ -17,21 +17,20 @@ from headrace.execution.captures import Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
-from headrace.layers.attention.contract import AttentionInputs
-from headrace.layers.batch import Features, ForwardBatch, GroupStep
+from headrace.layers.batch import Features, ForwardBatch
 from headrace.layers.draft import DraftModel
 
 
 @dataclass(slots=True)
 class Extension:
     """What the drafter computes behind a step, besides what was sampled. ``batch`` of the step's T tokens, with its
-    backends to be prepared again; ``features`` [T, F]; ``entries`` [2, S]; ``firsts`` [n]: indices in [0, S) of each
-    row's first; ``at`` [S]: indices in [0, T) of the sampled positions; ``following`` [T]: the token behind each token,
-    as far as the host knows it."""
+    backends to be prepared again; ``features`` [T, F]; ``rows`` [n] that sample, and ``firsts`` [n]: indices in [0, S)
+    of their first positions; ``at`` [S]: indices in [0, T) of the sampled positions; ``following`` [T]: the token
+    behind each token, as far as the host knows it."""
 
     batch: ForwardBatch
     features: torch.Tensor
-    entries: torch.Tensor
+    rows: torch.Tensor
     firsts: torch.Tensor
     at: torch.Tensor
     following: torch.Tensor
@@ -47,8 +46,7 @@ class Proposer:
         max_entries: int,
     ):
         self.draft, self.count = draft, count
-        self._rows, self._tables, self._layout = inputs.rows, inputs.tables, inputs.layout
-        self._backends = inputs.backends
+        self._inputs, self._rows, self._tables = inputs, inputs.rows, inputs.tables
         device = inputs.rows.tensors.last_token.device
         self._decode_inputs = DECODE_INPUTS.choose(row_query(device))
         self.features = torch.zeros((max_entries, draft.features.count * hidden_size), dtype=dtype, device=device)
@@ -70,7 +68,7 @@ class Proposer:
     @torch.inference_mode()
     def extend(self, extension: Extension, tokens: torch.Tensor) -> None:
         """Make drafts behind a step that was not captured; ``tokens`` [3, S] as of `ACCEPT`."""
-        batch, count = extension.batch, extension.entries.shape[1]
+        batch, count = extension.batch, len(extension.at)
         for group in batch.groups:  # pruning has prepared them for other queries
             group.backend.prepare(group.inputs)
         if not self.draft.position_shift:
@@ -80,76 +78,63 @@ class Proposer:
             batch = replace(batch, token_ids=following)
         hidden = self._run(replace(batch, wanted=None, features=None), extension.features)
         if count:
-            own, firsts = extension.entries[0], extension.firsts
+            rows, firsts = extension.rows, extension.firsts
             last = extension.at.index_select(0, firsts + tokens[2].index_select(0, firsts) - 1)
-            self._chain(hidden.index_select(0, last), own.index_select(0, firsts))
+            self._chain(hidden.index_select(0, last), rows, self.allocate(len(rows)))
 
-    def follow(self, inputs: DecodeInputs, groups: list[GroupStep]) -> torch.Tensor:
+    def follow(self, inputs: DecodeInputs) -> torch.Tensor:
         """Compute the positions of a captured step of B decode entries, some of which are padding; returns their hidden
         states, which stay in ``hidden``."""
         size = len(inputs.token_ids)
         token_ids = inputs.token_ids if self.draft.position_shift else self.sampled[0, :size]
-        hidden = self._run(ForwardBatch(token_ids, inputs.positions, groups), self.features[:size])
+        batch = ForwardBatch(token_ids, inputs.positions, self._inputs.decode_groups(inputs))
+        hidden = self._run(batch, self.features[:size])
         if self.hidden is None:
             self.hidden = hidden.new_zeros((self.features.shape[0], hidden.shape[1]))
         self.hidden[:size].copy_(hidden)
         return self.hidden
 
-    def chain(self, size: int) -> torch.Tensor:
-        """Make the drafts of ``size`` rows, or fewer and padding, whose first entries are in ``firsts``, once `follow`
-        was run; returns the drafts of all rows."""
+    def allocate(self, size: int) -> DecodeInputs:
+        """Room for the inputs of a chain of ``size`` rows."""
+        return DecodeInputs.allocate(size, self._tables.tensor)
+
+    def chain(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Make the drafts of as many rows as ``inputs`` has room for, or fewer and padding, whose first entries are in
+        ``firsts``, once `follow` was run; returns the drafts of all rows."""
         assert self.hidden is not None, "a captured step was followed before"
-        rows, first = self.firsts[:, :size]
-        self._chain(self.hidden.index_select(0, first + self.sampled[2].index_select(0, first) - 1), rows)
+        rows, first = self.firsts[:, : len(inputs.token_ids)]
+        self._chain(self.hidden.index_select(0, first + self.sampled[2].index_select(0, first) - 1), rows, inputs)
         return self._rows.tensors.drafts
 
     def _run(self, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
         return self.draft.forward(batch, self.draft.combine(features))
 
-    def _chain(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """From the hidden state [n, D] before each row's last token to the drafts of the rows [n]."""
+    def _chain(self, state: torch.Tensor, rows: torch.Tensor, inputs: DecodeInputs) -> None:
+        """From the hidden state [n, D] before each row's last token to the drafts of the rows [n]; ``inputs`` are
+        overwritten."""
         drafts, back = self._rows.tensors.drafts, 1 - self.draft.position_shift
         made = 0
         if back:
             drafts[rows, 0] = self.draft.compute_ids(state)
             made = 1
-        inputs = DecodeInputs.allocate(len(rows), self._tables.tensor)
         while made < self.count:
             # The latest draft (or, for a model of its own, first the last token) is the next input.
             chain = torch.stack((rows, torch.full_like(rows, made)))
             self._decode_inputs(
-                chain, self._rows.tensors, self._tables.tensor, self._layout.page_size, inputs, back=back,
-                longest=self._layout.max_model_len,
+                chain, self._rows.tensors, self._tables.tensor, self._inputs.layout.page_size, inputs, back=back,
+                longest=self._inputs.layout.max_model_len,
             )
-            batch = ForwardBatch(inputs.token_ids, inputs.positions, self.group_steps(inputs))
+            batch = ForwardBatch(inputs.token_ids, inputs.positions, self._inputs.decode_groups(inputs))
             state = self.draft.forward(batch, self.draft.recycle(state))
             drafts[rows, made] = self.draft.compute_ids(state)
             made += 1
-
-    def group_steps(self, inputs: DecodeInputs) -> list[GroupStep]:
-        """Every cache group over these decodes, its backend prepared. Of lengths the host knows bounds only, except on
-        a CPU, whose backends read them."""
-        size, longest = len(inputs.token_ids), self._layout.max_model_len
-        is_cpu = inputs.kv_lens.device.type == "cpu"
-        lengths = list(map(int, inputs.kv_lens)) if is_cpu else [longest] * size
-        query_start = torch.arange(size + 1, dtype=torch.int32, device=inputs.token_ids.device)
-        steps = []
-        for group, backend in enumerate(self._backends):
-            step = AttentionInputs(
-                num_tokens=size, num_decodes=size, query_lens_cpu=[1] * size, kv_lens_cpu=lengths,
-                max_query_len=1, max_kv_len=max(lengths), query_start=query_start, kv_lens=inputs.kv_lens,
-                page_table=inputs.page_tables[group], slots=inputs.slots[group],
-            )
-            backend.prepare(step)
-            steps.append(GroupStep(step, backend))
-        return steps
 
 
 class FollowGraph(Capture[torch.Tensor]):
     """The drafter over the entries of captured decodes of one bucket, which it shares the inputs with."""
 
     def __init__(self, size: int, proposer: Proposer, inputs: DecodeInputs, recorder: Records):
-        super().__init__(lambda: proposer.follow(inputs, proposer.group_steps(inputs)), recorder)
+        super().__init__(lambda: proposer.follow(inputs), recorder)
         self.size = size
 
     def record(self) -> None:
@@ -161,7 +146,8 @@ class ChainGraph(Capture[torch.Tensor]):
     """The drafts of up to ``size`` rows."""
 
     def __init__(self, size: int, proposer: Proposer, recorder: Records):
-        super().__init__(lambda: proposer.chain(size), recorder)
+        inputs = proposer.allocate(size)
+        super().__init__(lambda: proposer.chain(inputs), recorder)
         self.size, self._proposer = size, proposer
 
     def record(self) -> None:

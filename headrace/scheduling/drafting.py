@@ -17,7 +17,7 @@ from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES, RowDraft
 from headrace.scheduling.request import Request
 from headrace.scheduling.speculation.costs import StepCosts
 from headrace.scheduling.speculation.drafter import make_text_drafter
-from headrace.scheduling.speculation.policy import Choice, DraftPolicy
+from headrace.scheduling.speculation.policy import Choice, DraftPolicy, fill_up
 from headrace.scheduling.speculation.text import TextRow, TextSpeculation
 
 FORCED_PROBABILITY = 0.97
@@ -46,8 +46,7 @@ class Guess:
 
     def is_right(self, request: Request) -> bool:
         """Whether all tokens known by now are as guessed, and some are left."""
-        known = request.known_len - self.start
-        return 0 <= known < len(self.token_ids) and request.tokens[self.start :].tolist() == self.token_ids[:known]
+        return request.known_len < self.end and _agrees(request, self.start, self.token_ids)
 
 
 @dataclass(slots=True)
@@ -86,29 +85,20 @@ class Drafting:
         self, policy: DraftPolicy, *, text: TextSpeculation | None = None, device_drafts: int = 0,
         max_entries: int = MAX_ENTRIES,
     ):
+        self.device_drafts = device_drafts
         self._counters = DraftCounters()
-        self.num_proposals = device_drafts
-        self._policy, self._text, self._device_drafts = policy, text, device_drafts
+        self._num_proposals = device_drafts
+        self._policy, self._text = policy, text
         self._max_entries = max_entries
         self._guesses: dict[Request, Guess] = {}  # forced by grammars
-        self._read: dict[Request, Guess] = {}  # from text, for the step that is being planned
+        self._chosen: dict[Request, Guess] = {}  # whose drafts the step that is being planned verifies
         self._by_key: dict[int, Request] = {}  # those that ``text`` knows
         self._followed: set[int] = set()  # keys that the policy knows
 
     @property
     def has_drafts(self) -> bool:
         """Whether `choose_lengths` may find anything."""
-        return bool(self._guesses or self._device_drafts or self._text is not None)
-
-    @property
-    def num_spare(self) -> int:
-        """Positions behind a step's own that the drafter on the device computes."""
-        return self._device_drafts
-
-    @property
-    def has_device_drafts(self) -> bool:
-        """Whether a drafter on the device makes drafts."""
-        return self._device_drafts > 0
+        return bool(self._guesses or self.device_drafts or self._text is not None)
 
     def stats(self) -> SpeculationStats:
         """Counters since start."""
@@ -133,7 +123,7 @@ class Drafting:
 
     def note(self, request: Request, num_drafts: int, num_accepted: int, verified: Verified | None) -> None:
         """A span with drafts was committed; called before the request's new tokens are appended."""
-        is_void = verified is not None and not self._was_due(request, verified.draft)
+        is_void = verified is not None and not _agrees(request, verified.draft.start, verified.draft.token_ids)
         if not is_void:
             self._counters.note(num_drafts, num_accepted)
         if request.seq not in self._followed or (verified is not None and not verified.probabilities):
@@ -143,12 +133,6 @@ class Drafting:
         else:
             probabilities = None if verified is None else verified.probabilities
             self._policy.note(request.seq, num_drafts, num_accepted, probabilities)
-
-    @staticmethod
-    def _was_due(request: Request, draft: RowDraft) -> bool:
-        """Whether the guess agreed with what was known before its span."""
-        known = request.known_len - draft.start
-        return known >= 0 and request.tokens[draft.start :].tolist() == draft.token_ids[:known]
 
     def note_time(self, lengths: Sequence[int], seconds: float, num_proposals: int) -> None:
         """A step of decodes alone, with spans of these lengths, took so long."""
@@ -161,12 +145,13 @@ class Drafting:
         no request has any draft."""
         if not ready:
             return None
+        self._chosen = {}
         max_tokens = min(max_tokens, max(self._max_entries, len(ready)))
-        if not self._device_drafts:
+        if not self.device_drafts:
             counts = self._choose(ready, max_tokens)
             return [1 + count for count in counts] if any(counts) else None
         counts = self._choose_made(ready, max_tokens)
-        return [1 + count for count in counts] if self.num_proposals or any(counts) else None
+        return [1 + count for count in counts] if self._num_proposals or any(counts) else None
 
     def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
         """Of guesses: what grammars force first, then what text suggests."""
@@ -180,24 +165,24 @@ class Drafting:
     def _choose_forced(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
         choices, indices = [], []
         for index, request in enumerate(ready):
-            if request in self._guesses:
-                choice = self._make_choice(request)
-                if choice is not None:
-                    choices.append(choice)
-                    indices.append(index)
+            choice = self._make_choice(request) if request in self._guesses else None
+            if choice is not None:
+                choices.append(choice)
+                indices.append(index)
         if not choices:
             return
         if self._policy.is_ready:
             found = self._policy.choose_among(choices, len(ready), max_tokens)
         else:  # nothing was measured: what a grammar forces is as good as certain
-            found = _fill([len(choice.probabilities) for choice in choices], max_tokens - len(ready))
+            found = fill_up([len(choice.probabilities) for choice in choices], max_tokens - len(ready))
         for index, count in zip(indices, found, strict=True):
             counts[index] = count
+            if count:
+                self._chosen[ready[index]] = self._guesses[ready[index]]
 
     def _choose_text(
         self, ready: list[Request], max_tokens: int, counts: list[int], text: TextSpeculation
     ) -> None:
-        self._read = {}
         newcomers = (request for request in ready if request.seq not in self._by_key)
         for request in islice(newcomers, MAX_NEWCOMERS):
             self._by_key[request.seq] = request
@@ -211,7 +196,7 @@ class Drafting:
                 rows.append(TextRow(key, ahead, min(MAX_DRAFTS, request.limit_len - request.planned_len - 1)))
         for guess in text.guess([row for row in rows if row.most > 0], len(ready), max_tokens) if rows else ():
             request = self._by_key[guess.key]
-            self._read[request] = Guess(guess.start, guess.token_ids, [])
+            self._chosen[request] = Guess(guess.start, guess.token_ids, [])
             counts[index_of[request]] = guess.num_drafts
 
     def _make_choice(self, request: Request) -> Choice | None:
@@ -239,27 +224,27 @@ class Drafting:
         counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
         # The device drafts for all rows or for none, so a few whose drafts would pay are not enough.
         goes_on = sum(counts) * MIN_SHARE >= len(ready) or self._policy.is_fixed or not self._policy.is_ready
-        self.num_proposals = self._device_drafts if goes_on else 0
+        self._num_proposals = self.device_drafts if goes_on else 0
         return counts
 
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
         """Drafts per row that the device makes after the next step, for its decodes and for requests that begin to
         decode then; 0 where they are not expected to pay."""
-        if not self._device_drafts:
+        if not self.device_drafts:
             return 0
-        if newcomers and not self.num_proposals and self._policy.pays(num_rows + len(newcomers)):
+        if newcomers and not self._num_proposals and self._policy.pays(num_rows + len(newcomers)):
             for request in newcomers:
                 self._follow(request)
-            keys, most = [request.seq for request in newcomers], self._device_drafts
+            keys, most = [request.seq for request in newcomers], self.device_drafts
             hoped = self._policy.choose(keys, [most] * len(keys), max_tokens)
-            self.num_proposals = most if any(hoped) else 0
-        return self.num_proposals
+            self._num_proposals = most if any(hoped) else 0
+        return self._num_proposals
 
     def take_drafts(self, ready: list[Request], lengths: list[int]) -> dict[Request, Verified]:
         """The guesses of these spans, for the plan; called before ``planned_len`` advances."""
         found = {}
         for request, length in zip(ready, lengths, strict=True):
-            guess = self._read.get(request) or self._guesses.get(request)
+            guess = self._chosen.get(request)
             if length > 1 and guess is not None:
                 # From the earliest position that the row's last token may have by now, so that the device can compare
                 # that token; up to the last one it may verify if all drafts in flight are right.
@@ -275,13 +260,10 @@ class Drafting:
             self._policy.start(request.seq)
 
 
-def _fill(mosts: list[int], left: int) -> list[int]:
-    """As many as allowed, ``left`` together; the first ones win."""
-    counts = []
-    for most in mosts:
-        counts.append(max(0, min(most, left)))
-        left -= counts[-1]
-    return counts
+def _agrees(request: Request, start: int, token_ids: list[int]) -> bool:
+    """Whether the request's tokens from position ``start`` on, as far as they are known, are these."""
+    known = request.known_len - start
+    return known >= 0 and request.tokens[start:].tolist() == token_ids[:known]
 
 
 def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Drafting:

@@ -222,7 +222,7 @@ class Planner:
     def _grow_for_drafts(self, sketch: Sketch, ready: list[Request], lengths: list[int]) -> bool:
         """Give every ready request room for so many positions; False, with nothing done, if there are no pages for all
         of them: nobody is retracted for a draft."""
-        ledger, spare = self._ledger, self._drafting.num_spare
+        ledger, spare = self._ledger, self._drafting.device_drafts
         growing = [
             (request, end)
             for request, length in zip(ready, lengths, strict=True)
@@ -313,7 +313,7 @@ class Planner:
         """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""
         newcomers = sketch.requests[sketch.num_decodes :]
         count = self._drafting.count_proposals(newcomers, sketch.num_decodes, self._limit.tokens)
-        if self._drafting.has_device_drafts:
+        if self._drafting.device_drafts:
             for request, samples in zip(sketch.requests, sketch.samples, strict=True):
                 request.is_warm = request.is_warm and count > 0
                 request.num_proposed = count if request.is_warm and samples else 0

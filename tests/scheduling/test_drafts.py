@@ -6,6 +6,11 @@ import random
 
 import pytest
 
+from headrace.base.config import CacheConfig, SchedulerConfig
+from headrace.scheduling.drafting import Drafting
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.policy import DraftPolicy
 from tests.scheduling.fake_runner import FORCED, make_ask, make_engine, make_layout, run_alone
 
 VOCAB = 50
@@ -98,3 +103,19 @@ def test_an_abort_and_a_failure_with_drafts_in_flight():
     engine.drain()
     engine.scheduler.check()
     assert {output.finish.reason for output in engine.finishes.values()} <= {"abort", "error", "length"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_of_the_device_are_not_replaced_by_guesses_that_nobody_chose(depth: int):
+    layout = make_layout(200, max_model_len=120, max_rows=2)
+    engine = make_engine(layout, vocab=VOCAB, overlap_depth=depth, max_step_tokens=64)
+    config = SchedulerConfig(max_step_tokens=64, overlap_depth=depth, max_running_requests=2)
+    engine.scheduler = Scheduler(
+        config, CacheConfig(), layout, clock=lambda: 0.0,
+        drafting=Drafting(DraftPolicy(StepCosts(), fixed=3), device_drafts=3),
+    )
+    for name in ("a", "b"):
+        engine.add(make_ask(name, [1, 2, 3], 60, seed=ord(name), grammar=FORCED))
+    engine.drain()
+    engine.check_outputs()
+    assert engine.runner.num_accepted > 20 and not any(plan.drafts for plan in engine.plans)

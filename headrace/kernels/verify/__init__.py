@@ -37,14 +37,16 @@ class RowTensors:
 @dataclass(slots=True)
 class DecodeInputs:
     """Inputs of B entries: ``token_ids`` and ``positions`` [B] int64, ``kv_lens`` [B] int32, ``slots`` [G, B] int64,
-    ``page_tables`` [G, B, pages] int32. Allocated once and overwritten by every step, since captured graphs hold the
-    addresses; page-table columns beyond an entry's length keep their old values."""
+    ``page_tables`` [G, B, pages] int32, and ``query_start`` [B + 1] int32, which never changes. Allocated once and
+    overwritten by every step, since captured graphs hold the addresses; page-table columns beyond an entry's length
+    keep their old values."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_lens: torch.Tensor
     slots: torch.Tensor
     page_tables: torch.Tensor
+    query_start: torch.Tensor
 
     @classmethod
     def allocate(cls, size: int, tables: torch.Tensor) -> DecodeInputs:
@@ -55,7 +57,8 @@ class DecodeInputs:
         kv_lens = torch.zeros(size, dtype=torch.int32, device=tables.device)
         slots = torch.zeros((groups, size), dtype=torch.int64, device=tables.device)
         page_tables = torch.zeros((groups, size, pages), dtype=torch.int32, device=tables.device)
-        return cls(token_ids, positions, kv_lens, slots, page_tables)
+        query_start = torch.arange(size + 1, dtype=torch.int32, device=tables.device)
+        return cls(token_ids, positions, kv_lens, slots, page_tables, query_start)
 
 
 DECODE_INPUTS = Operation("decode_inputs kernel")

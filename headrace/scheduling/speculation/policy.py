@@ -174,12 +174,7 @@ class DraftPolicy:
         return SURVIVAL[curve[-1]] if curve and len(curve) == len(probabilities) else 0.0
 
     def _choose_fixed(self, most_per_key: Sequence[int], budget: int) -> list[int]:
-        counts, fixed = [], self._fixed or 0
-        for most in most_per_key:
-            count = max(0, min(fixed, most, budget))
-            budget -= count
-            counts.append(count)
-        return counts
+        return fill_up([min(self._fixed or 0, most) for most in most_per_key], budget)
 
     def _select(self, curves: Sequence[tuple[int, ...]], num_rows: int, budget_entries: int) -> list[int]:
         """Numbers of drafts from curves of survival levels."""
@@ -227,6 +222,15 @@ class DraftPolicy:
             if chosen >= budget:
                 break
         return best
+
+
+def fill_up(mosts: Sequence[int], budget: int) -> list[int]:
+    """As many as each may have, ``budget`` together; the first ones win."""
+    counts = []
+    for most in mosts:
+        counts.append(max(0, min(most, budget)))
+        budget -= counts[-1]
+    return counts
 
 
 def _spread(curves: Sequence[tuple[int, ...]], distinct: Counter[tuple[int, ...]], cut: _Cut) -> list[int]:
