@@ -5,7 +5,6 @@ Refuses: files. ``models/generation.py`` reads what a model states.
 
 from __future__ import annotations
 
-import json
 import math
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError, RequestError
+from headrace.base.option import read_object
 from headrace.base.sampling import SamplingParams
 
 DEFAULT_FIELDS = (
@@ -44,14 +44,7 @@ def parse_generation_override(text: str | None) -> dict[str, int | float]:
     """The fields of ``--override-generation-config``; raises `ConfigError` naming what is wrong and what is known."""
     if not text:
         return {}
-    try:
-        stated = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{OVERRIDE} is no JSON: {error}", param=OVERRIDE) from error
-    if not isinstance(stated, dict):
-        raise ConfigError(
-            f'{OVERRIDE} must be a JSON object, such as {{"temperature": 0.2}}; got {text[:80]}', param=OVERRIDE
-        )
+    stated = read_object(text, OVERRIDE, example='{"temperature": 0.2}')
     for name in stated:
         if name not in DEFAULT_FIELDS:
             near = get_close_matches(name, DEFAULT_FIELDS, n=1)

@@ -1,8 +1,11 @@
-"""`option`: a documented dataclass field. Flags, ``show-config`` and docs are generated from these and nothing else."""
+"""`option`: a documented dataclass field. Flags, ``show-config`` and docs are generated from these and nothing else.
+`read_object`: an option whose text is a JSON object.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -104,3 +107,14 @@ class Section:
             checked = info.check(getattr(self, info.name))
             if checked is not getattr(self, info.name):
                 object.__setattr__(self, info.name, checked)
+
+
+def read_object(text: str, name: str, *, example: str) -> dict[str, Any]:
+    """The JSON object that an option's text is; raises `ConfigError` with an example otherwise."""
+    try:
+        stated = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is no JSON: {error}", param=name) from error
+    if not isinstance(stated, dict):
+        raise ConfigError(f"{name} must be a JSON object, such as {example}; got {text[:80]}", param=name)
+    return stated

@@ -5,12 +5,11 @@ Refuses: files and drafters. Whether a method can draft for the served model is 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option
+from headrace.base.option import Section, option, read_object
 from headrace.base.registry import installed_points
 from headrace.base.step import MAX_ENTRIES
 
@@ -157,14 +156,7 @@ def parse_speculative_config(text: str | None) -> SpeculativeOptions:
     is known."""
     if not text:
         return SpeculativeOptions(method="off")
-    try:
-        stated = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{OPTION} is no JSON: {error}", param=OPTION) from error
-    if not isinstance(stated, dict):
-        raise ConfigError(
-            f'{OPTION} must be a JSON object, such as {{"method": "suffix"}}; got {text[:80]}', param=OPTION
-        )
+    stated = read_object(text, OPTION, example='{"method": "suffix"}')
     known = [item.name for item in fields(SpeculativeOptions)]
     for name in stated:
         if name in _REFUSED:
