@@ -73,24 +73,29 @@ enum class RowForm : int64_t {
   kInt8,          // signed bytes [M, K], a scale per row
   kInt8Tile,      // signed bytes [M / 16, K / 64, 16, 64], a scale per row
   kInt8Group,     // signed bytes, a scale, and the sum of the values that the codes stand for, per row and 32 inputs;
-                  // see GroupRow
+                  // see GroupRows
 };
 
-// A row of kInt8Group: bytes [K], then fine bytes [K], then of each group whether its fine bytes count. Where they do,
-// an input is (128 * byte + fine byte) / 128 scales, else byte * scale and the fine byte is 0. A group whose greatest
-// input is far above that of the row's others would round its other inputs to nothing: it alone gets 15 bits. What a
-// row is rounded to depends on no other row.
-struct GroupRow {
+// Rows of kInt8Group: bytes [M, K], then fine bytes [M, K], then flags [M / 16, groups, 16]: 255 where a group's fine
+// bytes count, else 0, and they are not written. Where they count, an input is (128 * byte + fine byte) / 128 scales,
+// else byte * scale. A group whose greatest input is far above that of the row's others would round its other inputs to
+// nothing: it alone gets 15 bits. What a row is rounded to depends on no other row. M is a multiple of 16.
+struct GroupRows {
   static constexpr int kFineBits = 7;
-  const int8_t *codes, *fine;
-  const uint8_t* is_fine;
+  static constexpr int64_t kRows = 16;
+  int8_t *codes, *fine;
+  uint8_t* is_fine;
 
-  HEADRACE_PACKED_INLINE static int64_t bytes(int64_t padded) {
-    return 2 * padded + (padded / kGroup + 63) / 64 * 64;
+  HEADRACE_PACKED_INLINE static int64_t bytes(int64_t rows, int64_t padded) {
+    return rows * (2 * padded + padded / kGroup);
   }
-  HEADRACE_PACKED_INLINE GroupRow(const void* values, int64_t row, int64_t padded)
-      : codes(static_cast<const int8_t*>(values) + row * bytes(padded)), fine(codes + padded),
-        is_fine(reinterpret_cast<const uint8_t*>(fine + padded)) {}
+  HEADRACE_PACKED_INLINE GroupRows(void* values, int64_t count, int64_t padded)
+      : codes(static_cast<int8_t*>(values)), fine(codes + (count + kRows - 1) / kRows * kRows * padded),
+        is_fine(reinterpret_cast<uint8_t*>(fine + (count + kRows - 1) / kRows * kRows * padded)) {}
+  // Row m's, of its first group; the next group's is 16 bytes on.
+  HEADRACE_PACKED_INLINE uint8_t* flags(int64_t m, int64_t groups) const {
+    return is_fine + m / kRows * kRows * groups + m % kRows;
+  }
 };
 
 struct Input {
@@ -125,7 +130,7 @@ HEADRACE_PACKED_INLINE bool is_tiled(RowForm form) {
 
 HEADRACE_PACKED_INLINE int64_t row_form_bytes(RowForm form, const Weight& weight, int64_t num_rows) {
   const int64_t padded_rows = (num_rows + 15) / 16 * 16;
-  if (form == RowForm::kInt8Group) return padded_rows * GroupRow::bytes(weight.padded());
+  if (form == RowForm::kInt8Group) return GroupRows::bytes(padded_rows, weight.padded());
   const int64_t size = form == RowForm::kFloat32 ? 4 : form <= RowForm::kBfloat16Tile ? 2 : 1;
   return padded_rows * weight.padded() * size;
 }
@@ -138,7 +143,7 @@ namespace headrace {
 struct PackedKernels {
   // The fastest form for this many rows.
   packed::RowForm (*choose_form)(const packed::Weight& weight, int64_t num_rows, bool is_half);
-  // Rows [first, last) of the input into their form; first is a multiple of 16.
+  // Rows [first, last) of the input into their form.
   void (*prepare)(const packed::Weight& weight, const packed::Input& input, const packed::Rows& rows, int64_t first,
                   int64_t last);
   // Rows [first_row, last_row) times panels [first, last), those of gates where there are some; first_row is a multiple

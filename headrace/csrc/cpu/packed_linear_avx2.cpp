@@ -147,12 +147,12 @@ struct Nibbles {
   static void finish(__m256i acc[2]) { finish_small_dots(acc); }
 };
 
-// Adds the products of some codes with R rows, `padded` bytes apart.
+// Adds the products of some codes with R rows, `stride` bytes apart.
 template <int R, class Codes>
-inline void add_products(const Codes& codes, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
+inline void add_products(const Codes& codes, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    codes.add(acc[r], broadcast(x + r * padded));
+    codes.add(acc[r], broadcast(x + r * stride));
     if constexpr (R > 2) settle(acc[r][0], acc[r][1]);
   }
 }
@@ -183,68 +183,81 @@ inline __m256 load_float16(const uint16_t* at) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 }
 
-// Sums of the products of one group of 32 inputs, as integers; returns the words after it.
+// Sums of the products of one group of 32 inputs, as integers.
 template <int R>
-inline const uint32_t* dot_bytes(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
+inline void dot_bytes(const uint32_t* at, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
 #pragma GCC unroll 8
   for (int word = 0; word < 8; ++word, at += kPanel) {
     fetch_ahead(at);
-    add_products<R>(SignedCodes(at), x + 4 * word, padded, acc);
+    add_products<R>(SignedCodes(at), x + 4 * word, stride, acc);
   }
-  return at;
 }
 
 template <class Codes, int R>
-inline const uint32_t* dot_nibbles(const uint32_t* at, const int8_t* x, int64_t padded, __m256i acc[R][2]) {
+inline void dot_nibbles(const uint32_t* at, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
 #pragma GCC unroll 4
   for (int word = 0; word < 4; ++word, at += kPanel) {
     fetch_ahead(at);
     const __m256i low = load(at), high = load(at + 8);
-    add_products<R>(Codes(low, high), x + 8 * word, padded, acc);
-    add_products<R>(Codes(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)), x + 8 * word + 4, padded, acc);
+    add_products<R>(Codes(low, high), x + 8 * word, stride, acc);
+    add_products<R>(Codes(_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)), x + 8 * word + 4, stride, acc);
   }
-  return at;
 }
 
 template <Format F>
 using CodesOf = std::conditional_t<F == Format::kInt8Group, SignedCodes,
                                    std::conditional_t<F == Format::kInt4Group, Nibbles, LookedUpCodes<F>>>;
 
-template <Format F, int R>
-inline const uint32_t* dot_group(const uint32_t* at, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
-  if constexpr (F == Format::kInt8Group) at = dot_bytes<R>(at, x, stride, acc);
-  else at = dot_nibbles<CodesOf<F>, R>(at, x, stride, acc);
-  for (int r = 0; r < R; ++r) CodesOf<F>::finish(acc[r]);
-  return at;
-}
+constexpr int64_t words_of_group(Format format) { return kGroup / (format == Format::kInt8Group ? 4 : 8) * kPanel; }
 
 template <Format F, int R>
-void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  const int64_t padded = weight.padded(), groups = weight.groups(), stride = GroupRow::bytes(padded);
-  const GroupRow row(rows.values, m, padded);
-  const int8_t* x = row.codes;
+inline void dot_group(const uint32_t* at, const int8_t* x, int64_t stride, __m256i acc[R][2]) {
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+  if constexpr (F == Format::kInt8Group) dot_bytes<R>(at, x, stride, acc);
+  else dot_nibbles<CodesOf<F>, R>(at, x, stride, acc);
+  for (int r = 0; r < R; ++r) CodesOf<F>::finish(acc[r]);
+}
+
+// What fine bytes contribute to the sums of the 16 rows from m on; false if none do.
+template <Format F>
+bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+  const int64_t padded = weight.padded(), groups = weight.groups();
+  const GroupRows bytes(rows.values, rows.count, padded);
+  bool has_some = false;
+  over_fine_groups(weight, rows, m, [&](int64_t g, int members) {
+    if (!has_some) has_some = true, std::memset(sums, 0, GroupRows::kRows * sizeof(sums[0]));
+    const uint16_t* const scales = weight.group_scales + (p * groups + g) * kPanel;
+    for (; members; members &= members - 1) {
+      const int64_t r = __builtin_ctz(members);
+      __m256i acc[1][2];
+      dot_group<F, 1>(weight.panel(p) + g * words_of_group(F), bytes.fine + (m + r) * padded + g * kGroup, 0, acc);
+      const __m256 unit = _mm256_set1_ps(rows.scales[(m + r) * groups + g] / (1 << GroupRows::kFineBits));
+      for (int i = 0; i < 2; ++i) {
+        float* const sum = sums[r] + 8 * i;
+        const __m256 by = _mm256_mul_ps(load_float16(scales + 8 * i), unit);
+        _mm256_storeu_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[0][i]), by, _mm256_loadu_ps(sum)));
+      }
+    }
+  });
+  return has_some;
+}
+
+// `fine`: what `sum_fine` has found, from row m on, or null.
+template <Format F, int R>
+void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, const float (*fine)[kPanel],
+                     float sums[][kPanel]) {
+  const int64_t padded = weight.padded(), groups = weight.groups();
+  const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
   const uint32_t* at = weight.panel(p);
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
   const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
   __m256 total[R][2];
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, x += kGroup) {
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < 2; ++i) total[r][i] = fine ? _mm256_loadu_ps(fine[r] + 8 * i) : _mm256_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += words_of_group(F)) {
     __m256i acc[R][2];
-    const uint32_t* const next = dot_group<F, R>(at, x, stride, acc);
-    uint8_t is_fine = 0;
-    for (int r = 0; r < R; ++r) is_fine |= row.is_fine[r * stride + g];
-    float unit = 1.0f;
-    if (is_fine) {  // exact: rows without fine bytes get the same result whatever rows they share registers with
-      __m256i fine[R][2];
-      dot_group<F, R>(at, x + padded, stride, fine);
-      for (int r = 0; r < R; ++r)
-        for (int i = 0; i < 2; ++i)
-          acc[r][i] = _mm256_add_epi32(_mm256_slli_epi32(acc[r][i], GroupRow::kFineBits), fine[r][i]);
-      unit = 1.0f / (1 << GroupRow::kFineBits);
-    }
-    at = next;
+    dot_group<F, R>(at, x, padded, acc);
     __m256 scale[2], least[2];
     for (int i = 0; i < 2; ++i) {
       scale[i] = load_float16(scales + g * kPanel + 8 * i);
@@ -252,7 +265,7 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256 x_scale = _mm256_set1_ps(unit * x_scales[r * groups + g]);
+      const __m256 x_scale = _mm256_broadcast_ss(x_scales + r * groups + g);
       for (int i = 0; i < 2; ++i)
         total[r][i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r][i]), _mm256_mul_ps(scale[i], x_scale), total[r][i]);
     }
@@ -285,11 +298,16 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
 template <Format F>
 void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row,
                           int64_t last_row, int64_t p) {
-  float sums[4][kPanel];
-  for (int64_t m = first_row, count; m < last_row; m += count) {
-    count = rows_at_once(last_row - m, 4);
-    with_rows<4>(count, [&]<int R>() { multiply_groups<F, R>(weight, rows, m, p, sums); });
-    for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
+  float sums[4][kPanel], found[GroupRows::kRows][kPanel];
+  for (int64_t block = first_row; block < last_row; block += GroupRows::kRows) {
+    const int64_t last = block + GroupRows::kRows < last_row ? block + GroupRows::kRows : last_row;
+    const bool has_fine = sum_fine<F>(weight, rows, block, p, found);
+    for (int64_t m = block, count; m < last; m += count) {
+      count = rows_at_once(last - m, 4);
+      const float(*fine)[kPanel] = has_fine ? found + (m - block) : nullptr;
+      with_rows<4>(count, [&]<int R>() { multiply_groups<F, R>(weight, rows, m, p, fine, sums); });
+      for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
+    }
   }
 }
 

@@ -202,57 +202,90 @@ inline void dot_group(const uint32_t* at, int64_t panel, const int8_t* x, int64_
   }
 }
 
-// Adds what a group contributes to the totals: integer sums, times `unit`, times the scales of weight and row.
-template <Format F, int R, int P, int C>
-inline void add_group(const __m512i (&acc)[R][P][C], const uint16_t* scales, const uint16_t* mins, int64_t groups,
-                      const float* x_scales, const float* x_sums, float unit, __m512 (&total)[R][P]) {
-  HEADRACE_EACH(q, P) {
-    __m512 scale = load_float16(scales + q * groups * kPanel);
-    __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + q * groups * kPanel);
-    if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
-    if (unit != 1.0f) scale = _mm512_mul_ps(scale, _mm512_set1_ps(unit));
-    HEADRACE_EACH(r, R) {
-      const __m512 dots = _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[r][q][0], acc[r][q][C - 1]) : acc[r][q][0]);
-      total[r][q] = _mm512_fmadd_ps(dots, _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups])), total[r][q]);
-      total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups]), total[r][q]);
-    }
-  }
+template <int C>
+inline __m512 dots_of(const __m512i (&acc)[C]) {
+  return _mm512_cvtepi32_ps(C > 1 ? _mm512_add_epi32(acc[0], acc[C - 1]) : acc[0]);
 }
 
+constexpr int64_t words_of_group(Format format) { return kGroup / (format == Format::kInt8Group ? 4 : 8) * kPanel; }
+
+// What fine bytes contribute to the sums [P, 16, 16] of the 16 rows from m on and P panels from p on; false if none do.
+// Few groups have some: their codes are unpacked once for the rows that do.
+template <Format F, int P>
+bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+  const int64_t padded = weight.padded(), groups = weight.groups(), panel = groups * words_of_group(F);
+  const GroupRows bytes(rows.values, rows.count, padded);
+  bool has_some = false;
+  over_fine_groups(weight, rows, m, [&](int64_t g, int members) {
+    if (!has_some) {
+      has_some = true;
+      HEADRACE_EACH(i, P * GroupRows::kRows) _mm512_storeu_ps(sums[i], _mm512_setzero_ps());
+    }
+    const uint32_t* const at = weight.words + p * panel + g * words_of_group(F);
+    __m512i codes[P][8];
+    __m512 scale[P];
+    HEADRACE_EACH(q, P) {
+      HEADRACE_EACH(k, 4) {
+        if constexpr (F == Format::kInt8Group) {
+          codes[q][2 * k] = load_shifted<2>(at + q * panel + 2 * k * kPanel);
+          codes[q][2 * k + 1] = load_shifted<2>(at + q * panel + (2 * k + 1) * kPanel);
+        } else {
+          const __m512i words = load<2>(at + q * panel + k * kPanel);
+          codes[q][2 * k] = codes_of<F>(words), codes[q][2 * k + 1] = codes_of<F>(_mm512_srli_epi16(words, 4));
+        }
+      }
+      scale[q] = _mm512_mul_ps(load_float16(weight.group_scales + ((p + q) * groups + g) * kPanel),
+                               _mm512_set1_ps(1.0f / (1 << GroupRows::kFineBits)));
+    }
+    for (; members; members &= members - 1) {
+      const int64_t r = __builtin_ctz(members);
+      const int8_t* const x = bytes.fine + (m + r) * padded + g * kGroup;
+      const __m512 x_scale = _mm512_set1_ps(rows.scales[(m + r) * groups + g]);
+      __m512i acc[P][2];
+      HEADRACE_EACH(q, P) acc[q][0] = acc[q][1] = _mm512_setzero_si512();
+      HEADRACE_EACH(k, 8) {
+        const __m512i value = broadcast_word(x + 4 * k);
+        HEADRACE_EACH(q, P) acc[q][k % 2] = _mm512_dpbusd_epi32(acc[q][k % 2], codes[q][k], value);
+      }
+      HEADRACE_EACH(q, P) {
+        float* const sum = sums[q * GroupRows::kRows + r];
+        const __m512 by = _mm512_mul_ps(scale[q], x_scale);
+        _mm512_storeu_ps(sum, _mm512_fmadd_ps(dots_of(acc[q]), by, _mm512_loadu_ps(sum)));
+      }
+    }
+  });
+  return has_some;
+}
+
+// `fine`: what `sum_fine` has found, from row m on, or null.
 template <Format F, int R, int P>
-void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = R * P < 8 ? 2 : 1;
-  const int64_t padded = weight.padded(), groups = weight.groups(), panel = weight.num_words() * kPanel,
-                stride = GroupRow::bytes(padded);
-  const GroupRow row(rows.values, m, padded);
-  const int8_t* x = row.codes;
+void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, const float (*fine)[kPanel],
+                     float sums[][kPanel]) {
+  constexpr int C = R * P < 8 || (R * P == 8 && F != Format::kInt8Group) ? 2 : 1;
+  const int64_t padded = weight.padded(), groups = weight.groups(), panel = groups * words_of_group(F);
+  const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
-  const uint32_t* at = weight.panel(p);
+  const uint32_t* at = weight.words + p * panel;
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
   const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
   __m512 total[R][P];
   HEADRACE_EACH(r, R)
-    HEADRACE_EACH(q, P) total[r][q] = _mm512_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += kGroup / (F == Format::kInt8Group ? 4 : 8) * kPanel) {
+    HEADRACE_EACH(q, P)
+    total[r][q] = fine ? _mm512_loadu_ps(fine[q * GroupRows::kRows + r]) : _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g, x += kGroup, at += words_of_group(F)) {
     __m512i acc[R][P][C];
-    dot_group<F, R, P, C>(at, panel, x, stride, acc);
-    uint8_t is_fine = 0;
-    HEADRACE_EACH(r, R) is_fine |= row.is_fine[r * stride + g];
-    const uint16_t *own_scales = scales + g * kPanel, *own_mins = mins == nullptr ? nullptr : mins + g * kPanel;
-    if (!is_fine) {
-      add_group<F, R, P, C>(acc, own_scales, own_mins, groups, x_scales + g, x_sums + g, 1.0f, total);
-      continue;
+    dot_group<F, R, P, C>(at, panel, x, padded, acc);
+    HEADRACE_EACH(q, P) {
+      const int64_t place = (q * groups + g) * kPanel;
+      const __m512 scale = load_float16(scales + place);
+      __m512 least = mins == nullptr ? _mm512_setzero_ps() : load_float16(mins + place);
+      if constexpr (shift_of(F) != 0) least = _mm512_fmadd_ps(scale, _mm512_set1_ps(-shift_of(F)), least);
+      HEADRACE_EACH(r, R) {
+        const __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * groups + g]));
+        total[r][q] = _mm512_fmadd_ps(dots_of(acc[r][q]), by, total[r][q]);
+        total[r][q] = _mm512_fmadd_ps(least, _mm512_set1_ps(x_sums[r * groups + g]), total[r][q]);
+      }
     }
-    // Integers and powers of two are exact, so rows without fine bytes get the same result whatever rows share registers
-    // with them.
-    __m512i fine[R][P][C];
-    dot_group<F, R, P, C>(at, panel, x + padded, stride, fine);
-    HEADRACE_EACH(r, R)
-      HEADRACE_EACH(q, P)
-        HEADRACE_EACH(c, C)
-        acc[r][q][c] = _mm512_add_epi32(_mm512_slli_epi32(acc[r][q][c], GroupRow::kFineBits), fine[r][q][c]);
-    add_group<F, R, P, C>(acc, own_scales, own_mins, groups, x_scales + g, x_sums + g, 1.0f / (1 << GroupRow::kFineBits),
-                          total);
   }
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P) _mm512_storeu_ps(sums[q * R + r], total[r][q]);
@@ -284,7 +317,8 @@ constexpr int kPairRows = 8,
 constexpr int64_t kLeastPairRows = 32;            // from which panels are read from memory seldom enough
 
 template <int R, int P>
-void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p) {
+void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p,
+                   const float (*fine)[kPanel]) {
   alignas(64) float sums[P * R][kPanel];
   if constexpr (P == 1 || R == kPairRows) {
     if (weight.format == Format::kFloat32) multiply_floats<false, R, P>(weight, rows, m, p, sums);
@@ -293,47 +327,79 @@ void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, in
     else if (weight.format == Format::kBfloat16) multiply_floats<true, R, P>(weight, rows, m, p, sums);
   }
   if constexpr (P == 1 || R == kGroupPairRows) {
-    if (weight.format == Format::kInt8Group) multiply_groups<Format::kInt8Group, R, P>(weight, rows, m, p, sums);
-    else if (weight.format == Format::kInt4Group) multiply_groups<Format::kInt4Group, R, P>(weight, rows, m, p, sums);
-    else if (weight.format == Format::kE2m1Group) multiply_groups<Format::kE2m1Group, R, P>(weight, rows, m, p, sums);
-    else if (weight.format == Format::kIq4Group) multiply_groups<Format::kIq4Group, R, P>(weight, rows, m, p, sums);
+    if (weight.format == Format::kInt8Group) multiply_groups<Format::kInt8Group, R, P>(weight, rows, m, p, fine, sums);
+    else if (weight.format == Format::kInt4Group)
+      multiply_groups<Format::kInt4Group, R, P>(weight, rows, m, p, fine, sums);
+    else if (weight.format == Format::kE2m1Group)
+      multiply_groups<Format::kE2m1Group, R, P>(weight, rows, m, p, fine, sums);
+    else if (weight.format == Format::kIq4Group)
+      multiply_groups<Format::kIq4Group, R, P>(weight, rows, m, p, fine, sums);
   }
   for (int q = 0; q < P; ++q)
     for (int r = 0; r < R; ++r) store_sums(weight, out, m + r, p + q, sums[q * R + r]);
 }
 
-// One panel.
-void multiply_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
-                    int64_t p) {
+// Rows [first_row, last_row), at most 16, of one panel.
+void multiply_few(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+                  int64_t p, const float (*fine)[kPanel]) {
   for (int64_t m = first_row, count; m < last_row; m += count) {
     const int64_t left = last_row - m, times = (left + kMostRows - 1) / kMostRows;
+    const float(*own)[kPanel] = fine ? fine + (m - first_row) : nullptr;
     count = (left + times - 1) / times;
     switch (count) {
-      case 1: multiply_rows<1, 1>(weight, rows, out, m, p); break;
-      case 2: multiply_rows<2, 1>(weight, rows, out, m, p); break;
-      case 3: multiply_rows<3, 1>(weight, rows, out, m, p); break;
-      case 4: multiply_rows<4, 1>(weight, rows, out, m, p); break;
-      case 5: multiply_rows<5, 1>(weight, rows, out, m, p); break;
-      case 6: multiply_rows<6, 1>(weight, rows, out, m, p); break;
-      case 7: multiply_rows<7, 1>(weight, rows, out, m, p); break;
-      default: multiply_rows<8, 1>(weight, rows, out, m, p);
+      case 1: multiply_rows<1, 1>(weight, rows, out, m, p, own); break;
+      case 2: multiply_rows<2, 1>(weight, rows, out, m, p, own); break;
+      case 3: multiply_rows<3, 1>(weight, rows, out, m, p, own); break;
+      case 4: multiply_rows<4, 1>(weight, rows, out, m, p, own); break;
+      case 5: multiply_rows<5, 1>(weight, rows, out, m, p, own); break;
+      case 6: multiply_rows<6, 1>(weight, rows, out, m, p, own); break;
+      case 7: multiply_rows<7, 1>(weight, rows, out, m, p, own); break;
+      default: multiply_rows<8, 1>(weight, rows, out, m, p, own);
     }
+  }
+}
+
+template <int P>
+bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+  switch (weight.format) {
+    case Format::kInt8Group: return sum_fine<Format::kInt8Group, P>(weight, rows, m, p, sums);
+    case Format::kInt4Group: return sum_fine<Format::kInt4Group, P>(weight, rows, m, p, sums);
+    case Format::kE2m1Group: return sum_fine<Format::kE2m1Group, P>(weight, rows, m, p, sums);
+    case Format::kIq4Group: return sum_fine<Format::kIq4Group, P>(weight, rows, m, p, sums);
+    default: return false;
+  }
+}
+
+// P panels from p on.
+template <int P>
+void multiply_panels(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
+                     int64_t p) {
+  constexpr int64_t kRows = GroupRows::kRows;
+  alignas(64) float sums[P * kRows][kPanel];
+  for (int64_t m = first_row; m < last_row; m += kRows) {
+    const int64_t last = m + kRows < last_row ? m + kRows : last_row;
+    const float(*fine)[kPanel] = sum_fine<P>(weight, rows, m, p, sums) ? sums : nullptr;
+    if (P == 2 && last - m == kRows) {
+      if (weight.format < Format::kInt8Group) {
+        for (int64_t r = 0; r < kRows; r += kPairRows)
+          multiply_rows<kPairRows, 2>(weight, rows, out, m + r, p, nullptr);
+      } else {
+        for (int64_t r = 0; r < kRows; r += kGroupPairRows)
+          multiply_rows<kGroupPairRows, 2>(weight, rows, out, m + r, p, fine ? fine + r : nullptr);
+      }
+      continue;
+    }
+    for (int q = 0; q < P; ++q)
+      multiply_few(weight, rows, out, m, last, p + q, fine ? fine + q * kRows : nullptr);
   }
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
               int64_t first, int64_t last) {
-  const bool is_grouped = weight.format >= Format::kInt8Group;
-  const int64_t height = is_grouped ? kGroupPairRows : kPairRows;
   int64_t p = first;
-  for (; p + 2 <= last && last_row - first_row >= kLeastPairRows; p += 2) {
-    int64_t m = first_row;
-    for (; m + height <= last_row; m += height)
-      is_grouped ? multiply_rows<kGroupPairRows, 2>(weight, rows, out, m, p)
-                 : multiply_rows<kPairRows, 2>(weight, rows, out, m, p);
-    multiply_panel(weight, rows, out, m, last_row, p), multiply_panel(weight, rows, out, m, last_row, p + 1);
-  }
-  for (; p < last; ++p) multiply_panel(weight, rows, out, first_row, last_row, p);
+  for (; p + 2 <= last && last_row - first_row >= kLeastPairRows; p += 2)
+    multiply_panels<2>(weight, rows, out, first_row, last_row, p);
+  for (; p < last; ++p) multiply_panels<1>(weight, rows, out, first_row, last_row, p);
 }
 
 }  // namespace

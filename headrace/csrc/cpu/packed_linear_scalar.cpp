@@ -25,22 +25,26 @@ float multiply_floats(const Weight& weight, const float* x, const uint32_t* pane
 }
 
 float multiply_codes(const Weight& weight, const Rows& rows, int64_t m, int64_t p, int64_t i) {
-  const int8_t* x = static_cast<const int8_t*>(rows.values) + m * weight.padded();
-  const GroupRow row(rows.values, m, weight.padded());
   const uint32_t* panel = weight.panel(p);
   const int64_t per_word = inputs_per_word(weight.format), groups = weight.groups();
   if (weight.format == Format::kInt8) {
+    const int8_t* x = static_cast<const int8_t*>(rows.values) + m * weight.padded();
     int32_t sum = 0;
     for (int64_t k = 0; k < weight.padded(); ++k)
       sum += x[k] * code_of(weight.format, panel[k / per_word * kPanel + i], k);
     return static_cast<float>(sum) * rows.scales[m] * weight.scales[p * kPanel + i];
   }
+  const GroupRows bytes(rows.values, rows.count, weight.padded());
+  const uint8_t* const flags = bytes.flags(m, groups);
   float total = 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
     int32_t sum = 0;
-    constexpr int32_t kUnit = 1 << GroupRow::kFineBits;
+    constexpr int32_t kUnit = 1 << GroupRows::kFineBits;
+    const int64_t row = m * weight.padded();
+    const bool is_fine = flags[g * GroupRows::kRows];
     for (int64_t k = g * kGroup; k < (g + 1) * kGroup; ++k)
-      sum += (kUnit * row.codes[k] + row.fine[k]) * code_of(weight.format, panel[k / per_word * kPanel + i], k);
+      sum += (kUnit * bytes.codes[row + k] + (is_fine ? bytes.fine[row + k] : 0)) *
+             code_of(weight.format, panel[k / per_word * kPanel + i], k);
     const int64_t at = (p * groups + g) * kPanel + i;
     total += static_cast<float>(sum) *
              (rows.scales[m * groups + g] / kUnit * float16_to_float(weight.group_scales[at]));

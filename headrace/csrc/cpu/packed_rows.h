@@ -8,6 +8,10 @@
 
 #include "packed_linear.h"
 
+#ifndef HEADRACE_IS_SCALAR
+#include <immintrin.h>
+#endif
+
 namespace headrace::HEADRACE_ISA {
 namespace {
 
@@ -63,6 +67,13 @@ inline void read_row(const Input& input, int64_t row, int64_t inputs, int64_t pa
   if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(float));
 }
 
+// The same, in `room` where it does not lie in memory so.
+inline const float* floats_of(const Input& input, int64_t row, int64_t inputs, int64_t padded, float* room) {
+  if (!input.is_half && padded == inputs) return static_cast<const float*>(input.data) + row * input.stride;
+  read_row(input, row, inputs, padded, room);
+  return room;
+}
+
 // The same as bfloat16.
 inline void read_half_row(const Input& input, int64_t row, int64_t inputs, int64_t padded, uint16_t* out) {
   if (input.is_half) {
@@ -74,6 +85,31 @@ inline void read_half_row(const Input& input, int64_t row, int64_t inputs, int64
   if (padded > inputs) std::memset(out + inputs, 0, (padded - inputs) * sizeof(uint16_t));
 }
 
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+// Magnitude of the largest of `count` floats, a multiple of 16; not finite if one of them is not.
+inline float largest_of(const float* x, int64_t count) {
+  __m512i top = _mm512_setzero_si512();  // floats without sign order as integers do
+  for (int64_t k = 0; k < count; k += 16)
+    top = _mm512_max_epi32(top, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi32(0x7fffffff)));
+  const int32_t bits = _mm512_reduce_max_epi32(top);
+  float most;
+  std::memcpy(&most, &bits, 4);
+  return most;
+}
+
+// Symmetric 8-bit codes of `count` floats, of which `most` is the largest magnitude; returns the scale.
+inline float quantise(const float* x, int64_t count, float most, int8_t* codes, int32_t* sum) {
+  const __m512 inverse = _mm512_set1_ps(most > 1e-30f ? 127.0f / most : 0.0f);
+  __m512i total = _mm512_setzero_si512();
+  for (int64_t k = 0; k < count; k += 16) {
+    const __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtepi32_epi8(code));
+    total = _mm512_add_epi32(total, code);
+  }
+  *sum = _mm512_reduce_add_epi32(total);
+  return most / 127.0f;
+}
+#else
 // Magnitude of the largest of `count` floats; not finite if one of them is not.
 inline float largest_of(const float* x, int64_t count) {
   int32_t top = 0;  // floats without sign order as integers do, which compilers can vectorise
@@ -105,9 +141,11 @@ inline float quantise(const float* x, int64_t count, float most, int8_t* codes, 
   return scale;
 }
 
+#endif
+
 // The same in 15 bits, as two bytes: code = 128 * coarse + fine. The scale is that of 128, as for 8 bits alone.
 inline float quantise_finely(const float* x, int64_t count, float most, int8_t* coarse, int8_t* fine, int32_t* sum) {
-  constexpr int32_t kUnit = 1 << GroupRow::kFineBits;
+  constexpr int32_t kUnit = 1 << GroupRows::kFineBits;
   const float inverse = most > 1e-30f ? 127.0f * kUnit / most : 0.0f;
   constexpr float kMagic = 12582912.0f;
   int32_t total = 0;
@@ -116,7 +154,7 @@ inline float quantise_finely(const float* x, int64_t count, float most, int8_t* 
     int32_t code;
     std::memcpy(&code, &shifted, 4);
     code -= 0x4b400000;
-    const int32_t high = (code + kUnit / 2) >> GroupRow::kFineBits;
+    const int32_t high = (code + kUnit / 2) >> GroupRows::kFineBits;
     coarse[k] = static_cast<int8_t>(high), fine[k] = static_cast<int8_t>(code - kUnit * high);
     total += code;
   }
@@ -126,32 +164,46 @@ inline float quantise_finely(const float* x, int64_t count, float most, int8_t* 
 
 // How many times the mean of a row's groups the largest input of a group is when the group is rounded finely: weights
 // of 8 bits deserve finer inputs than those of 4.
-inline float fine_from(Format format) { return format == Format::kInt8Group ? 1.5f : 2.5f; }
+inline float fine_from(Format format) { return format == Format::kInt8Group ? 2.0f : 4.0f; }
 
-// A row of kInt8Group, see GroupRow; `tops` has room for a float a group.
+// A row of kInt8Group, see GroupRows; `tops` has room for a float a group.
 inline void quantise_groups(const Weight& weight, const float* x, const Rows& rows, int64_t m, float* tops) {
-  const int64_t groups = weight.groups(), known = (weight.inputs + kGroup - 1) / kGroup;
-  const GroupRow row(rows.values, m, weight.padded());
+  const int64_t padded = weight.padded(), groups = weight.groups(), known = (weight.inputs + kGroup - 1) / kGroup;
+  const GroupRows to(rows.values, rows.count, padded);
+  uint8_t* const flags = to.flags(m, groups);
   float mean = 0.0f;
   for (int64_t g = 0; g < groups; ++g) mean += tops[g] = largest_of(x + g * kGroup, kGroup);
   const float bound = fine_from(weight.format) * mean / static_cast<float>(known);
   for (int64_t g = 0; g < groups; ++g) {
-    int8_t *codes = const_cast<int8_t*>(row.codes) + g * kGroup, *fine = const_cast<int8_t*>(row.fine) + g * kGroup;
+    const int64_t at = m * padded + g * kGroup;
     const bool is_fine = tops[g] > bound;
     int32_t sum;
-    float scale;
+    float scale, unit;
     if (is_fine) {
-      scale = quantise_finely(x + g * kGroup, kGroup, tops[g], codes, fine, &sum);
+      scale = quantise_finely(x + g * kGroup, kGroup, tops[g], to.codes + at, to.fine + at, &sum);
+      unit = scale / (1 << GroupRows::kFineBits);
     } else {
-      scale = quantise(x + g * kGroup, kGroup, tops[g], codes, &sum);
-      std::memset(fine, 0, kGroup);
+      scale = unit = quantise(x + g * kGroup, kGroup, tops[g], to.codes + at, &sum);
     }
-    const_cast<uint8_t*>(row.is_fine)[g] = is_fine;
-    rows.scales[m * groups + g] = scale;
-    rows.sums[m * groups + g] =
-        (is_fine ? scale / (1 << GroupRow::kFineBits) : scale) * static_cast<float>(sum);
+    flags[g * GroupRows::kRows] = is_fine ? 255 : 0;
+    rows.scales[m * groups + g] = scale, rows.sums[m * groups + g] = unit * static_cast<float>(sum);
   }
 }
+
+#ifndef HEADRACE_IS_SCALAR
+// f(g, members) for each group in which some of the 16 rows from m on have fine bytes, a bit for each such row.
+template <class F>
+inline void over_fine_groups(const Weight& weight, const Rows& rows, int64_t m, const F& f) {
+  const int64_t left = rows.count - m;
+  const int known = left < GroupRows::kRows ? (1 << left) - 1 : 0xffff;
+  const uint8_t* const flags = GroupRows(rows.values, rows.count, weight.padded()).flags(m, weight.groups());
+  for (int64_t g = 0; g < weight.groups(); ++g) {
+    const int members =
+        _mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(flags + g * GroupRows::kRows))) & known;
+    if (members) f(g, members);
+  }
+}
+#endif
 
 // Zeros beyond the last row in tiles, when `last` is the number of rows.
 inline void zero_beyond(const Rows& rows, int64_t padded, int64_t last) {
@@ -189,14 +241,14 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
       }
       case RowForm::kInt8:
       case RowForm::kInt8Tile: {
-        read_row(input, m, inputs, padded, line);
+        const float* const x = floats_of(input, m, inputs, padded, line);
         int32_t sum;
         if (rows.form == RowForm::kInt8) {
-          rows.scales[m] = quantise(line, padded, largest_of(line, padded),
+          rows.scales[m] = quantise(x, padded, largest_of(x, padded),
                                     static_cast<int8_t*>(rows.values) + m * padded, &sum);
         } else {
           int8_t* codes = reinterpret_cast<int8_t*>(line + padded);
-          rows.scales[m] = quantise(line, padded, largest_of(line, padded), codes, &sum);
+          rows.scales[m] = quantise(x, padded, largest_of(x, padded), codes, &sum);
           int8_t* tile = static_cast<int8_t*>(rows.values) + m / 16 * 16 * padded + m % 16 * 64;
           for (int64_t k = 0; k < padded; k += 64) std::memcpy(tile + k * 16, codes + k, 64);
         }
@@ -204,8 +256,7 @@ inline void prepare_rows(const Weight& weight, const Input& input, const Rows& r
         break;
       }
       case RowForm::kInt8Group:
-        read_row(input, m, inputs, padded, line);
-        quantise_groups(weight, line, rows, m, line + padded);
+        quantise_groups(weight, floats_of(input, m, inputs, padded, line), rows, m, line + padded);
         break;
     }
   }

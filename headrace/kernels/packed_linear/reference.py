@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from headrace.kernels.linear.reference import ACTIVATIONS
 from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, unpack
 
-FINE_FROM = {False: 2.5, True: 1.5}
+FINE_FROM = {False: 4.0, True: 2.0}
 """For `round_groups`: for weights of 4 bits, and of 8, which deserve finer inputs. The native kernels' numbers."""
 
 
