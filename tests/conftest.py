@@ -28,6 +28,10 @@ if not HAS_GPU:  # before any test module imports a kernel: Triton decides at th
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "interpreted: runs a kernel in Triton's interpreter; skipped where a GPU runs it"
@@ -69,6 +73,9 @@ def _settle_interpreted(items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _settle_interpreted(items)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.config.getoption("slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes; runs with --slow"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Message
@@ -61,7 +61,15 @@ def _check(line: BatchLine) -> None:
         raise RequestError("a batch cannot stream; leave out stream", param="body.stream")
 
 
-def read_line(number: int, text: bytes, seen: set[str]) -> Item:
+class SeenIds(Protocol):
+    """The ids of earlier lines, such as a set."""
+
+    def __contains__(self, custom_id: object, /) -> bool: ...
+
+    def add(self, custom_id: str, /) -> None: ...
+
+
+def read_line(number: int, text: bytes, seen: SeenIds) -> Item:
     """The request of a line. ``seen`` are the ids of earlier lines; the line's own is added."""
     custom_id = None
     try:
@@ -84,7 +92,7 @@ def read_line(number: int, text: bytes, seen: set[str]) -> Item:
 def read_items(file: BinaryIO, completed: Completed) -> Iterator[Item]:
     """The lines without a result, one at a time; empty lines are skipped."""
     seen: set[str] = set()
-    for number, text in enumerate(_read_lines(file), 1):
+    for number, text in enumerate(read_lines(file), 1):
         if not text.strip() or number in completed.numbers:
             continue
         item = read_line(number, text, seen)
@@ -92,7 +100,7 @@ def read_items(file: BinaryIO, completed: Completed) -> Iterator[Item]:
             yield item
 
 
-def _read_lines(file: BinaryIO) -> Iterator[bytes]:
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
     """All lines of the file. Of a line longer than `MAX_LINE_BYTES` only the beginning is returned, still longer
     than the limit, so that `read_line` refuses it."""
     while text := file.readline(MAX_LINE_BYTES + 2):

@@ -19,7 +19,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 def test_they_are_the_extras():
     ours = {(library.extra, library.package, library.lowest) for library in libraries.LIBRARIES}
     theirs = {
-        (extra, *re.match(r"([\w-]+)>=([\d.]+)", line).groups()) for extra,
+        (extra, *re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", line).groups()) for extra,
         lines in EXTRAS.items() if extra != "test" for line in lines
     }
     assert ours == theirs

@@ -34,6 +34,8 @@ class Library:
 
 
 LIBRARIES = (
+    Library("ray", "ray", "2.50", "batches and servers on a Ray cluster (--executor ray, headrace.ray:app)"),
+    Library("pyarrow", "ray", "17", "batches from and to Parquet files"),
     Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs", "cuda"),
     Library(
         "flashinfer-python", "flashinfer", "0.6.15",

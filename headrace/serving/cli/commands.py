@@ -106,6 +106,10 @@ _ALL = (
                 "requests with another model name",
                 "headrace batch requests.jsonl results.jsonl --served-model-name gpt-4o-mini"
             ),
+            (
+                "a folder of Parquet files on every GPU of a Ray cluster",
+                "headrace batch requests/ results/ --executor ray --ray-address head:6379"
+            ),
         ), "files", quiet=True,
     ),
     Command(

@@ -84,9 +84,28 @@ class GenerateOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Section):
-    """How requests of the input are read."""
+    """How requests of the input are read, and where they run."""
 
     served_model_name: str | None = option(None, "model name in the requests; default: the model's own", metavar="NAME")
+    executor: str = option(
+        "local", "local: one engine on this machine; ray: replicas on a Ray cluster; the output is then a folder, the "
+        "input may be one, of JSONL or Parquet files", choices=("local", "ray")
+    )
+    num_replicas: int | None = option(
+        None, "engines on the Ray cluster; default: as many as it holds, while it grows and shrinks", low=1, high=65536
+    )
+    shard_size: int = option(
+        512, "lines that a replica on Ray answers as a whole; what is lost with a replica is done again", low=1,
+        high=1_000_000
+    )
+    output_format: str = option(
+        "auto", "format of the parts that a run on Ray writes; auto: that of the input",
+        choices=("auto", "jsonl", "parquet")
+    )
+    ray_address: str | None = option(
+        None, "address of the Ray cluster, HOST:PORT; default: RAY_ADDRESS, or the cluster of this machine",
+        metavar="ADDRESS"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
