@@ -61,10 +61,7 @@ class Assembly:
     @classmethod
     def of(cls, config: EngineConfig, loaded: LoadedModel, device: torch.device) -> Assembly:
         """Choose backends, and settle the page size and whether there are graphs."""
-        build = Build(device=device, dtype=loaded.dtype)
-        chosen = choose_backends(
-            loaded.models, loaded.cache_groups, build, config.cache, config.device.attention_backend
-        )
+        chosen = _choose_for(config, loaded, Build(device=device, dtype=loaded.dtype))
         is_capturable = loaded.model.is_capturable and all(backend.is_capturable for backend in chosen.backends)
         is_capturable = is_capturable and (loaded.draft is None or loaded.draft.model.is_capturable)
         graphs = config.device.graphs if is_capturable else "off"
@@ -186,6 +183,22 @@ class _Choice:
 
     preferred_page_size: int | None
     make: Callable[[], AttentionBackend]
+
+
+def _choose_for(config: EngineConfig, loaded: LoadedModel, build: Build) -> ChosenBackends:
+    """Backends for the model and its drafter; raises `ConfigError` that says whether it is the drafter's layers that
+    none can serve."""
+    name = config.device.attention_backend
+    try:
+        return choose_backends(loaded.models, loaded.cache_groups, build, config.cache, name)
+    except ConfigError as error:
+        if loaded.draft is None:
+            raise
+        choose_backends((loaded.model,), loaded.groups, build, config.cache, name)
+        raise ConfigError(
+            f"speculative_config: layers of the drafter cannot be served: {error}; choose another drafter, "
+            "attention_backend or kv_dtype", param="speculative_config",
+        ) from error
 
 
 def choose_backends(

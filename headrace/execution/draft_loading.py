@@ -11,12 +11,13 @@ from torch import nn
 from headrace.base.cache import CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, PluginError, WeightError
-from headrace.base.speculation import BENCH, TEXT_METHODS, Speculation, SpeculativeOptions
+from headrace.base.speculation import TEXT_METHODS, Speculation, SpeculativeOptions
 from headrace.base.step import MAX_DRAFTS
 from headrace.execution.loading import (
     LoadedDraft,
     LoadedModel,
     Progress,
+    check_codes,
     choose_schemes,
     explain_full_device,
     keeps_blocks,
@@ -27,14 +28,19 @@ from headrace.layers.draft import DraftModel
 from headrace.layers.quantization.storage import store_fastest
 from headrace.layers.self_attention import AttentionLayer
 from headrace.models.checkpoint import open_weights
-from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget, find_draft_kind, is_draft_kind
+from headrace.models.drafters.contract import (
+    DraftKind,
+    DraftQuery,
+    DraftTarget,
+    choose_draft_kind,
+    find_draft_kind,
+    is_draft_kind,
+)
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights
 from headrace.models.weights.safetensors_file import read_header
 
 logger = logging.getLogger(__name__)
-
-BENCH_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,6 @@ class DraftChoice:
 
 DEFAULT_DRAFTS = 3
 """Drafts per row where neither the user nor the checkpoint says how many."""
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-EAGLE_MARK = "eagle3"
 
 
 def load_with_draft(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
@@ -60,8 +64,8 @@ def load_with_draft(config: EngineConfig, device: torch.device, progress: Progre
     raise. With method ``auto`` and no model named, the checkpoint's own module is used if it has a sound one."""
     loaded = load_model(config, device, progress)
     options = config.speculation.options
-    method = _choose_method(options, loaded)
-    if method is None or loaded.pooling is not None:
+    method = None if loaded.pooling is not None else _choose_method(options, loaded)
+    if method is None:
         return loaded
     choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
     try:
@@ -78,26 +82,27 @@ def _choose_method(options: SpeculativeOptions, loaded: LoadedModel) -> str | No
     if options.method in ("off", *TEXT_METHODS):
         return None
     if options.method != "auto":
-        return options.method if options.method == BENCH or is_draft_kind(options.method) else None
-    if options.model is not None:
-        source = resolve_source(ModelConfig(model=options.model, revision=options.revision))
-        return EAGLE_MARK if EAGLE_MARK in source.architecture.lower() else "draft_model"
-    has_module = any(int(loaded.source.config.get(key) or 0) > 0 for key in MTP_KEYS)
-    return "mtp" if has_module else None
+        return options.method if is_draft_kind(options.method) else None
+    if options.model is None:
+        return choose_draft_kind(loaded.source, has_checkpoint=False)
+    source = resolve_source(ModelConfig(model=options.model, revision=options.revision))
+    return choose_draft_kind(source, has_checkpoint=True)
 
 
 def describe_speculation(config: EngineConfig, loaded: LoadedModel, *, can_verify: bool) -> Speculation:
     """How the loaded model is drafted for. Raises `ConfigError` where a method was asked for that cannot work.
     ``can_verify``: see `headrace.layers.attention.contract.CacheBackend`."""
     options = config.speculation.options
-    if loaded.pooling is not None or options.method == "off":
+    if options.method == "off":
         return Speculation()
-    if not can_verify:
+    reason = ""
+    if loaded.pooling is not None:
+        reason = f"{loaded.source.name} is served as a pooling model ({loaded.pooling.kind}), which generates no text"
+    elif not can_verify:
+        reason = f"{loaded.family.name} models keep caches that cannot take drafts back"
+    if reason:
         if options.method != "auto" or options.model is not None:
-            raise ConfigError(
-                f"speculative_config: {loaded.family.name} models keep caches that cannot take drafts back; leave it "
-                "out", param="speculative_config",
-            )
+            raise ConfigError(f"speculative_config: {reason}; leave it out", param="speculative_config")
         return Speculation()
     if loaded.draft is not None:
         count = options.num_speculative_tokens or loaded.draft.model.num_tokens or DEFAULT_DRAFTS
@@ -110,15 +115,10 @@ def load_draft(
 ) -> LoadedDraft:
     """Find, build and fill the drafter; raises `ConfigError`, `ModelError` or `WeightError`. ``config`` is the
     target's."""
-    is_bench = choice.method == BENCH
-    kind = _find(EAGLE_MARK if is_bench else choice.method)
+    kind = _find(choice.method)
     progress("reading the drafter's configuration", 0.0)
-    model_config = _bench_config(config.model) if is_bench else _model_config(kind, choice, config.model)
-    source = target.source
-    if is_bench:
-        source = _bench_source(target)
-    elif kind.has_checkpoint:
-        source = resolve_source(model_config)
+    model_config = _model_config(kind, choice, config.model)
+    source = resolve_source(model_config) if kind.has_checkpoint else target.source
     is_dummy = model_config.load_format == "dummy"
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
@@ -128,10 +128,12 @@ def load_draft(
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),
         DraftTarget(target.source, target.family, target.spec, target.model, config.model.tokenizer), build,
-        str(target.dtype).removeprefix("torch.") if config.cache.kv_dtype == "auto" else config.cache.kv_dtype,
+        target.kv_dtype,
     )
     with explain_full_device(device), torch.no_grad():
         model = kind.build_model(query)
+        check_codes(model.cache_specs, device, whose=f"the drafter {source.name}")
+        _check_context(model, source.name, target.max_model_len)
         progress("loading the drafter's weights", 0.5)
         if is_dummy:
             fill_dummy_weights(model, config.model.seed)
@@ -149,20 +151,14 @@ def load_draft(
     return LoadedDraft(choice.method, model, groups, target.num_layers)
 
 
-def _bench_config(target: ModelConfig) -> ModelConfig:
-    return replace(target, load_format="dummy", quantization=None)
-
-
-def _bench_source(target: LoadedModel) -> ModelSource:
-    """An EAGLE-3 head of the usual size for a target, with random weights: it costs what one costs."""
-    config = {**target.source.config, "num_hidden_layers": 1}
-    config["draft_vocab_size"] = min(BENCH_VOCABULARY, target.vocab_size)
-    count = target.num_layers
-    config["eagle_aux_hidden_state_layer_ids"] = [min(2, count), count // 2, max(0, count - 3)]
-    dropped = ("quantization_config", "num_experts", "layer_types", "sliding_window")
-    return ModelSource(
-        "bench", "folder", target.source.path, {key: value for key, value in config.items() if key not in dropped}
-    )
+def _check_context(model: DraftModel, name: str, served: int) -> None:
+    """Warn about a drafter whose context is shorter than the served one: wrong drafts cost time, never a token."""
+    if model.max_model_len is not None and model.max_model_len < served:
+        logger.warning(
+            "the drafter %s was made for %d tokens of context, and %d are served: in longer requests its drafts may "
+            "rarely be right; lower max_model_len, or let method auto leave them out", name, model.max_model_len,
+            served,
+        )
 
 
 def _find_unlike(target: LoadedModel, model: DraftModel) -> set[CacheSpec]:
@@ -198,7 +194,7 @@ def _model_config(kind: DraftKind, choice: DraftChoice, target: ModelConfig) -> 
                 f"speculative_config: method {choice.method} takes no model, its weights are in the served checkpoint",
                 param="speculative_config",
             )
-        return target
+        return replace(target, load_format="dummy", quantization=None) if kind.is_random else target
     if choice.model is None:
         raise ConfigError(
             f"speculative_config: method {choice.method} needs a model: a folder, GGUF file, installed model package "

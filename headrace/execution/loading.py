@@ -75,14 +75,15 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too. ``draft``: a
-    drafter for it."""
+    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too.
+    ``kv_dtype``: name of the dtype of cached keys and values. ``draft``: a drafter for it."""
 
     source: ModelSource
     family: Family
     spec: Any
     model: ServedModel
     dtype: torch.dtype
+    kv_dtype: str
     groups: list[CacheGroup]
     num_layers: int
     vocab_size: int
@@ -120,12 +121,13 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
     """Find, build and fill the model; raises `ModelError`, `ConfigError` or `WeightError`."""
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = _read(config.model)
-    dtype, kv_dtype = resolve_dtypes(
+    dtype, resolved = resolve_dtypes(
         config.model.dtype, config.cache.kv_dtype, source.config, device,
         rounds_inputs=_rounds_inputs(source, config.model, device, progress)
     )
-    specs = family.cache_specs(spec, str(kv_dtype).removeprefix("torch."))
-    _check_codes(specs, device)
+    kv_dtype = str(resolved).removeprefix("torch.")
+    specs = family.cache_specs(spec, kv_dtype)
+    check_codes(specs, device)
     max_model_len = _limit_context(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
@@ -144,7 +146,8 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         if pooling is not None:
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
-        source, family, spec, model, dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len, pooling
+        source, family, spec, model, dtype, kv_dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len,
+        pooling
     )
 
 
@@ -183,8 +186,8 @@ def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
         )
 
 
-def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
-    """Raise `ConfigError` for 8-bit keys and values where no backend or pool takes them."""
+def check_codes(specs: list[CacheSpec | None], device: torch.device, *, whose: str = "this model") -> None:
+    """Raise `ConfigError` for 8-bit keys and values where no backend or pool takes them. ``whose`` specs they are."""
     coded = [spec for spec in specs if spec is not None and spec.dtype == CODES]
     if not coded:
         return
@@ -195,12 +198,14 @@ def _check_codes(specs: list[CacheSpec | None], device: torch.device) -> None:
     others = sorted({spec.kind for spec in coded if not POOLS.load(spec.kind).supports_int8})
     if others:
         raise ConfigError(
-            f"kv_dtype {CODES} is for plain keys and values, and this model caches {', '.join(others)}: serve with "
+            f"kv_dtype {CODES} is for plain keys and values, and {whose} caches {', '.join(others)}: serve with "
             "kv_dtype auto", param="kv_dtype",
         )
-    if any(spec.head_dim % 4 for spec in coded):
+    odd = next((spec.head_dim for spec in coded if spec.head_dim % 4), None)
+    if odd is not None:
         raise ConfigError(
-            f"kv_dtype {CODES} takes head dims that are multiples of 4: serve with kv_dtype auto", param="kv_dtype"
+            f"kv_dtype {CODES} takes head dims that are multiples of 4, and {whose} has {odd}: serve with kv_dtype "
+            "auto", param="kv_dtype",
         )
 
 

@@ -45,7 +45,7 @@ class DraftModel(StorableModel):
     `combine` returns and `forward` takes; 0 without features. ``cache_specs``: one per own layer, as a family's;
     in a layout they are numbered after the target's. ``position_shift``: see above. ``is_capturable``: `forward`,
     `compute_ids`, `combine` and `recycle` may be recorded in CUDA graphs. ``num_tokens``: drafts per step that the
-    checkpoint recommends, None where it does not say.
+    checkpoint recommends, and ``max_model_len``: tokens of context that it was made for; None where it does not say.
 
     Calls `bind_cache` and `load_weights` are as `headrace.layers.model.ServedModel` has them.
     """
@@ -57,6 +57,7 @@ class DraftModel(StorableModel):
         super().__init__()
         self.features, self.input_size, self.cache_specs = features, input_size, cache_specs
         self.num_tokens: int | None = None
+        self.max_model_len: int | None = None
 
     @property
     def num_layers(self) -> int:

@@ -173,10 +173,10 @@ def _experts(machine: Machine) -> Iterator[Finding]:
 
 
 def _drafters(machine: Machine) -> Iterator[Finding]:
-    from headrace.models.drafters.contract import DRAFT_KINDS, ENTRY_POINT_GROUP
+    from headrace.models.drafters.contract import DRAFT_KINDS, add_installed_kinds
     from headrace.scheduling.speculation import drafter
 
-    DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+    add_installed_kinds()
     drafter.TEXT_DRAFTERS.add_installed(drafter.ENTRY_POINT_GROUP)
     queries = {device: None for device, _, _ in machine.devices}
     for registry in (DRAFT_KINDS, drafter.TEXT_DRAFTERS):

@@ -20,7 +20,7 @@ from headrace.execution import device as device_module
 from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, resolve_dtypes, set_threads
 from headrace.execution.executor import build_executor
-from headrace.execution.loading import _check_codes, load_model
+from headrace.execution.loading import check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.layers.rotary import RotaryTable
 from headrace.memory.pools import KeyValuePool
@@ -153,7 +153,7 @@ def test_pages_of_codes_are_half_as_large_and_refused_elsewhere(folder: Path):
         (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4")
     ):
         with pytest.raises(ConfigError, match=said) as caught:
-            _check_codes([None, wrong], device)
+            check_codes([None, wrong], device)
         assert caught.value.param == "kv_dtype" and "kv_dtype auto" in str(caught.value)
 
 

@@ -6,12 +6,13 @@ points of group ``headrace.draft_models`` add kinds, under the name by which a c
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, PluginError
 from headrace.base.registry import PLUGIN_API, Registry
 from headrace.layers.batch import FeatureSpec
 from headrace.layers.build import Build
@@ -20,6 +21,8 @@ from headrace.layers.model import ServedModel
 from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.family import Family
 from headrace.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "headrace.draft_models"
 
@@ -83,10 +86,17 @@ class DraftQuery:
 
 class DraftKind(ABC):
     """A kind of drafter; the registry's entries are instances. ``has_checkpoint``: its weights are a model of their
-    own, which the user names; otherwise they are in the target's files."""
+    own, which the user names; otherwise they are in the target's files. ``is_random``: they are random even where the
+    target's are not, and nothing is read."""
 
     plugin_api: ClassVar[int] = PLUGIN_API
     has_checkpoint: ClassVar[bool] = True
+    is_random: ClassVar[bool] = False
+
+    def fits(self, source: ModelSource) -> bool:
+        """Whether a checkpoint, by its configuration alone, has a drafter of this kind: the one that the user named,
+        or the target's for a kind without one of its own. Asked by the automatic choice; False: only by name."""
+        return False
 
     @abstractmethod
     def build_model(self, query: DraftQuery) -> DraftModel:
@@ -98,26 +108,54 @@ class DraftKind(ABC):
 
 
 DRAFT_KINDS: Registry[DraftKind] = Registry("drafter")
+"""The automatic choice takes the first one that fits. Out-of-tree kinds come before ``draft_model``, which fits any
+checkpoint."""
 DRAFT_KINDS.add(
-    "eagle3", "headrace.models.drafters.eagle3:EAGLE3", doc="a head over hidden states of three layers (EAGLE-3)"
+    "eagle3", "headrace.models.drafters.eagle3:EAGLE3", priority=20,
+    doc="a head over hidden states of three layers (EAGLE-3)",
 )
 DRAFT_KINDS.add(
-    "mtp", "headrace.models.drafters.mtp:MTP", doc="the multi-token prediction module of the served checkpoint"
+    "mtp", "headrace.models.drafters.mtp:MTP", priority=20,
+    doc="the multi-token prediction module of the served checkpoint",
 )
 DRAFT_KINDS.add(
     "draft_model", "headrace.models.drafters.own_model:OWN_MODEL", doc="a smaller model with the same tokenizer"
 )
+DRAFT_KINDS.add(
+    "bench", "headrace.models.drafters.bench:BENCH_HEAD", doc="for benchmarks: random, right at a set rate"
+)
+OUT_OF_TREE_PRIORITY = 10
+
+
+def add_installed_kinds() -> None:
+    """Register the kinds of installed packages."""
+    DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP, priority=OUT_OF_TREE_PRIORITY)
 
 
 def is_draft_kind(method: str) -> bool:
     """Whether a method names a kind of this package or an installed one."""
     if method not in DRAFT_KINDS:
-        DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+        add_installed_kinds()
     return method in DRAFT_KINDS
 
 
 def find_draft_kind(method: str) -> DraftKind:
     """The kind of a method; raises `PluginError` if it is unknown or cannot be loaded."""
     if method not in DRAFT_KINDS:
-        DRAFT_KINDS.add_installed(ENTRY_POINT_GROUP)
+        add_installed_kinds()
     return DRAFT_KINDS.load(method)
+
+
+def choose_draft_kind(source: ModelSource, *, has_checkpoint: bool) -> str | None:
+    """The first kind, by priority, that a checkpoint fits: of those with checkpoints of their own, or of the others.
+    None if there is none. A kind that cannot be loaded is left out with a warning."""
+    add_installed_kinds()
+    for name in DRAFT_KINDS.names():
+        try:
+            kind = DRAFT_KINDS.load(name)
+        except PluginError as error:
+            logger.warning("left out: %s", error)
+            continue
+        if kind.has_checkpoint is has_checkpoint and kind.fits(source):
+            return name
+    return None

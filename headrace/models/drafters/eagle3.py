@@ -33,6 +33,7 @@ from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder
 from headrace.models.drafters.contract import DraftKind, DraftQuery, DraftTarget
+from headrace.models.source import ModelSource
 
 NESTED = "transformer_layer_config"
 """Key of the "speculators" form."""
@@ -193,6 +194,7 @@ class Eagle3Model(DraftModel):
             [(layer.attention or decoder.attention).cache_spec(layer, query.kv_dtype) for layer in decoder.layers],
         )
         self.spec, self.step, self.num_tokens = spec, build.step, spec.num_tokens
+        self.max_model_len = decoder.max_model_len
         self._schemes, self._target_vocab = build.schemes, query.target.spec.vocab_size
         rope = decoder.layers[0].rope
         rotary = RotaryTable(
@@ -332,6 +334,11 @@ class Eagle3Model(DraftModel):
 
 class Eagle3(DraftKind):
     """See `DraftKind`."""
+
+    def fits(self, source: ModelSource) -> bool:
+        """By the architecture, or by what the "speculators" form says of itself."""
+        names = (source.architecture, str(source.config.get("speculators_model_type", "")))
+        return any("eagle3" in name.lower() for name in names)
 
     def build_model(self, query: DraftQuery) -> Eagle3Model:
         """Raises `ConfigError`."""

@@ -27,9 +27,10 @@ from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.drafters.contract import DraftKind, DraftQuery
+from headrace.models.source import ModelSource
 
-NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Keys of config.json: as published, and as newer versions of transformers write it."""
+NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys of config.json: as published, and as newer versions of transformers and other families write it."""
 
 PARTS = {"enorm": "embedding_norm", "hnorm": "hidden_norm", "eh_proj": "projection", "shared_head.norm": "norm"}
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
@@ -114,18 +115,22 @@ class Mtp(DraftKind):
 
     has_checkpoint = False
 
+    def fits(self, source: ModelSource) -> bool:
+        """Whether config.json counts such modules; raises `ConfigError` where it has something else than a count."""
+        fields = Fields(source.config)
+        return any(fields.count(name, 0) for name in NUM_MODULES)
+
     def build_model(self, query: DraftQuery) -> MtpModel:
         """Raises `ConfigError` for a target without such a module."""
         target = query.target
-        fields = Fields(target.source.config)
-        is_stated = any(fields.count(name, 0) for name in NUM_MODULES)
-        if not is_stated or not isinstance(target.spec, DecoderSpec) or not target.family.names.has_draft_layers:
+        is_stated, names = self.fits(target.source), target.family.names
+        if not is_stated or not isinstance(target.spec, DecoderSpec) or not names.has_draft_layers:
             raise ConfigError(
                 f"{target.source.name} ({target.source.architecture}) brings no multi-token prediction module that is "
                 f"served (config.json: {NUM_MODULES[0]}); choose another speculative method",
                 param="speculative_config",
             )
-        model = MtpModel(target.spec, target.family.names, query)
+        model = MtpModel(target.spec, names, query)
         target.check_features("mtp", model.features)
         return model
 

@@ -78,6 +78,10 @@ class OwnModel(DraftModel):
 class OwnModelKind(DraftKind):
     """See `DraftKind`."""
 
+    def fits(self, source: ModelSource) -> bool:
+        """Any model may draft; `build_model` says what is wrong with one that cannot."""
+        return True
+
     def build_model(self, query: DraftQuery) -> OwnModel:
         """Raises `ConfigError` for another tokenizer, or a model that generates no text."""
         family = find_family(query.source.architecture)
@@ -90,10 +94,12 @@ class OwnModelKind(DraftKind):
                 param="speculative_config",
             )
         check_tokenizers(query, spec.vocab_size)
-        return OwnModel(
+        drafter = OwnModel(
             model, family.cache_specs(spec, query.kv_dtype), vocab_size=spec.vocab_size,
             target_vocab=query.target.spec.vocab_size,
         )
+        drafter.max_model_len = spec.max_model_len
+        return drafter
 
 
 def check_tokenizers(query: DraftQuery, vocab_size: int) -> None:
