@@ -22,6 +22,7 @@ from headrace.execution.loading import (
     explain_full_device,
     keeps_blocks,
     load_model,
+    read_initializer_range,
 )
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
@@ -136,7 +137,7 @@ def load_draft(
         _check_context(model, source.name, target.max_model_len)
         progress("loading the drafter's weights", 0.5)
         if is_dummy:
-            fill_dummy_weights(model, config.model.seed)
+            fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config))
         else:
             model.load_weights(open_weights(
                 source, load_format=model_config.load_format, device=device, dtype=build.dtype,

@@ -260,7 +260,7 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
 def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
     if config.model.load_format == "dummy":
         progress("filling in random weights", 0.1)
-        fill_dummy_weights(model, config.model.seed, std=_initializer_range(source.config))
+        fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config))
         return
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,
@@ -269,7 +269,7 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 
 
-def _initializer_range(config: dict[str, Any]) -> float:
+def read_initializer_range(config: dict[str, Any]) -> float:
     """``initializer_range`` of a config.json, which a file that describes more than text has in its text part."""
     stated = {**config, **(config.get("text_config") or {})}.get("initializer_range")
     if stated is None:

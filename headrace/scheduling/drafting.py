@@ -147,20 +147,14 @@ class Drafting:
             return None
         self._chosen = {}
         max_tokens = min(max_tokens, max(self._max_entries, len(ready)))
-        if not self.device_drafts:
-            counts = self._choose(ready, max_tokens)
-            return [1 + count for count in counts] if any(counts) else None
-        counts = self._choose_made(ready, max_tokens)
-        return [1 + count for count in counts] if self._num_proposals or any(counts) else None
-
-    def _choose(self, ready: list[Request], max_tokens: int) -> list[int]:
-        """Of guesses: what grammars force first, then what text suggests."""
         counts = [0] * len(ready)
-        if self._guesses:
+        if self._guesses:  # first: what grammars force is right more often than what a drafter says
             self._choose_forced(ready, max_tokens, counts)
-        if self._text is not None and len(ready) <= MAX_ROWS:
+        if self.device_drafts:
+            self._choose_made(ready, max_tokens - sum(counts), counts)
+        elif self._text is not None and len(ready) <= MAX_ROWS:
             self._choose_text(ready, max_tokens - sum(counts), counts, self._text)
-        return counts
+        return [1 + count for count in counts] if any(counts) or (self.device_drafts and self._num_proposals) else None
 
     def _choose_forced(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
         choices, indices = [], []
@@ -215,17 +209,20 @@ class Drafting:
         lead = prod(guess.probabilities[known:begin])  # that the steps in flight end as guessed
         return Choice(request.seq, guess.probabilities[begin : begin + most], lead)
 
-    def _choose_made(self, ready: list[Request], max_tokens: int) -> list[int]:
-        """Of drafts that the device made in the step before. Rows that it left out once have none any more."""
+    def _choose_made(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
+        """Of drafts that the device made in the step before, for rows without others. Rows that it left out once have
+        none any more."""
         mosts = []
-        for request in ready:
+        for request, forced in zip(ready, counts, strict=True):
             self._follow(request)
-            mosts.append(max(0, min(request.num_proposed, request.limit_len - request.planned_len - 1)))
-        counts = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
+            room = min(request.num_proposed, request.limit_len - request.planned_len - 1)
+            mosts.append(0 if forced else max(0, room))
+        made = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
         # The device drafts for all rows or for none, so a few whose drafts would pay are not enough.
-        goes_on = sum(counts) * MIN_SHARE >= len(ready) or self._policy.is_fixed or not self._policy.is_ready
+        is_enough = sum(made) * MIN_SHARE >= counts.count(0)
+        goes_on = is_enough or self._policy.is_fixed or not self._policy.is_ready
         self._num_proposals = self.device_drafts if goes_on else 0
-        return counts
+        counts[:] = [forced or own for forced, own in zip(counts, made, strict=True)]
 
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
         """Drafts per row that the device makes after the next step, for its decodes and for requests that begin to

@@ -28,9 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one plan in flight": {"overlap_depth": 1},
     "two plans": {"overlap_depth": 2},
     "chunks": {"overlap_depth": 2, "max_step_tokens": 16},
-    "retraction": {"overlap_depth": 2, "kv_pages": 50},
+    "retraction": {"overlap_depth": 2, "kv_pages": 43},
     "retraction of chunks, nothing kept": {
-        "overlap_depth": 1, "kv_pages": 50, "max_step_tokens": 12, "prefix_cache": False
+        "overlap_depth": 1, "kv_pages": 43, "max_step_tokens": 12, "prefix_cache": False
     },
 }
 
@@ -176,3 +176,26 @@ def test_drafters_follow_how_the_target_is_stored(name: str, options: dict[str, 
         assert_right_and_wrong(llm.stats().speculation, name)
     groups = build(folders[DRAFTERS[name][0]], **stated).layout.groups
     assert {group.spec.dtype for group in groups} == {options.get("kv_dtype", options.get("dtype", "float32"))}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_text_that_a_grammar_forces_is_drafted_beside_a_drafter(name: str, depth: int, folders: dict[str, Path]):
+    """The grammar's own guesses are verified in place of the drafter's, and the drafter goes on in other rows."""
+    prompts = [[5, 6, 7], [50, 51, 52, 53], [9, 9, 8]]
+    free = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    forced = Grammar.regex("[ab]an interlude that nobody chooses[ab]and another one of some length[cd]")
+    params = [SamplingParams(max_tokens=80, temperature=0.0, grammar=forced), free, free]
+    found = []
+    for config in ({"method": "off"}, config_of(name, folders)):
+        stated = {**BASE, "overlap_depth": depth, "speculative_config": config}
+        with LLM(str(folders[DRAFTERS[name][0]]), **stated) as llm:
+            (alone,) = llm.generate(prompt_token_ids=prompts[:1], sampling_params=params[:1])
+            counters = llm.stats().speculation
+            found.append([alone.outputs] + [
+                output.outputs for output in llm.generate(prompt_token_ids=prompts, sampling_params=params)
+            ])
+            llm.check()
+    assert_equal(found[1], found[0], name)
+    assert found[0][0][0].text[1:].startswith("an interlude")
+    assert counters.num_accepted_tokens > 40, "of 64 tokens without a choice"

@@ -106,7 +106,8 @@ def test_an_abort_and_a_failure_with_drafts_in_flight():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_drafts_of_the_device_are_not_replaced_by_guesses_that_nobody_chose(depth: int):
+def test_what_a_grammar_forces_comes_before_drafts_of_the_device(depth: int):
+    """In its own row and nowhere else; the device's drafts are verified where nothing is forced."""
     layout = make_layout(200, max_model_len=120, max_rows=2)
     engine = make_engine(layout, vocab=VOCAB, overlap_depth=depth, max_step_tokens=64)
     config = SchedulerConfig(max_step_tokens=64, overlap_depth=depth, max_running_requests=2)
@@ -114,8 +115,16 @@ def test_drafts_of_the_device_are_not_replaced_by_guesses_that_nobody_chose(dept
         config, CacheConfig(), layout, clock=lambda: 0.0,
         drafting=Drafting(DraftPolicy(StepCosts(), fixed=3), device_drafts=3),
     )
-    for name in ("a", "b"):
-        engine.add(make_ask(name, [1, 2, 3], 60, seed=ord(name), grammar=FORCED))
+    for name, grammar in (("a", FORCED), ("b", None)):
+        engine.add(make_ask(name, [1, 2, 3], 60, seed=ord(name), grammar=grammar))
     engine.drain()
     engine.check_outputs()
-    assert engine.runner.num_accepted > 20 and not any(plan.drafts for plan in engine.plans)
+    assert engine.runner.num_accepted > 20
+    forced = [{draft.row for draft in plan.drafts} for plan in engine.plans]
+    drafted = [
+        {row for row, length in zip(plan.rows[: plan.num_decodes], plan.lengths, strict=False) if length > 1}
+        for plan in engine.plans
+    ]
+    assert set().union(*forced) == {0} and any(1 in rows for rows in drafted)
+    assert all(guessed <= rows for guessed, rows in zip(forced, drafted, strict=True)), "only what is verified"
+    assert any(0 in rows - guessed for guessed, rows in zip(forced, drafted, strict=True))
