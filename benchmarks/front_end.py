@@ -140,6 +140,7 @@ def serve_idly(args: argparse.Namespace) -> None:
     import asyncio
 
     from headrace.service.client.client import EngineClient
+    from headrace.service.client.replica import Supervision
     from headrace.serving.http.server import HttpServer
     from headrace.serving.http_client import loop_factory
 
@@ -150,7 +151,7 @@ def serve_idly(args: argparse.Namespace) -> None:
     )
     serving = HttpServer(
         ServeConfig(engine=config, server=ServerConfig(port=args.serve_on), operations=OperationsConfig()),
-        EngineClient(config, builder=BUILDER)
+        EngineClient(config, supervision=Supervision(builder=BUILDER))
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         profile = cProfile.Profile() if args.profile else None

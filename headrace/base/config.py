@@ -190,6 +190,22 @@ class DeviceConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """Several devices."""
+
+    data_parallel_size: int = option(
+        1, "replicas of the engine, each on devices of its own (on a CPU: with its share of the cores)", low=1,
+        high=1024
+    )
+    data_parallel_policy: str = option(
+        "cache-aware",
+        "which replica gets a request: cache-aware (the longest known prefix, unless that replica is much busier), "
+        "least-loaded, round-robin, or that of an installed package",
+        metavar="NAME"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeculationConfig(Section):
     """Guessing several tokens a step."""
 
@@ -284,7 +300,7 @@ class ServerConfig(ToleranceConfig):
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
-    "speculation": SpeculationConfig,
+    "parallel": ParallelConfig, "speculation": SpeculationConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -292,13 +308,20 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of the engine process; sent to it as msgpack."""
+    """Options of the engine process; sent to it as msgpack. ``replica``: which of ``data_parallel_size`` it is."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    replica: int = 0
+
+    @property
+    def replica_name(self) -> str:
+        """What messages call this engine."""
+        return f"replica {self.replica}" if self.parallel.data_parallel_size > 1 else "the engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +335,7 @@ class ServeConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "speculation")
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "speculation")
 
 
 def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:

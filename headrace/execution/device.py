@@ -17,26 +17,45 @@ from headrace.kernels.operation import KernelQuery
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device; raises `ConfigError` when it is not there."""
+def resolve_device(name: str, offset: int = 0) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device, of GPUs the one ``offset`` places further on; raises
+    `ConfigError` when it is not there."""
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {name!r}", param="device")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
+    place = int(index or 0) + offset
+    if place >= count:
         found = f"there are {count} GPUs" if count else "torch finds no GPU (is this torch built for CUDA?)"
-        raise ConfigError(f"device {name!r} is not available: {found}; use device cpu or auto", param="device")
-    return torch.device("cuda", int(index or 0))
+        advice = f"this replica takes the GPU after {offset} others; lower data_parallel_size" if offset else (
+            "use device cpu or auto"
+        )
+        wanted = f"cuda:{place}" if offset else name
+        raise ConfigError(f"device {wanted!r} is not available: {found}; {advice}", param="device")
+    return torch.device("cuda", place)
 
 
-def set_threads(threads: int | None) -> int:
+def take_cores(place: int, count: int) -> None:
+    """Confine this thread, and those it starts, to its part of the cores it may run on: part ``place`` of ``count``,
+    neighbouring cores with all their logical processors. Where there are fewer cores than parts, some share one."""
+    if count == 1 or sys.platform != "linux":
+        return
+    cores: dict[tuple[str, ...], set[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(_core_of(cpu), set()).add(cpu)
+    ordered = sorted(cores, key=lambda core: (len(core), [int(part) if part.isdigit() else -1 for part in core]))
+    begin, end = (len(ordered) * i // count for i in (place, place + 1))
+    os.sched_setaffinity(0, {cpu for core in ordered[begin : max(end, begin + 1)] for cpu in cores[core]})
+
+
+def set_threads(threads: int | None, num_sharing: int = 1) -> int:
     """Let torch use ``threads`` CPU threads, else what OMP_NUM_THREADS says, else one per physical core it may run
-    on."""
-    threads = threads or env.omp_num_threads() or count_cores()
+    on. ``num_sharing``: processes that share the CPU quota; see `take_cores` for the cores."""
+    threads = threads or env.omp_num_threads() or count_cores(num_sharing)
     torch.set_num_threads(threads)
     return threads
 
@@ -83,14 +102,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def count_cores() -> int:
-    """Physical cores that this process may use, at least 1, within a container's CPU quota. Two logical processors of
-    one core (SMT) count once: they share the vector units."""
+def count_cores(num_sharing: int = 1) -> int:
+    """Physical cores that this process may use, at least 1, within its part of a container's CPU quota. Two logical
+    processors of one core (SMT) count once: they share the vector units."""
     if sys.platform != "linux":
-        return os.cpu_count() or 1
+        return max(1, (os.cpu_count() or 1) // num_sharing)
     cores = {_core_of(cpu) for cpu in os.sched_getaffinity(0)}
     quota = read_quota()
-    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+    return max(1, len(cores) if quota is None else min(len(cores), int(quota / num_sharing)))
 
 
 def _core_of(cpu: int) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.assembly import Assembly
-from headrace.execution.device import resolve_device, set_threads
+from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.loading import LoadedModel, Progress, read_facts
 from headrace.execution.profiling import Profiler
@@ -151,8 +151,10 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
     free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
     """
-    device = resolve_device(config.device.device)
-    threads = set_threads(config.device.threads)
+    device, num_replicas = resolve_device(config.device.device, config.replica), config.parallel.data_parallel_size
+    if device.type == "cpu":
+        take_cores(config.replica, num_replicas)
+    threads = set_threads(config.device.threads, num_replicas)
     config = resolve_for_device(config, device.type)
     start_triton(device)
     loaded = load_with_draft(config, device, progress)
@@ -161,7 +163,9 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     progress("running the largest steps", 0.8)
     measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
-    free, reserve = free_bytes(device), assembly.graph_reserve(measured.captured)
+    # Replicas on the CPU share its memory; each GPU has its own.
+    free = free_bytes(device) // (num_replicas if device.type == "cpu" else 1)
+    reserve = assembly.graph_reserve(measured.captured)
     # What torch holds from the measurement counts as taken: the largest step will need it again.
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))

@@ -154,12 +154,14 @@ def _engine_parts(machine: Machine) -> Iterator[Finding]:
     from headrace.base.hooks import HOOKS, add_installed_hooks
     from headrace.execution.structured.library import GRAMMAR_LIBRARIES
     from headrace.service import build  # noqa: F401  registers the hooks that are here
+    from headrace.service.balancing import POLICIES, add_installed_policies
     from headrace.service.coordination import COORDINATORS, add_installed_coordinators
 
     add_installed_hooks()
     add_installed_coordinators()
+    add_installed_policies()
     queries = {device: engine_config() for device, _, _ in machine.devices}
-    for registry in (HOOKS, COORDINATORS, GRAMMAR_LIBRARIES):
+    for registry in (HOOKS, COORDINATORS, GRAMMAR_LIBRARIES, POLICIES):
         yield from _entries(registry.noun, registry, queries)
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -238,12 +238,16 @@ def _open_channel() -> tuple[EngineChannel, EngineConfig]:
     leave(1)  # a normal exit would wait for the import thread, for seconds
 
 
+def _log_options(name: str) -> dict[str, Any]:
+    return {"level": env.log_level().upper(), "format": f"%(asctime)s %(levelname)s {name}: %(message)s"}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the engine until the end; returns the exit code."""
     parser = argparse.ArgumentParser(prog="headrace.service.process", description=__doc__)
     parser.add_argument("--builder", default=ENGINE_BUILDER, help="module:function that builds the engine")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.basicConfig(**_log_options("engine"))
     for number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C and service managers reach the whole group; the parent decides when we end
         signal.signal(number, signal.SIG_IGN)
@@ -255,6 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)
     channel, config = _open_channel()
     die_with_parent(channel, parent)
+    if config.parallel.data_parallel_size > 1:
+        logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
         _start(config, builder, channel).run()
     except Exception as error:  # process main: tell the client why, then end

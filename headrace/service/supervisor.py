@@ -66,6 +66,11 @@ class SilenceWatch:
         return self._is_loaded
 
     @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard in the last interval between two ticks or longer."""
+        return self._silent_s > 0
+
+    @property
     def limit_s(self) -> float:
         """Seconds that the engine may be silent now."""
         limit = math.inf if self._calls else max(self._least_s, STALL_FACTOR * self._step_s)
@@ -139,6 +144,10 @@ class EngineProcess:
         await asyncio.wait([self.exit_code], timeout=TERMINATE_S)
         return self.exit_code.result() if self.exit_code.done() else -signal.SIGKILL
 
+    def kill_soon(self) -> None:
+        """Send SIGKILL without waiting for its effect."""
+        self._process.kill()
+
     async def end(self, grace_s: float = TERMINATE_S) -> None:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the channel is closed."""
         with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
@@ -190,6 +199,11 @@ class Supervisor:
         """Restarts within the last ten minutes."""
         return len(self._restarts)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a loaded engine has sent nothing for a while, although it was asked to: it may have hung."""
+        return self._silence.is_silent
+
     def start(self) -> None:
         """Spawn the engine in a task of the running event loop; the listener is told of success and failure."""
         assert self._task is None, "a supervisor starts once"
@@ -202,6 +216,12 @@ class Supervisor:
             raise EngineUnavailable("the engine is not running", retry_after=1.0)
         self._silence.note_sent(message)
         self._process.channel.send(message)
+
+    def replace_process(self, reason: HeadraceError) -> None:
+        """Kill the engine process, with ``reason`` for the listener; it is started again, as after a crash."""
+        if self._process is not None:
+            self._last_words = reason
+            self._process.kill_soon()
 
     async def close(self) -> None:
         """End the engine process. The listener is not called any more."""
@@ -223,7 +243,7 @@ class Supervisor:
             )
             if self._was_ready:  # else the caller of `wait_ready` hears it
                 logger.error(
-                    "the engine process ended (exit code %s): %s; %s", code, error,
+                    "the process of %s ended (exit code %s): %s; %s", self.config.replica_name, code, error,
                     "no restart" if pause is None else f"restart in {pause:.1f} s"
                 )
             self._listener.on_exit(error, is_final=pause is None)
@@ -256,7 +276,10 @@ class Supervisor:
             ends: list[asyncio.Future[Any]] = [process.exit_code, channel.failure, silence]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if channel.failure.done():  # this life cannot be served any further
-                logger.error("messages of the engine cannot be taken; it is killed", exc_info=channel.failure.result())
+                logger.error(
+                    "messages of %s cannot be taken; it is killed", self.config.replica_name,
+                    exc_info=channel.failure.result()
+                )
             elif silence.done():
                 words = f"the engine gave no sign of life for {self._silence.limit_s:g} s and was killed"
                 self._last_words = EngineUnavailable(words, retry_after=5.0)

@@ -1,6 +1,7 @@
 """`LLM` and `AsyncLLM`: Headrace as a Python library, with vLLM's interface. Importing this does not import torch.
 
-`LLM` runs the engine in the caller's process and thread; `AsyncLLM` starts an engine process.
+`LLM` runs the engine in the caller's process and thread, or with ``data_parallel_size`` several in processes of their
+own; `AsyncLLM` starts engine processes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingFacts, unpack_floats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
-from headrace.service.client.local import Job, LocalClient
+from headrace.service.client.jobs import Job
+from headrace.service.client.local import LocalClient
 from headrace.service.client.outputs import Collector, GenerationOutput, first_error
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
 from headrace.service.client.prompts import require_tokenizer
+from headrace.service.client.replicated import ReplicatedClient
 from headrace.service.parsing.choice import AUTO, Formats, formats_of
 from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output
@@ -50,7 +53,7 @@ class Running(TypedDict, total=False):
 
 
 class LLM:
-    """A loaded model in this process.
+    """A loaded model, in this process unless ``data_parallel_size`` asks for several replicas.
 
     ``options`` are the engine options of ``headrace serve``: ``device``, ``dtype``, ``load_format``, ``tokenizer``,
     ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
@@ -62,7 +65,10 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
-        self._client = LocalClient(engine_config(model=_plain_name(model), **options))
+        config = engine_config(model=_plain_name(model), **options)
+        self._client: LocalClient | ReplicatedClient = (
+            LocalClient(config) if config.parallel.data_parallel_size == 1 else ReplicatedClient(config)
+        )
 
     def __enter__(self) -> LLM:
         return self

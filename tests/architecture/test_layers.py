@@ -11,7 +11,8 @@ from sources import ROOT, sources
 
 TORCH_FREE = ("base", "scheduling", "serving")
 TORCH_FREE_MODULES = (
-    "service/client", "service/tokenization", "models/source.py", "models/catalog.py", "models/family.py"
+    "service/balancing.py", "service/client", "service/tokenization", "models/source.py", "models/catalog.py",
+    "models/family.py",
 )
 ENTRY_POINTS = (
     "headrace", "headrace.scheduling.scheduler", "headrace.service.client.client", "headrace.serving.http.app",

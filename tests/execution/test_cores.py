@@ -58,3 +58,20 @@ def test_quotas_of_the_first_version(machine):
     assert device.read_quota() == 1.5
     write(machine / "groups" / "cpu" / "cpu.cfs_quota_us", "-1")
     assert device.read_quota() is None
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"), [(1, [None]), (2, [{0, 2}, {1, 3}]), (3, [{0, 2}, {0, 2}, {1, 3}])]
+)
+def test_replicas_share_the_cores(machine, monkeypatch, count, shares):
+    taken = []
+    monkeypatch.setattr(device.os, "sched_setaffinity", lambda _, cpus: taken.append(cpus))
+    for place in range(count):
+        device.take_cores(place, count)
+    assert (taken or [None]) == shares
+
+
+def test_replicas_share_a_quota(machine):
+    write(machine / "own", "0::/a\n")
+    write(machine / "groups" / "a" / "cpu.max", "200000 100000")
+    assert device.count_cores() == 2 and device.count_cores(2) == device.count_cores(4) == 1

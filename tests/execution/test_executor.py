@@ -198,6 +198,15 @@ def test_device_names():
             resolve_device(wrong)
 
 
+def test_replicas_take_one_gpu_after_the_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert [str(resolve_device("auto", place)) for place in (0, 2)] == ["cuda:0", "cuda:2"]
+    assert str(resolve_device("cuda:1", 1)) == "cuda:2" and resolve_device("cpu", 5) == CPU
+    with pytest.raises(ConfigError, match=r"cuda:3.*3 GPUs.*data_parallel_size"):
+        resolve_device("cuda:1", 2)
+
+
 def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
     try:

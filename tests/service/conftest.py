@@ -12,6 +12,7 @@ from fakes import BUILDER, PATIENCE_S
 
 from headrace.base.config import engine_config
 from headrace.service.client.client import EngineClient
+from headrace.service.client.replica import Supervision
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ async def start_client(config_only: Path) -> AsyncIterator[Callable]:
         *, max_restarts: int = 5, builder: str = BUILDER, stall_timeout_s: float = 300.0, **options: object
     ) -> EngineClient:
         config = engine_config(model=str(config_only), skip_tokenizer=True, **options)
-        client = EngineClient(config, max_restarts=max_restarts, builder=builder, stall_timeout_s=stall_timeout_s)
+        client = EngineClient(config, supervision=Supervision(max_restarts, stall_timeout_s, builder))
         clients.append(client)
         await client.start()
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)

@@ -188,3 +188,20 @@ def die_while_building(config: EngineConfig, progress: Progress) -> Engine:
     """As the kernel's out-of-memory killer does it."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
+
+
+def refuse_second(config: EngineConfig, progress: Progress) -> Engine:
+    """The second of several replicas has no room."""
+    return refuse_to_build(config, progress) if config.replica else build_fake_engine(config, progress)
+
+
+class PickyExecutor(FakeExecutor):
+    """Takes no other weights."""
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        raise WeightError("the checkpoint does not fit the model")
+
+
+def build_picky(config: EngineConfig, progress: Progress) -> Engine:
+    """The second of several replicas takes no other weights."""
+    return engine_over(PickyExecutor(config)) if config.replica else build_fake_engine(config, progress)

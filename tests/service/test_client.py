@@ -24,6 +24,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.replica import Supervision
 from headrace.service.client.stream import RequestStream
 from headrace.service.spawn import SpawnedEngine
 from headrace.service.supervisor import EngineProcess
@@ -174,11 +175,11 @@ async def test_abort_gives_a_last_delta(start_client: Callable):
 @pytest.mark.parametrize("poison", [FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT])
 async def test_a_failed_step_fails_its_requests_alone(start_client: Callable, poison: int):
     client = await start_client()
-    pid = client.engine_pid
+    pid = client.engine_pids[0]
     deltas = await read(client.submit([poison], greedy()))
     assert deltas[-1].finish_reason == "error" and deltas[-1].error.kind == "step_failed"
     assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
-    assert client.engine_pid == pid and client.state == "ready"
+    assert client.engine_pids[0] == pid and client.state == "ready"
     await client.check()
 
 
@@ -186,7 +187,7 @@ async def test_a_killed_engine_is_noticed_and_replaced(start_client: Callable):
     client = await start_client(**SLOW)
     readers = [asyncio.create_task(read(client.submit([i], greedy(4000)))) for i in range(50)]
     await until(lambda: client.last_stats.generation_tokens_total > 50)
-    pid = client.engine_pid
+    pid = client.engine_pids[0]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         await client.stats()
@@ -200,15 +201,15 @@ async def test_a_killed_engine_is_noticed_and_replaced(start_client: Callable):
         with pytest.raises(EngineUnavailable, match="restarting"):
             client.submit([1], greedy())
     await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
-    assert client.engine_pid != pid and client.num_restarts == 1
+    assert client.engine_pids[0] != pid and client.num_restarts == 1
     assert ids(await read(client.submit([1, 2], greedy()))) == continuation([1, 2], 8)
 
 
 async def test_a_hung_engine_is_noticed_and_replaced(start_client: Callable):
     client = await start_client(stall_timeout_s=3.0)
-    pid = client.engine_pid
+    pid = client.engine_pids[0]
     await asyncio.sleep(4.0)  # idle is not hung
-    assert client.engine_pid == pid and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+    assert client.engine_pids[0] == pid and ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
     deltas = await asyncio.wait_for(read(client.submit([FakeExecutor.HANG], greedy())), PATIENCE_S)
     assert deltas[-1].finish_reason == "error" and deltas[-1].error.kind == "engine_unavailable"
     assert "no sign of life for 3 s" in deltas[-1].error.message
@@ -249,7 +250,7 @@ async def test_an_engine_that_ends_takes_its_compilers_with_it(
 ):
     monkeypatch.setattr(EngineProcess, "end", partialmethod(EngineProcess.end, grace_s=PATIENCE_S))
     client = await start_client(builder="fakes:build_beside_compilers")
-    engine = psutil.Process(client.engine_pid)
+    engine = psutil.Process(client.engine_pids[0])
     await until(lambda: [name_of(c) for c in engine.children(recursive=True)] == ["sleep"] * 2)
     compilers = engine.children(recursive=True)
     await client.close()
@@ -333,7 +334,8 @@ async def test_an_engine_that_cannot_be_started_at_all_is_given_up(start_client:
     ("fakes:die_while_building", EngineUnavailable, "exit code -9"),
 ])
 async def test_an_engine_that_cannot_start_says_why(config_only: Path, builder: str, error: type, words: str):
-    client = EngineClient(engine_config(model=str(config_only), skip_tokenizer=True), builder=builder)
+    config = engine_config(model=str(config_only), skip_tokenizer=True)
+    client = EngineClient(config, supervision=Supervision(builder=builder))
     await client.start()
     with pytest.raises(error, match=words):
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
@@ -354,13 +356,13 @@ async def test_closing_drains(start_client: Callable):
     assert ids(await short) == continuation([1], 3)
     assert (await long)[-1].error.kind == "engine_unavailable"
     await closing
-    assert client.state == "stopped" and client.num_inflight == 0 and client.engine_pid is None
+    assert client.state == "stopped" and client.num_inflight == 0 and client.engine_pids[0] is None
     await client.close()
 
 
 async def test_nothing_is_left_behind(start_client: Callable):
     client = await start_client()
-    pid, num_open = client.engine_pid, psutil.Process().num_fds()
+    pid, num_open = client.engine_pids[0], psutil.Process().num_fds()
     await client.close()
     assert psutil.Process().num_fds() < num_open
     with pytest.raises(ProcessLookupError):
@@ -373,15 +375,16 @@ import asyncio, sys
 from headrace.base.config import engine_config
 from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
+from headrace.service.client.replica import Supervision
 
 async def main():
     config = engine_config(model=sys.argv[1], skip_tokenizer=True, seed=5)
-    client = EngineClient(config, builder="fakes:build_fake_engine")
+    client = EngineClient(config, supervision=Supervision(builder="fakes:build_fake_engine"))
     await client.start()
     await client.wait_ready()
     from headrace.base.sampling import SamplingParams
     stream = client.submit([1], SamplingParams(max_tokens=4000, detokenize=False))
-    print(client.engine_pid, "torch" in sys.modules, flush=True)
+    print(client.engine_pids[0], "torch" in sys.modules, flush=True)
     await asyncio.sleep(300)
 
 asyncio.run(main())

@@ -162,7 +162,7 @@ async def test_over_a_process(start_client):
     assert (await late)[1] == "length"
     waiting = asyncio.create_task(admin.sleep(mode="wait"))
     await waiting
-    os.kill(client.engine_pid, signal.SIGKILL)
+    os.kill(client.engine_pids[0], signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         await admin.wake()
     await asyncio.wait_for(client.wait_ready(), PATIENCE_S)

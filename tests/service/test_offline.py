@@ -21,6 +21,7 @@ from headrace.base.errors import ConfigError, ContextLengthExceeded, EngineUnava
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
+from headrace.service.client.replica import Supervision
 from headrace.serving import offline
 from headrace.serving.offline import LLM, AsyncLLM
 
@@ -28,7 +29,7 @@ from headrace.serving.offline import LLM, AsyncLLM
 @pytest.fixture(autouse=True)
 def over_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
-    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, builder=BUILDER))
+    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
 
 
 @pytest.fixture

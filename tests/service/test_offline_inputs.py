@@ -23,6 +23,7 @@ from headrace.base.messages import EngineRequest, decode_to_engine, encode
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
+from headrace.service.client.replica import Supervision
 from headrace.service.client.requests import build_requests
 from headrace.serving import offline
 from headrace.serving.offline import LLM, AsyncLLM, default_params
@@ -33,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 @pytest.fixture(autouse=True)
 def over_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
-    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, builder=BUILDER))
+    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from headrace.base.errors import HeadraceError, ModelError, RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
+from headrace.service.client.replica import Supervision
 from headrace.serving import offline
 from headrace.serving.offline import LLM, AsyncLLM
 
@@ -31,7 +32,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 def folder(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder with one token a byte; token i is the i-th symbol of the byte-level alphabet."""
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
-    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, builder=BUILDER))
+    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -129,9 +130,9 @@ async def test_a_stop_string_ends_a_stream_and_frees_its_id(folder: Path):
 
 async def test_a_server_without_its_tokenizer_does_not_start(folder: Path):
     (folder / "tokenizer.json").unlink()
-    client = EngineClient(engine_config(model=str(folder)), builder=BUILDER)
+    client = EngineClient(engine_config(model=str(folder)), supervision=Supervision(builder=BUILDER))
     with pytest.raises(ModelError, match="tokenizer"):
         await client.start()
-    assert client.state == "stopped" and client.engine_pid is None
+    assert client.state == "stopped" and client.engine_pids[0] is None
     with pytest.raises(HeadraceError):
         await client.wait_ready()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.base.admin import (
     DEVICE_PARTS,
-    VITAL_PARTS,
     AcquireMemory,
     DevicePart,
     ReleaseMemory,
@@ -18,7 +17,7 @@ from headrace.base.admin import (
     StartProfile,
     StopProfile,
 )
-from headrace.base.errors import Conflict, EngineAsleep
+from headrace.base.errors import Conflict
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
@@ -32,13 +31,13 @@ SleepMode = Literal["refuse", "abort", "wait"]
 
 
 class EngineAdmin:
-    """Admin operations on one client. Those that change memory or weights run one at a time. A restarted engine process
-    is neither paused nor asleep, and has the weights that were loaded last."""
+    """Admin operations on one client and all its replicas. Those that change memory or weights run one at a time. A
+    restarted engine process is neither paused nor asleep, and has the weights that were loaded last."""
 
     def __init__(self, client: EngineClient):
         self._client = client
         self._turn = asyncio.Lock()
-        self._paused_engine: int | None = None  # a process id: a restarted engine is not paused
+        self._paused: frozenset[int] = frozenset()  # process ids: a restarted engine is not paused
         self.weight_version = "default"
 
     @property
@@ -48,13 +47,13 @@ class EngineAdmin:
 
     @property
     def is_paused(self) -> bool:
-        """Whether generation is held."""
-        return self._paused_engine is not None and self._paused_engine == self._client.engine_pid
+        """Whether generation is held, by any replica."""
+        return not self._paused.isdisjoint(self._client.engine_pids)
 
     async def pause(self, is_paused: bool = True) -> None:
         """Pause all generation, or continue it."""
         await self._client.control("pause" if is_paused else "continue")
-        self._paused_engine = self._client.engine_pid if is_paused else None
+        self._paused = frozenset(filter(None, self._client.engine_pids)) if is_paused else frozenset()
 
     async def sleep(
         self, parts: Collection[DevicePart] = DEVICE_PARTS, *, discards_weights: bool = False,
@@ -63,40 +62,32 @@ class EngineAdmin:
         """Release parts of the device's memory. ``mode`` says what happens while requests run or wait: ``refuse``
         raises `Conflict`, ``abort`` ends them, ``wait`` waits for their end; new ones are refused meanwhile."""
         async with self._turn:
-            client, before = self._client, self._client.state
+            client = self._client
             if mode == "refuse" and client.num_inflight:
                 raise Conflict(
                     f"{client.num_inflight} requests are running; wait for their end, or end them with mode abort"
                 )
-            if before == "ready":
-                client.state = "asleep"  # no await before this line: no request may slip in behind the check
-            after = before
+            client.is_held = True  # no await before this line: no request may slip in behind the check
             try:
                 if mode == "abort":
                     await client.abort(None)
                 await self._drain(ABORT_S if mode == "abort" else None)
-                after = await self._change(ReleaseMemory(list(parts), discards_weights))
-            except EngineAsleep:
-                after = "asleep"
-                raise
+                await client.control(ReleaseMemory(list(parts), discards_weights), timeout_s=LOADING_TIMEOUT_S)
             finally:
-                self._set_state(after)
+                client.is_held = False
 
     async def wake(self, parts: Collection[DevicePart] = DEVICE_PARTS) -> None:
         """Acquire parts again. Raises `EngineAsleep` when the device has no room for them."""
         async with self._turn:
-            self._set_state(await self._change(AcquireMemory(list(parts))))
+            await self._client.control(AcquireMemory(list(parts)), timeout_s=LOADING_TIMEOUT_S)
 
     async def replace_weights(self, model: str, *, load_format: str = "auto", version: str | None = None) -> int:
         """Serve another checkpoint of the same shapes; returns how many running requests continue with it. On a typed
         error the old weights stay in place."""
         async with self._turn:
             client, num_requests = self._client, self._client.num_inflight
-            try:
-                await client.control(ReplaceWeights(model, load_format), timeout_s=LOADING_TIMEOUT_S)
-            except EngineAsleep:  # the old weights are back, the KV cache has found no room
-                self._set_state("asleep")
-                raise
+            # `EngineAsleep`: the old weights are back, the KV cache has found no room
+            await client.control(ReplaceWeights(model, load_format), timeout_s=LOADING_TIMEOUT_S)
             config = client.config  # for the next start of the engine: a restart must load the new weights
             client.config = replace(
                 config, model=replace(config.model, model=model, load_format=load_format, revision=None)
@@ -113,11 +104,6 @@ class EngineAdmin:
         name: str = await self._client.control(StopProfile(), timeout_s=PROFILE_TIMEOUT_S)
         return name
 
-    async def _change(self, call: ReleaseMemory | AcquireMemory) -> str:
-        """Make the call; returns the client's state after it."""
-        released = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
-        return "asleep" if VITAL_PARTS & set(released) else "ready"
-
     async def _drain(self, limit_s: float | None) -> None:
         try:
             async with asyncio.timeout(limit_s):
@@ -125,8 +111,3 @@ class EngineAdmin:
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             raise Conflict(f"{self._client.num_inflight} requests did not end within {limit_s:g} s") from None
-
-    def _set_state(self, state: str) -> None:
-        """Set the client's state after a change, unless the engine has died or the server has begun to stop."""
-        if self._client.state in ("ready", "asleep"):
-            self._client.state = state

@@ -1,113 +1,135 @@
-"""`EngineClient`: the one way to an engine in another process. Asynchronous and torch-free.
+"""`EngineClient`: the one way to engines in other processes. Asynchronous and torch-free.
 
-Owns request ids, streams and the engine's state as seen from outside. Refuses: protocols (``serving/``) and
-processes (the supervisor's).
+Owns request ids, streams, the choice of a replica, and the state of all as seen from outside. Refuses: protocols
+(``serving/``) and processes (the supervisors').
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
-from headrace.base.admin import AdminCall
+from headrace.base.admin import AdminCall, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError, RequestError
-from headrace.base.messages import (
-    Abort,
-    Call,
-    EngineStats,
-    ErrorInfo,
-    FromEngine,
-    MemoryLine,
-    ModelFacts,
-    Outputs,
-    Ready,
-    Reply,
-    RequestOutput,
-    Starting,
-)
+from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.service.balancing import RoutedRequest, create_policy
+from headrace.service.client.outputs import ReplicaStatus
 from headrace.service.client.prompts import encode_prompt, new_request_id, open_request, with_seed
-from headrace.service.client.stream import RequestStream
-from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine
-from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
+from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Notices, Replica, Supervision
+from headrace.service.client.replicas import call_all, join_facts, join_memory, sum_stats
+from headrace.service.client.stream import Assembler, RequestStream
+from headrace.service.spawn import SpawnedEngine
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.loading import open_tokenizer
 
-logger = logging.getLogger(__name__)
-
-CALL_TIMEOUT_S = 60.0
-RETRY_AFTER_S = 5.0
+STATES = ("ready", "asleep", "restarting", "starting", "stopped")
+"""States of replicas; the first that any of them has is the client's."""
+CACHE_CALLS = (ReleaseMemory, ReplaceWeights)
 
 
 class EngineClient:
-    """Requests in, streams out, over one supervised engine process. Belongs to the event loop that ran `start`.
+    """Requests in, streams out, over one or several supervised engine processes (``data_parallel_size``). Belongs to
+    the event loop that ran `start`.
 
-    ``state`` is ``starting``, ``ready``, ``asleep`` (its memory is released, see `EngineAdmin`), ``restarting``,
-    ``draining`` or ``stopped``; requests are taken when ready. ``facts``, ``memory`` and ``tokenizer`` are known from
-    then on; ``last_stats`` is at most a step old under load. ``stall_timeout_s``, ``builder`` and ``engine`` are the
-    supervisor's.
+    ``state`` is ``starting`` until all replicas are ready, then ``ready`` while any of them is; ``asleep`` (memory is
+    released, see `EngineAdmin`), ``restarting``, ``draining`` or ``stopped``. Requests are taken when ready.
+    ``facts``, ``memory`` and ``tokenizer`` are known from then on; ``last_stats`` is at most a step old under load.
+    ``engines`` are processes that were spawned ahead of time.
     """
 
     def __init__(
-        self, config: EngineConfig, *, max_restarts: int = 5, chat_template: str | None = None,
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
+        self, config: EngineConfig, *, chat_template: str | None = None,
+        supervision: Supervision = Supervision(),  # noqa: B008 (frozen)
+        engines: Sequence[SpawnedEngine] = (),
     ):
-        self.state = "starting"
+        count = config.parallel.data_parallel_size
         self.facts: ModelFacts | None = None
         self.memory: list[MemoryLine] = []
-        self.progress: tuple[str, float] = ("starting", 0.0)
         self.tokenizer: Tokenizer | None = None
-        self.last_stats = EngineStats()
+        self.is_held = False
+        """Whether new requests are refused as by a sleeping engine; set while it is put to sleep."""
+        self._config = config
+        self._policy = create_policy(config.parallel.data_parallel_policy) if count > 1 else None
+        spawned = [*engines, *[None] * count]
+        notices = Notices(self._note_change, self._forget)
+        self.replicas = [Replica(replace(config, replica=i), notices, supervision, spawned[i]) for i in range(count)]
+        self._phase: Literal["starting", "open", "draining", "stopped"] = "starting"
         self._chat_template = chat_template
-        self._supervisor = Supervisor(
-            config, self, max_restarts=max_restarts, stall_timeout_s=stall_timeout_s, builder=builder, engine=engine,
-        )
         self._streams: dict[str, RequestStream] = {}  # by request id
-        self._stream_of_child: dict[str, RequestStream] = {}  # by engine request id: one per choice, see `submit`
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
         self._seeds = random.Random(config.model.seed)
         self._decided = asyncio.Event()  # set while the state is ready, or can never be ready again
         self._idle = asyncio.Event()  # set when the last stream has ended; `close` clears it and waits
         self._failure: HeadraceError | None = None
 
     @property
+    def state(self) -> str:
+        """See the class."""
+        if self._phase != "open":
+            return self._phase
+        states = {replica.state for replica in self.replicas}
+        if self.is_held and "ready" in states:
+            return "asleep"
+        return next(state for state in STATES if state in states)
+
+    @property
     def config(self) -> EngineConfig:
-        """What the engine was started with, and would be again."""
-        return self._supervisor.config
+        """What the engines were started with, and would be again."""
+        return self._config
 
     @config.setter
     def config(self, config: EngineConfig) -> None:
-        self._supervisor.config = config
+        self._config = config
+        for replica in self.replicas:
+            replica.supervisor.config = replace(config, replica=replica.index)
 
     @property
     def num_inflight(self) -> int:
-        """Requests the engine still holds."""
+        """Requests the engines still hold."""
         return len(self._streams)
 
     @property
-    def engine_pid(self) -> int | None:
-        """Process id of the engine, None while there is none."""
-        return self._supervisor.pid
+    def engine_pids(self) -> tuple[int | None, ...]:
+        """Process id of each engine, None while there is none."""
+        return tuple(replica.supervisor.pid for replica in self.replicas)
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of the engine within the last ten minutes."""
-        return self._supervisor.num_restarts
+        """Restarts of engines within the last ten minutes."""
+        return sum(replica.supervisor.num_restarts for replica in self.replicas)
 
-    async def start(self) -> None:
-        """Spawn the engine process and load the tokenizer while it starts; raises what is wrong with the tokenizer."""
-        self._supervisor.start()
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        """Each replica, in order."""
+        return [replica.status for replica in self.replicas]
+
+    @property
+    def progress(self) -> tuple[str, float]:
+        """Stage of start-up and fraction done, of the replica that is furthest behind."""
+        last = min(self.replicas, key=lambda replica: replica.progress[1])
+        stage, fraction = last.progress
+        return (f"{last.name}: {stage}" if len(self.replicas) > 1 and fraction < 1 else stage), fraction
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """Counters and gauges of all engines, as they were last sent."""
+        return sum_stats([replica.last_stats for replica in self.replicas])
+
+    async def start(self, *, has_tokenizer: bool = True) -> None:
+        """Spawn the engine processes and load the tokenizer while they start; raises what is wrong with the tokenizer.
+        Without one, `send` takes requests that were made elsewhere."""
+        for replica in self.replicas:
+            replica.supervisor.start()
+        if not has_tokenizer:
+            return
         is_optional = self.config.model.load_format == "dummy"
         async with contextlib.AsyncExitStack() as undo:  # an error below must not leave the engine process running
             undo.push_async_callback(self.close)
@@ -125,17 +147,18 @@ class EngineClient:
             raise self._failure or EngineUnavailable(f"the engine is {self.state}")
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones ``drain_s`` seconds, end the rest with an error, stop the engine."""
-        if self.state != "stopped":
-            self.state = "draining"
+        """Refuse new requests, give running ones ``drain_s`` seconds, end the rest with an error, stop the engines."""
+        if self._phase != "stopped":
+            self._phase = "draining"
             self._decided.set()
         if self._streams and drain_s > 0:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):  # the deadline: what still runs is ended below
                 await asyncio.wait_for(self._idle.wait(), drain_s)
-        self.state = "stopped"
-        self._fail_all(EngineUnavailable("the server is shutting down", retry_after=RETRY_AFTER_S))
-        await self._supervisor.close()
+        self._phase = "stopped"
+        for replica in self.replicas:
+            replica.fail_all(EngineUnavailable("the server is shutting down", retry_after=RETRY_AFTER_S))
+        await asyncio.gather(*(replica.supervisor.close() for replica in self.replicas))
 
     def submit(
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
@@ -159,16 +182,31 @@ class EngineClient:
             request_id, prompt_ids, params, facts=facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
+        if origin:
+            requests = [msgspec.structs.replace(request, origin=origin) for request in requests]
+        return self.send(request_id, requests, assembler)
+
+    def send(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler) -> RequestStream:
+        """Send the checked choices of a request to one engine: they share its prompt. Raises as `submit`."""
+        self._require_ready()
         # Choices have ids of their own (``id/0``), which another caller may have chosen as a request id.
-        if request_id in self._streams or any(request.request_id in self._stream_of_child for request in requests):
+        taken = any(replica.holds(request.request_id) for replica in self.replicas for request in requests)
+        if request_id in self._streams or taken:
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
-        # No await from here on: outputs are delivered in this event loop, so none can come before the stream is known.
-        for request in requests:
-            self._supervisor.send(msgspec.structs.replace(request, origin=origin) if origin else request)
-        stream = RequestStream(request_id, requests, assembler, self._send_aborts)
-        self._streams[request_id] = stream
-        self._stream_of_child |= dict.fromkeys(stream.child_ids, stream)
-        return stream
+        offered = [replica for replica in self.replicas if replica.state == "ready"]
+        offered = [replica for replica in offered if not replica.supervisor.is_silent] or offered
+        while True:
+            replica, cached_len = self._choose(requests[0], offered)
+            stream = RequestStream(request_id, requests, assembler, replica.send_aborts)
+            try:
+                replica.send(requests, stream, cached_len)
+            except EngineUnavailable:  # it has just died
+                offered.remove(replica)
+                if not offered:
+                    raise
+                continue
+            self._streams[request_id] = stream
+            return stream
 
     async def abort(self, request_id: str | None) -> None:
         """End a request, or with None all of them; unknown and finished ids are ignored."""
@@ -177,120 +215,86 @@ class EngineClient:
                 self._streams[name].abort()
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges as of now, fetched from the engine."""
-        self.last_stats = msgspec.convert(await self._call("stats"), EngineStats)
+        """Counters and gauges as of now, fetched from the engines; the last known ones of an engine that is down."""
+        up = [replica for replica in self.replicas if replica.is_up]
+        if not up:
+            self._require_ready()
+        failures = await asyncio.gather(*(replica.fetch_stats() for replica in up), return_exceptions=True)
+        if all(failures):  # None: no failure
+            raise next(filter(None, failures), EngineUnavailable("no engine is up", retry_after=RETRY_AFTER_S))
         return self.last_stats
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and stayed."""
-        return bool(await self._call("reset_prefix_cache"))
+        return bool(await self.control("reset_prefix_cache"))
 
     async def control(
-        self, method: Literal["pause", "continue", "freeze_gc"] | AdminCall, *, timeout_s: float = CALL_TIMEOUT_S
+        self, method: Literal["pause", "continue", "freeze_gc", "check", "reset_prefix_cache"] | AdminCall, *,
+        timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
-        """Send a control call: ``pause`` generation (requests wait), ``continue`` it, ``freeze_gc`` (exempt the
-        engine's heap from garbage collection), or a call of base/admin; returns its result. `EngineAdmin` orders these
-        calls safely. A new engine process after a crash is neither paused nor asleep."""
-        if isinstance(method, str):
-            return await self._call(method)
-        return await self._call(method.method, msgspec.to_builtins(method), timeout_s)
+        """Send a control call to all engines: ``pause`` generation (requests wait), ``continue`` it, ``freeze_gc``
+        (exempt their heaps from garbage collection), or a call of base/admin; returns its result (see `call_all`).
+        `EngineAdmin` orders these calls safely. A new engine process after a crash is neither paused nor asleep."""
+        if self._phase != "open":
+            self._require_ready()
+        try:
+            return await call_all(self.replicas, method, self._config, timeout_s)
+        finally:
+            if self._policy is not None and (method == "reset_prefix_cache" or isinstance(method, CACHE_CALLS)):
+                for replica in self.replicas:
+                    self._policy.forget(replica.index)
 
     async def check(self) -> None:
-        """Let the engine check its accounting; raises when a page or row is not accounted for exactly once."""
-        await self._call("check")
+        """Let the engines check their accounting; raises when a page or row is not accounted for exactly once."""
+        await self.control("check")
 
-    def on_message(self, message: FromEngine) -> None:
-        """A message of the engine; called by the supervisor."""
-        if isinstance(message, Outputs):
-            for output in message.outputs:
-                self._deliver(output)
-            self.last_stats = message.stats or self.last_stats
-        elif isinstance(message, Starting):
-            self.progress = (message.stage, message.fraction)
-        elif isinstance(message, Ready):
-            self.facts, self.memory, self.progress = message.facts, message.memory, ("ready", 1.0)
-            # A client that is draining or stopped stays so.
-            if self.state in ("starting", "restarting"):
-                self.state = "ready"
-                self._decided.set()
-        elif isinstance(message, Reply):
-            self._resolve_call(message)
-
-    def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
-        """The engine process is gone; called by the supervisor."""
-        if self.state not in ("draining", "stopped"):
-            self.state = "stopped" if is_final else "restarting"
-            self.progress = ("starting", 0.0)
-            if is_final:
-                self._failure = error
-                self._decided.set()
-            else:
-                self._decided.clear()
-        self._fail_all(
-            EngineUnavailable(f"the engine stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S)
-        )
-
-    def _require_ready(self) -> ModelFacts:
-        if self.state == "asleep":
-            raise EngineAsleep(
-                "the engine sleeps: its memory is released; it takes requests again after /wake_up",
-                retry_after=RETRY_AFTER_S
-            )
-        if self.state != "ready" or self.facts is None:
-            raise EngineUnavailable(f"the engine is {self.state} and takes no requests now", retry_after=RETRY_AFTER_S)
-        return self.facts
-
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._stream_of_child.get(output.request_id)
-        if stream is None:  # it failed with an earlier life of the engine
-            return
-        stream.feed(output)
-        if output.finish is not None:
-            del self._stream_of_child[output.request_id]
-            if not stream.is_running:
-                self._forget(stream)
+    def _note_change(self, replica: Replica) -> None:
+        if self._policy is not None and not replica.is_up:
+            self._policy.forget(replica.index)
+        known = [one for one in self.replicas if one.facts is not None]
+        if replica.is_up and len(known) == len(self.replicas):
+            self.facts = join_facts([one.facts for one in known if one.facts])
+            self.memory = join_memory([one.memory for one in known])
+        # A client that is draining or stopped stays so.
+        if self._phase == "starting" and replica.state == "stopped":
+            self._phase, self._failure = "stopped", _named(replica, len(self.replicas))
+        elif self._phase == "starting" and all(one.state == "ready" for one in self.replicas):
+            self._phase = "open"
+        if self.state == "stopped":
+            self._failure = self._failure or replica.failure
+        if self.state in ("starting", "restarting"):
+            self._decided.clear()
+        else:
+            self._decided.set()
 
     def _forget(self, stream: RequestStream) -> None:
         del self._streams[stream.request_id]
         if not self._streams:
             self._idle.set()
 
-    def _fail_all(self, error: HeadraceError) -> None:
-        self._stream_of_child.clear()
-        for stream in list(self._streams.values()):
-            stream.fail(ErrorInfo.of(error))
-            self._forget(stream)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(error)
+    def _choose(self, request: EngineRequest, offered: Sequence[Replica]) -> tuple[Replica, int]:
+        """A replica for the request, and how many prompt tokens it probably has cached."""
+        if self._policy is None:
+            return offered[0], 0
+        routed = RoutedRequest(request.prompt_token_ids, request.namespace)
+        choice = self._policy.choose(routed, [replica.load for replica in offered])
+        return self.replicas[choice.replica], choice.cached_len
 
-    def _send_aborts(self, aborts: Iterable[Abort]) -> None:
-        with contextlib.suppress(EngineUnavailable):  # a dead engine has nothing to end
-            for abort in aborts:
-                self._supervisor.send(abort)
+    def _require_ready(self) -> ModelFacts:
+        state = self.state
+        if state == "asleep":
+            raise EngineAsleep(
+                "the engine sleeps: its memory is released; it takes requests again after /wake_up",
+                retry_after=RETRY_AFTER_S
+            )
+        if state != "ready" or self.facts is None:
+            raise EngineUnavailable(f"the engine is {state} and takes no requests now", retry_after=RETRY_AFTER_S)
+        return self.facts
 
-    # A call is allowed while asleep: waking up is one. The future is removed in any case, so that a late reply to a
-    # call that timed out finds none.
-    async def _call(
-        self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Any:
-        if self.state != "asleep":
-            self._require_ready()
-        call_id = next(self._call_ids)
-        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._supervisor.send(Call(call_id, method, arguments or {}))
-            return await asyncio.wait_for(answer, timeout_s)
-        except TimeoutError as error:
-            raise EngineUnavailable(f"the engine did not answer {method} within {timeout_s:.0f} s") from error
-        finally:
-            del self._calls[call_id]
 
-    def _resolve_call(self, reply: Reply) -> None:
-        call = self._calls.get(reply.call_id)
-        if call is None or call.done():
-            return
-        if reply.error is not None:
-            call.set_exception(reply.error.to_error())
-        else:
-            call.set_result(reply.result)
+def _named(replica: Replica, count: int) -> HeadraceError | None:
+    """Why a replica did not start, with its name if there are several."""
+    error = replica.failure
+    if error is None or count == 1:
+        return error
+    return type(error)(f"{replica.name}: {error.message}", param=error.param, retry_after=error.retry_after)

@@ -5,16 +5,10 @@ Refuses: streaming; it runs a batch of jobs to their end.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
-import random
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from headrace.base.config import EngineConfig
@@ -24,12 +18,10 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
-from headrace.service.client.assembler import OutputAssembler, PooledAssembler
-from headrace.service.client.outputs import Collector, GenerationOutput
-from headrace.service.client.prompts import encode_prompt, open_request, with_seed
+from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
+from headrace.service.client.outputs import GenerationOutput
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.loading import open_tokenizer
 from headrace.service.transport import join_outputs
 
 if TYPE_CHECKING:
@@ -39,41 +31,6 @@ TOKENS_QUEUED = 32768
 """Prompt tokens prepared, and submitted, before one step: more than a step usually takes."""
 OUTPUTS_JOINED = 64
 """Outputs of a request that are detokenized at once: without streaming, fewer and larger calls are cheaper."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One prompt to run: its checked engine requests, and the assembler and collector of their outputs."""
-
-    requests: list[EngineRequest]
-    assembler: OutputAssembler | PooledAssembler
-    collector: Collector
-
-
-@contextlib.contextmanager
-def defer_interrupt() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C sets the yielded event, and the second one raises `KeyboardInterrupt`; the block then
-    ends with `KeyboardInterrupt` if the event was set. An exception raised at any point inside a step would leave the
-    engine in an unknown state. Does nothing off the main thread (signal handlers cannot be set there) or when the
-    program has its own SIGINT handler."""
-    noticed = threading.Event()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield noticed
-        return
-
-    def note(_: int, __: FrameType | None) -> None:
-        if noticed.is_set():
-            raise KeyboardInterrupt
-        noticed.set()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noticed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if noticed.is_set():
-        raise KeyboardInterrupt
 
 
 class _Intake:
@@ -129,10 +86,7 @@ class LocalClient:
         # Reentrant: a signal handler that interrupts the owner may take them again. Order: `_turn` before `_touch`.
         self._turn = threading.RLock()  # for a whole run
         self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
-        self._seeds = random.Random(config.model.seed)
-        self._ids = itertools.count()
-        self._tokenizer: Tokenizer | None = None
-        self._has_tried_tokenizer = False
+        self._maker = JobMaker(config)
         self._is_sound = True
         self._is_closed = False  # no step begins any more
         self._is_freed = False
@@ -150,28 +104,14 @@ class LocalClient:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, loaded on first use; None when it has none."""
-        if not self._has_tried_tokenizer:
-            self._tokenizer = open_tokenizer(self.config.model, is_optional=True)
-            self._has_tried_tokenizer = True
-        return self._tokenizer
+        return self._maker.tokenizer
 
     def prepare(
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
         priority: int = 0
     ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
-        text = prompt if isinstance(prompt, str) else None
-        makes_text = isinstance(params, SamplingParams) and params.detokenize
-        tokenizer = self.tokenizer if text is not None or makes_text else None
-        ids = encode_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens, most=self.facts.max_model_len)
-        if isinstance(params, SamplingParams):
-            params = with_seed(params, self._seeds)
-        request_id = str(next(self._ids))
-        requests, assembler = open_request(
-            request_id, ids, params, facts=self.facts, tokenizer=tokenizer, priority=priority
-        )
-        collector = Collector(request_id, text, ids, len(requests))
-        return Job(requests, assembler, collector)
+        return self._maker.make(prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority)
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.

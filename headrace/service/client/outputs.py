@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from headrace.base.errors import HeadraceError
-from headrace.base.messages import ErrorInfo
+from headrace.base.messages import EngineStats, ErrorInfo, ModelFacts
 from headrace.base.step import TokenLogprobs
 
 
@@ -105,3 +105,18 @@ class Collector:
             for c in self._output.outputs
         ]
         return replace(self._output, outputs=choices)
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One engine for reports. ``state`` is as of `headrace.service.client.replica.Replica`; ``stage`` and ``progress``
+    are those of its start. ``num_restarts``: within ten minutes."""
+
+    index: int
+    state: str
+    stats: EngineStats
+    stage: str = ""
+    progress: float = 0.0
+    pid: int | None = None
+    num_restarts: int = 0
+    facts: ModelFacts | None = None

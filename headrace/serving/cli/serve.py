@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -26,14 +27,15 @@ def serve_config(invocation: Invocation) -> ServeConfig:
 def run(invocation: Invocation) -> int:
     """Serve until a signal stops the server."""
     config = serve_config(invocation)
-    engine = spawn_engine()  # started first: it has the most to import
-    try:
+    with contextlib.ExitStack() as undo:
+        # started first: they have the most to import
+        engines = [spawn_engine() for _ in range(config.engine.parallel.data_parallel_size)]
+        for engine in engines:
+            undo.callback(engine.end)  # if the server did not stop it
         # imported while the engine process loads
         from headrace.serving.http.server import serve
 
-        serve(config, engine=engine)
-    finally:
-        engine.end()  # if the server did not stop it
+        serve(config, engines=engines)
     return 0
 
 

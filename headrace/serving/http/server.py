@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError, EngineGivenUp
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.service.client.client import EngineClient
+from headrace.service.client.replica import Supervision
 from headrace.service.parsing.choice import check_names
 from headrace.service.spawn import SpawnedEngine
 from headrace.serving.http.app import create_app
@@ -118,15 +119,14 @@ LAST_WORDS_S = 5  # for the last events of streams after the drain
 POLL_S = 0.05
 
 
-def serve(config: ServeConfig, *, engine: SpawnedEngine | None = None) -> None:
+def serve(config: ServeConfig, *, engines: Sequence[SpawnedEngine] = ()) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly shutdown. Raises `HeadraceError` when the server cannot
-    start or the engine has crashed too often, `SystemExit` after a second signal. ``engine``: an engine process that
-    the caller has already spawned."""
+    start or all engines have crashed too often, `SystemExit` after a second signal. ``engines``: processes that the
+    caller has already spawned."""
     check_names(config.server.tool_parser, config.server.reasoning_parser)
     client = EngineClient(
-        config.engine, max_restarts=config.server.max_restarts,
-        chat_template=read_template(config.server.chat_template),
-        stall_timeout_s=config.server.stall_timeout_s, engine=engine,
+        config.engine, chat_template=read_template(config.server.chat_template),
+        supervision=Supervision(config.server.max_restarts, config.server.stall_timeout_s), engines=engines,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(HttpServer(config, client).run())

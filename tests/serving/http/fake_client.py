@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.base.admin import AcquireMemory, ReleaseMemory, StopProfile
+from headrace.base.admin import VITAL_PARTS, AcquireMemory, ReleaseMemory, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import (
@@ -26,7 +26,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
-from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 from headrace.service.client.prompts import open_request
 from headrace.service.client.requests import refuse_generation
 from headrace.service.client.stream import RequestStream
@@ -208,9 +208,10 @@ class FakeClient:
     controls: list[object] = field(default_factory=list)
     refusal: HeadraceError | None = None
     released: set[str] = field(default_factory=set)
-    engine_pid: int | None = 1
+    engine_pids: tuple[int | None, ...] = (1,)
 
     def __post_init__(self) -> None:
+        self._is_held = False
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
         self.facts = ModelFacts(
             "fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192,
@@ -220,6 +221,20 @@ class FakeClient:
     def shrink(self, max_len: int) -> None:
         """Serve a context of so many tokens from now on."""
         self.max_len, self.facts = max_len, msgspec.structs.replace(self.facts, max_model_len=max_len)
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    @is_held.setter
+    def is_held(self, is_held: bool) -> None:
+        self._is_held = is_held
+        if self.state in ("ready", "asleep"):
+            self.state = "asleep" if is_held or self.released & VITAL_PARTS else "ready"
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        return [ReplicaStatus(0, self.state, self.last_stats, facts=self.facts)]
 
     @property
     def num_inflight(self) -> int:
@@ -359,6 +374,7 @@ class FakeClient:
                 self.released | set(method.parts) if isinstance(method, ReleaseMemory)
                 else self.released - set(method.parts)
             )
+            self.is_held = self._is_held
             return sorted(self.released)
         return "a.trace.json" if isinstance(method, StopProfile) else None
 

@@ -114,7 +114,7 @@ async def test_pause_in_vllms_words(http, client):
     asking = await start_held(http)
     assert (await http.post("/pause?mode=keep")).status_code == 200 and not asking.done()
     assert (await http.get("/is_paused")).json() == {"is_paused": True}
-    client.engine_pid += 1
+    client.engine_pids = (2,)
     assert (await http.get("/is_paused")).json() == {"is_paused": False}, "a new engine is not paused"
     assert (
         (await http.post("/pause")).status_code == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.base.admin import DevicePart
 
@@ -30,8 +30,19 @@ class FlushResponse(Struct):
     message: str
 
 
+class ReplicaInfo(Struct):
+    """One replica: its state, process, restarts within ten minutes, device and counters."""
+
+    replica: int
+    state: str
+    pid: int | None
+    num_restarts: int
+    device: str | None
+    stats: dict[str, Any]
+
+
 class ServerInfo(Struct):
-    """Options, model facts, memory plan (bytes) and counters of this server."""
+    """Options, model facts, memory plan (bytes) and counters of this server; all but options summed over replicas."""
 
     version: str
     state: str
@@ -42,6 +53,7 @@ class ServerInfo(Struct):
     memory: list[dict[str, Any]]
     stats: dict[str, Any]
     options: dict[str, Any]
+    replicas: list[ReplicaInfo]
 
 
 class ModelInfo(Struct):
@@ -61,13 +73,23 @@ class ModelInfo(Struct):
     weight_version: str = "default"
 
 
+class ReplicaHealth(Struct):
+    """Health of one replica, with the progress of its start."""
+
+    replica: int
+    state: str
+    stage: str
+    progress: float
+
+
 class State(Struct):
-    """Health and readiness."""
+    """Health and readiness; of each replica too, if there are several."""
 
     status: str
     engine: str
     stage: str | None = None
     progress: float | None = None
+    replicas: list[ReplicaHealth] | UnsetType = UNSET
 
 
 class Version(Struct):
@@ -139,7 +161,7 @@ class AdminResponse(Struct):
 class Load(Struct):
     """The load of one engine. ``token_usage`` is the share of KV memory held by running requests."""
 
-    # SGLang's names; there is one engine, so the rank is 0.
+    # SGLang's names; the rank is the replica's.
     dp_rank: int
     num_running_reqs: int
     num_waiting_reqs: int

@@ -17,6 +17,7 @@ from headrace.base import VERSION
 from headrace.base.admin import DEVICE_PARTS, DevicePart, StartProfile
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.service.client.admin import SleepMode
+from headrace.service.client.outputs import ReplicaStatus
 from headrace.serving.http.generation.context import AppContext, context_of
 from headrace.serving.http.protocol import admin as wire
 from headrace.serving.http.routes.control import current_stats
@@ -111,16 +112,23 @@ async def freeze_gc(request: Request) -> JsonResponse:
 
 
 async def show_loads(request: Request) -> JsonResponse:
-    """The load of the engine."""
+    """The load of each replica."""
     context = context_of(request)
-    facts, stats = context.facts(), await current_stats(context)
-    load = wire.Load(
-        dp_rank=0, num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_queued,
+    context.facts()
+    await current_stats(context)  # of every replica
+    loads = [_load(replica) for replica in context.client.statuses if replica.facts is not None]
+    return JsonResponse(wire.Loads(time.time(), VERSION, len(loads), loads))
+
+
+def _load(replica: ReplicaStatus) -> wire.Load:
+    stats, facts = replica.stats, replica.facts
+    assert facts is not None
+    return wire.Load(
+        dp_rank=replica.index, num_running_reqs=stats.num_running, num_waiting_reqs=stats.num_queued,
         num_total_reqs=stats.num_running + stats.num_queued,
         num_used_tokens=stats.num_used_pages * facts.page_size, max_total_num_tokens=facts.num_kv_tokens,
         token_usage=stats.num_used_pages / max(1, stats.num_pages),
     )
-    return JsonResponse(wire.Loads(time.time(), VERSION, 1, [load]))
 
 
 def _memory_handler(*, is_release: bool) -> Handler:

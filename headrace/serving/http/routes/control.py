@@ -26,6 +26,8 @@ from headrace.serving.http.protocol.admin import (
     AbortRequest,
     AbortResponse,
     ModelInfo,
+    ReplicaHealth,
+    ReplicaInfo,
     ServerInfo,
     ServerLoad,
     State,
@@ -45,10 +47,13 @@ STATS_TIMEOUT_S = 1.0
 
 
 def _state(context: AppContext, status: str) -> State:
+    state = State(status, context.state)
     if context.client.state in ("starting", "restarting"):
-        stage, fraction = context.client.progress
-        return State(status, context.state, stage, fraction)
-    return State(status, context.state)
+        state.stage, state.progress = context.client.progress
+    replicas = context.client.statuses
+    if len(replicas) > 1:
+        state.replicas = [ReplicaHealth(r.index, r.state, r.stage, r.progress) for r in replicas]
+    return state
 
 
 async def show_health(request: Request) -> JsonResponse:
@@ -108,7 +113,8 @@ async def current_stats(context: AppContext) -> EngineStats:
 async def show_metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
     context = context_of(request)
-    text = context.metrics.render(await current_stats(context), is_ready=context.is_ready)
+    stats = await current_stats(context)
+    text = context.metrics.render(stats, context.client.statuses, is_ready=context.is_ready)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -169,6 +175,13 @@ async def show_server(request: Request) -> JsonResponse:
         model=msgspec.structs.asdict(facts) if facts else None,
         memory=[msgspec.structs.asdict(line) for line in context.client.memory],
         stats=msgspec.structs.asdict(await current_stats(context)), options=_options(context),
+        replicas=[
+            ReplicaInfo(
+                one.index, one.state, one.pid, one.num_restarts, one.facts.device if one.facts else None,
+                msgspec.structs.asdict(one.stats)
+            )
+            for one in context.client.statuses
+        ],
     ))
 
 

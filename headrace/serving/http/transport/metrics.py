@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from headrace.base.messages import EngineStats
-from headrace.service.client.outputs import ChoiceDelta
+from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 
 # upper bounds of histogram buckets: seconds, and tokens
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -55,10 +55,12 @@ SPECULATION_COUNTERS = {
 
 
 class EngineCollector(Collector):
-    """Engine statistics as metrics. ``stats`` is the latest snapshot; `Metrics.render` sets it before each scrape."""
+    """Engine statistics as metrics, summed and by replica. ``stats`` and ``replicas`` are the latest snapshot;
+    `Metrics.render` sets them before each scrape."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
+        self.replicas: list[ReplicaStatus] = [ReplicaStatus(0, "starting", EngineStats())]
 
     def collect(self) -> Iterable[Metric]:
         for name, (metric, doc) in GAUGES.items():
@@ -75,6 +77,24 @@ class EngineCollector(Collector):
         for name, (metric, doc) in COUNTERS.items():
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
         yield from self._collect_speculation()
+        yield from self._collect_replicas()
+
+    def _collect_replicas(self) -> Iterable[Metric]:
+        """Names of their own: a series with a label beside the sum would be counted twice by ``sum()``."""
+        up = GaugeMetricFamily(
+            "headrace_replica_up", "1 when the replica takes requests, by replica.", labels=("engine",)
+        )
+        for replica in self.replicas:
+            up.add_metric((str(replica.index),), replica.state == "ready")
+        yield up
+        for name, (metric, doc) in {**GAUGES, **COUNTERS}.items():
+            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            family = kind(
+                f"headrace_replica_{metric}", f"{doc.removesuffix('.')}, by replica.", labels=("engine",)
+            )
+            for replica in self.replicas:
+                family.add_metric((str(replica.index),), getattr(replica.stats, name))
+            yield family
 
     def _collect_speculation(self) -> Iterable[Metric]:
         stats = self.stats.speculation
@@ -148,9 +168,9 @@ class Metrics:
         self.registry.register(made)
         return made
 
-    def render(self, stats: EngineStats, *, is_ready: bool) -> bytes:
+    def render(self, stats: EngineStats, replicas: list[ReplicaStatus], *, is_ready: bool) -> bytes:
         """The metrics in Prometheus text format."""
-        self.engine.stats = stats
+        self.engine.stats, self.engine.replicas = stats, replicas
         self.ready.set(is_ready)
         return generate_latest(self.registry)
 

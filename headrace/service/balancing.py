@@ -1,0 +1,212 @@
+"""Balancing policies: which of several engines gets a request. Torch-free, and without processes and sockets, so that
+whatever spreads requests over engines can use it.
+
+Refuses: health and retries; the caller offers only engines that take requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from headrace.base.registry import Registry
+
+ENTRY_POINT_GROUP = "headrace.balancing"
+
+BLOCK = 32
+"""Tokens per block of a known prefix: shorter shared prefixes are not worth a choice."""
+MOST_BLOCKS = 1 << 16
+"""Most blocks remembered of one replica, about 10 MB."""
+TOKENS_PER_SAVED = 4
+"""How many tokens of load a replica may have more than the least loaded one, for each prompt token that its cache
+saves."""
+LOAD_SHARE = 0.5
+"""How much busier than the least loaded replica, as a share of that one's load, a replica may be that has all of the
+prompt in its cache; in proportion less for one that has a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The load of one engine. ``prefill_tokens``: prompt tokens that are not computed yet; ``running_tokens``: prompt
+    and output tokens of the choices that are past their prompts, which each step reads. ``kv_usage``: share of its KV
+    pages that requests hold. ``num_kv_tokens``: what its cache has room for, 0 if unknown."""
+
+    index: int
+    num_queued: int = 0
+    num_running: int = 0
+    prefill_tokens: int = 0
+    running_tokens: int = 0
+    kv_usage: float = 0.0
+    num_kv_tokens: int = 0
+
+    @property
+    def load(self) -> int:
+        """Outstanding tokens."""
+        return self.prefill_tokens + self.running_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """What policies see of a request. ``namespace``: see `headrace.base.messages.EngineRequest`."""
+
+    token_ids: Sequence[int]
+    namespace: str = ""
+
+
+class Choice(NamedTuple):
+    """The chosen replica, and how many tokens of the prompt it probably has in its cache."""
+
+    replica: int
+    cached_len: int = 0
+
+
+class Policy(Protocol):
+    """Decides one request after the other, in one thread. The same calls lead to the same choices."""
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
+        """Choose one of ``replicas``, of which there is at least one, in the order of their indices."""
+
+    def forget(self, index: int) -> None:
+        """The cache of a replica is empty: it was restarted, or reset."""
+
+
+POLICIES: Registry[type[Policy]] = Registry("balancing policy")
+POLICIES.add(
+    "cache-aware", "headrace.service.balancing:CacheAware",
+    doc="the longest known prefix, unless that replica is much busier than the least loaded one"
+)
+POLICIES.add("least-loaded", "headrace.service.balancing:LeastLoaded", doc="the fewest outstanding tokens")
+POLICIES.add("round-robin", "headrace.service.balancing:RoundRobin", doc="one after the other")
+
+
+def add_installed_policies() -> None:
+    """Register the policies of installed packages, without importing them."""
+    POLICIES.add_installed(ENTRY_POINT_GROUP)
+
+
+def create_policy(name: str) -> Policy:
+    """Build a policy; raises `PluginError` that lists the known names or has the original error."""
+    add_installed_policies()
+    policy: Policy = POLICIES.make(name)
+    return policy
+
+
+class RoundRobin:
+    """The next replica in the order of indices."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
+        """See `Policy`."""
+        self._last = next((r.index for r in replicas if r.index > self._last), replicas[0].index)
+        return Choice(self._last)
+
+    def forget(self, index: int) -> None:
+        """Nothing is remembered of a cache."""
+
+
+class LeastLoaded:
+    """The replica with the fewest outstanding tokens; of equals the one with the most free KV pages, then the next in
+    the order of indices."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
+        """See `Policy`."""
+        chosen = min(replicas, key=lambda r: (r.load, r.kv_usage, r.index <= self._last, r.index))
+        self._last = chosen.index
+        return Choice(chosen.index)
+
+    def forget(self, index: int) -> None:
+        """Nothing is remembered of a cache."""
+
+
+def prefix_keys(request: RoutedRequest) -> list[int]:
+    """A key for each prefix of whole blocks, shortest first. Python's hash of bytes is keyed by a secret of the process
+    (SipHash), so that nobody can make prompts that collide."""
+    packed, size = array("q", request.token_ids).tobytes(), BLOCK * array("q").itemsize
+    keys, key = [], hash(request.namespace)
+    for begin in range(0, len(packed) - size + 1, size):
+        key = hash((key, packed[begin : begin + size]))
+        keys.append(key)
+    return keys
+
+
+class PrefixIndex:
+    """The prefixes that one replica has seen, at most ``capacity`` keys; the least recently used are forgotten first,
+    as in the replica's own cache.
+
+    A prefix is always more recent than its extensions. So what is forgotten is never the beginning of what is kept,
+    and the length of a match can be found by bisection.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """How many of the keys, from the first on, are known."""
+        return bisect_left(keys, True, key=lambda key: key not in self._keys)
+
+    def note(self, keys: Sequence[int]) -> None:
+        """The replica gets a prompt with these keys."""
+        for key in reversed(keys[: self._capacity]):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+
+
+class CacheAware:
+    """The replica that saves the most prompt tokens over the least loaded one, of those that are not too much busier;
+    else the least loaded.
+
+    Saving ``gain`` tokens allows a load of up to ``least + TOKENS_PER_SAVED * gain + LOAD_SHARE * least * gain / len``,
+    where ``least`` is the smallest load and ``len`` that of the prompt. The turns of a conversation therefore stay
+    together, a short prefix that all prompts share draws nobody, and a long one spreads over the replicas as load
+    demands.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, PrefixIndex] = {}
+        self._last = -1
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
+        """See `Policy`."""
+        keys = prefix_keys(request)
+        matches = {r.index: self._seen_by(r).match(keys) * BLOCK for r in replicas}
+        # Of equally loaded ones: the longest match, then the emptiest cache, so that all caches are used; then in turn.
+        least = min(
+            replicas,
+            key=lambda r: (r.load, -matches[r.index], len(self._seen[r.index]), r.index <= self._last, r.index)
+        )
+        best, most = least, 0
+        for replica in replicas:
+            gain = matches[replica.index] - matches[least.index]
+            slack = TOKENS_PER_SAVED * gain + LOAD_SHARE * least.load * gain / max(1, len(request.token_ids))
+            is_better = gain > most or (gain == most and replica.load < best.load)
+            if gain > 0 and is_better and replica.load <= least.load + slack:
+                best, most = replica, gain
+        self._seen[best.index].note(keys)
+        self._last = best.index
+        return Choice(best.index, matches[best.index])
+
+    def forget(self, index: int) -> None:
+        """See `Policy`."""
+        self._seen.pop(index, None)
+
+    def _seen_by(self, replica: ReplicaState) -> PrefixIndex:
+        seen = self._seen.get(replica.index)
+        if seen is None:
+            room = replica.num_kv_tokens // BLOCK or MOST_BLOCKS
+            seen = self._seen[replica.index] = PrefixIndex(min(room, MOST_BLOCKS))
+        return seen

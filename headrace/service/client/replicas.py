@@ -1,0 +1,165 @@
+"""Calls to all replicas of an engine, answered as one: all or nothing where a call can be undone.
+
+Refuses: requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineUnavailable, HeadraceError
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats
+from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
+
+logger = logging.getLogger(__name__)
+
+Method = str | AdminCall
+NEEDS_ALL = frozenset({"pause", ReleaseMemory.method, ReplaceWeights.method, StartProfile.method})
+"""Calls that are refused while a replica restarts, which would come back without their effect. Others concern only
+what lives: a new engine has an empty cache and is awake."""
+
+
+async def call_all(replicas: Sequence[Replica], method: Method, config: EngineConfig, timeout_s: float) -> Any:
+    """Make one call to all replicas at once and merge the results. ``config``: of the weights that are loaded now.
+
+    When some fail, what the call did on the others is undone if possible, and the error of the first is raised; with
+    several replicas it names those that failed.
+    """
+    chosen = _concerned(replicas, method)
+    results = await asyncio.gather(
+        *(_call(replica, method, timeout_s) for replica in chosen), return_exceptions=True
+    )
+    failed: list[tuple[Replica, BaseException]] = [
+        (replica, result) for replica, result in zip(chosen, results, strict=True) if isinstance(result, BaseException)
+    ]
+    if not failed:
+        return _merge(method, results)
+    undo = _undo(method, config)
+    if undo is not None and len(failed) < len(chosen):
+        lost = {id(replica) for replica, _ in failed}
+        await _undo_all([replica for replica in chosen if id(replica) not in lost], undo, timeout_s)
+    raise _name_error(failed, len(replicas), is_undone=undo is not None)
+
+
+def _concerned(replicas: Sequence[Replica], method: Method) -> list[Replica]:
+    """The replicas that get the call; raises `EngineUnavailable` when there is none, or one is missing that must have
+    it. Those that were given up count no more."""
+    name = method if isinstance(method, str) else method.method
+    up = [replica for replica in replicas if replica.is_up]
+    if not up or len(replicas) == 1:
+        replicas[0].require_up()
+    missing = [replica for replica in replicas if not replica.is_up and replica.state != "stopped"]
+    if missing and name in NEEDS_ALL:
+        raise EngineUnavailable(
+            f"{missing[0].name} is {missing[0].state}; {name} needs all replicas: try again when it is ready",
+            retry_after=RETRY_AFTER_S
+        )
+    return up
+
+
+async def _call(replica: Replica, method: Method, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    if isinstance(method, str):
+        return await replica.call(method, timeout_s=timeout_s)
+    return await replica.call(method.method, msgspec.to_builtins(method), timeout_s)
+
+
+def _merge(method: Method, results: Sequence[Any]) -> Any:
+    if len(results) == 1:
+        return results[0]
+    if isinstance(method, StopProfile):
+        return ", ".join(results)
+    if isinstance(method, ReleaseMemory | AcquireMemory):
+        return sorted({part for parts in results for part in parts})
+    if method == "reset_prefix_cache":
+        return all(results)
+    return results[0]
+
+
+def _undo(method: Method, config: EngineConfig) -> Method | None:
+    match method:
+        case "pause":
+            return "continue"
+        case ReleaseMemory(parts):
+            return AcquireMemory(parts)
+        case StartProfile():
+            return StopProfile()
+        case ReplaceWeights():
+            return ReplaceWeights(config.model.model, config.model.load_format)
+    return None
+
+
+async def _undo_all(replicas: Sequence[Replica], undo: Method, timeout_s: float) -> None:
+    results = await asyncio.gather(
+        *(_call(replica, undo, timeout_s) for replica in replicas), return_exceptions=True
+    )
+    for replica, result in zip(replicas, results, strict=True):
+        if isinstance(result, BaseException):
+            logger.error("%s could not be put back: %s", replica.name, result)
+            if isinstance(undo, ReplaceWeights):  # or the replicas would serve different weights
+                replica.supervisor.replace_process(EngineUnavailable(
+                    f"{replica.name} is restarted, as its weights could not be put back", retry_after=RETRY_AFTER_S
+                ))
+
+
+def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, *, is_undone: bool) -> BaseException:
+    error = failed[0][1]
+    if count == 1 or not isinstance(error, HeadraceError):
+        return error
+    message = "; ".join(f"{replica.name}: {problem}" for replica, problem in failed)
+    if is_undone and len(failed) < count:
+        message += "; undone on the others"
+    named = type(error)(message, param=error.param, retry_after=error.retry_after)
+    named.__cause__ = error
+    return named
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of several engines as one."""
+    if len(stats) == 1:
+        return stats[0]
+    sums = {name: sum(getattr(one, name) for one in stats) for name in _NUMBERS}
+    return EngineStats(**sums, speculation=_sum_speculation([one.speculation for one in stats]))
+
+
+_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name != "speculation")
+
+
+def _sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
+    by_position = [one.num_accepted_tokens_per_position for one in stats]
+    longest = max(map(len, by_position))
+    return SpeculationStats(
+        sum(one.num_drafts for one in stats), sum(one.num_draft_tokens for one in stats),
+        sum(one.num_accepted_tokens for one in stats),
+        [sum(counts[i] for counts in by_position if i < len(counts)) for i in range(longest)],
+    )
+
+
+def join_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
+    """The facts of all replicas: the shortest context, which any of them serves, and the room of all caches."""
+    if len(facts) == 1:
+        return facts[0]
+    return msgspec.structs.replace(
+        facts[0], max_model_len=min(one.max_model_len for one in facts),
+        num_kv_tokens=sum(one.num_kv_tokens for one in facts),
+        device=", ".join(dict.fromkeys(one.device for one in facts)),
+    )
+
+
+def join_memory(plans: Sequence[list[MemoryLine]]) -> list[MemoryLine]:
+    """The memory plans of all replicas, added up by name; notes are those of the first."""
+    if len(plans) == 1:
+        return plans[0]
+    lines: dict[str, MemoryLine] = {}
+    for line in (line for plan in plans for line in plan):
+        known = lines.get(line.name)
+        lines[line.name] = line if known is None else MemoryLine(
+            line.name, known.num_bytes + line.num_bytes, known.note
+        )
+    return list(lines.values())

@@ -1,0 +1,198 @@
+"""`ReplicatedClient`: several engine processes for a batch in the caller's thread, with the interface of `LocalClient`.
+Torch-free.
+
+Refuses: streaming; it runs a batch of jobs to their end. An event loop on a thread of its own serves the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineUnavailable
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
+from headrace.base.pooling import PoolingSpec
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.client import EngineClient
+from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
+from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
+from headrace.service.client.replica import Supervision
+from headrace.service.tokenization import Tokenizer
+
+POLL_S = 0.1
+"""How late an interrupt may be noticed."""
+T = TypeVar("T")
+
+
+class _Batch:
+    """The jobs of one run, read by tasks of the event loop. At most ``window`` choices are with the engines, so that
+    the queue limit of none refuses any. ``add`` and `finish` belong to the caller's thread."""
+
+    def __init__(
+        self, client: EngineClient, loop: asyncio.AbstractEventLoop, window: int, on_finish: Callable[[], None]
+    ):
+        self.jobs: list[Job] = []
+        self._client, self._loop, self._window, self._on_finish = client, loop, window, on_finish
+        self._changed = threading.Condition()  # guards the two below
+        self._num_open = 0
+        self._error: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop's
+
+    def add(self, job: Job, interrupt: threading.Event) -> None:
+        """Send a job; waits while the window is full."""
+        size = len(job.requests)
+        self._wait(lambda: not self._num_open or self._num_open + size <= self._window, interrupt)
+        with self._changed:
+            self._num_open += size
+        self.jobs.append(job)
+        self._loop.call_soon_threadsafe(self._begin, job)
+
+    def finish(self, interrupt: threading.Event) -> None:
+        """Wait for the end of all jobs; raises `EngineUnavailable` when no engine is left to run them."""
+        self._wait(lambda: not self._num_open, interrupt)
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """End what still runs, and wait for that."""
+        if self._num_open:
+            self._loop.call_soon_threadsafe(self._cancel)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_open)
+
+    def _wait(self, condition: Callable[[], bool], interrupt: threading.Event) -> None:
+        with self._changed:
+            while not condition():
+                if interrupt.is_set():
+                    raise KeyboardInterrupt
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait(POLL_S)
+
+    def _begin(self, job: Job) -> None:
+        task = self._loop.create_task(self._read(job))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._end(done, job))
+
+    def _end(self, task: asyncio.Task[None], job: Job) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        with self._changed:
+            self._num_open -= len(job.requests)
+            self._error = self._error or error
+            self._changed.notify_all()
+        self._on_finish()
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read(self, job: Job) -> None:
+        if self._client.state == "restarting":  # all of them: what is not sent yet can wait
+            await self._client.wait_ready()
+
+        def take(delta: ChoiceDelta) -> bool:
+            job.collector.add(delta)
+            return True
+
+        stream = self._client.send(job.collector.output.request_id, job.requests, job.assembler)
+        stream.divert(take)
+        async for delta in stream:
+            job.collector.add(delta)
+
+
+class ReplicatedClient:
+    """Prepares jobs and runs them on the replicas, each where the balancing policy puts it. Threads take turns. A
+    request on a replica that dies ends with a typed error; others go on, and later ones go to those that live."""
+
+    def __init__(self, config: EngineConfig, *, supervision: Supervision = Supervision()):  # noqa: B008 (frozen)
+        self.config = config
+        self._maker = JobMaker(config)
+        self._turn = threading.RLock()
+        self._is_closed = False
+        self._client = EngineClient(config, supervision=supervision)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
+        self._thread.start()
+        with contextlib.ExitStack() as undo:  # an error must leave neither thread nor processes behind
+            undo.callback(self.close)
+            self._await(self._start())
+            undo.pop_all()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the loaded model."""
+        assert self._client.facts is not None, "known once started"
+        return self._client.facts
+
+    @property
+    def memory(self) -> list[MemoryLine]:
+        """The memory plans of all replicas, added up."""
+        return self._client.memory
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, loaded on first use; None when it has none."""
+        return self._maker.tokenizer
+
+    def prepare(
+        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
+        priority: int = 0
+    ) -> Job:
+        """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
+        return self._maker.make(prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority)
+
+    def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
+        """As `LocalClient.run`; ``on_finish`` is called on another thread."""
+        with self._turn, defer_interrupt() as interrupt:
+            self._require_open()
+            batch = _Batch(self._client, self._loop, self.config.scheduler.max_queued, on_finish)
+            try:
+                for job in jobs:
+                    batch.add(job, interrupt)
+                batch.finish(interrupt)
+            finally:
+                batch.abort()
+            self._require_open()  # else it was closed meanwhile, which ended what ran
+        return [job.collector.output for job in batch.jobs]
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of all replicas."""
+        return self._await(self._client.stats())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False when some are in use and stayed."""
+        return self._await(self._client.reset_prefix_cache())
+
+    def check(self) -> None:
+        """Raise `AssertionError` when a page or row is not accounted for."""
+        self._await(self._client.check())
+
+    def close(self) -> None:
+        """End the engine processes; what runs in another thread fails. May be called twice."""
+        if self._is_closed:
+            return
+        self._await(self._client.close())
+        self._is_closed = True
+        with self._turn:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _start(self) -> None:
+        await self._client.start(has_tokenizer=False)
+        await self._client.wait_ready()
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._is_closed:
+            work.close()
+        self._require_open()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineUnavailable("this engine is closed; create a new one")

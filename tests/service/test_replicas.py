@@ -1,0 +1,243 @@
+"""`EngineClient` over several engines: placement, deaths and hangs of one, calls to all. The model is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+from fakes import PATIENCE_S, FakeExecutor, continuation
+from test_client import SLOW, greedy, ids, read, until
+
+from headrace.base.admin import StartProfile
+from headrace.base.config import engine_config
+from headrace.base.errors import Conflict, EngineUnavailable, ModelError, PluginError
+from headrace.base.messages import EngineStats, SpeculationStats
+from headrace.base.sampling import SamplingParams
+from headrace.service.client.admin import EngineAdmin
+from headrace.service.client.client import EngineClient
+from headrace.service.client.replica import Supervision
+from headrace.service.client.replicas import sum_stats
+
+TWO = {"data_parallel_size": 2}
+
+
+def counts(client: EngineClient) -> list[int]:
+    """Requests that each replica has had, without its own first one."""
+    return [replica.last_stats.requests_total - 1 for replica in client.replicas]
+
+
+async def test_requests_are_spread_and_all_are_right(start_client: Callable):
+    client = await start_client(**TWO, data_parallel_policy="round-robin")
+    assert client.facts.num_kv_tokens == 2 * client.replicas[0].facts.num_kv_tokens
+    assert client.memory[0].name == "weights" and client.memory[0].num_bytes == 2
+    prompts = [[i % 200, i // 200, 5] for i in range(100)]
+    results = await asyncio.gather(*(read(client.submit(p, greedy(3 + i % 9))) for i, p in enumerate(prompts)))
+    for i, (prompt, deltas) in enumerate(zip(prompts, results, strict=True)):
+        assert ids(deltas) == continuation(prompt, 3 + i % 9)
+    assert client.num_inflight == 0
+    await client.check()
+    stats = await client.stats()
+    assert stats.requests_total == 102 and stats.num_pages == 2 * client.replicas[0].last_stats.num_pages
+    assert counts(client) == [50, 50]
+    assert [replica.load.load for replica in client.replicas] == [0, 0], "all that was counted has ended"
+
+
+async def test_choices_of_a_request_stay_together(start_client: Callable):
+    client = await start_client(**TWO, data_parallel_policy="round-robin")
+    for _ in range(2):
+        deltas = await read(client.submit([4, 5], SamplingParams(n=5, max_tokens=5, detokenize=False)))
+        assert all(ids(deltas, index) == continuation([4, 5], 5) for index in range(5))
+    await client.stats()
+    assert counts(client) == [5, 5]
+
+
+async def test_a_conversation_comes_back_to_its_cache(start_client: Callable):
+    client = await start_client(**TWO, kv_pages=512)
+    talks = [[t] * 64 for t in range(6)]
+    for _ in range(4):
+        for talk in talks:
+            deltas = await read(client.submit(talk, greedy(40)))
+            assert len(talk) == 64 or deltas[0].num_cached_tokens > len(talk) - 64
+            talk += ids(deltas)
+    await client.stats()
+    assert counts(client) == [12, 12], "and the two share the conversations"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_one_replica_is_lost_under_load(start_client: Callable, number: signal.Signals):
+    """Its requests end with a typed error that can be retried, the others' go on, new ones go elsewhere, and when it is
+    back it gets requests again."""
+    client = await start_client(**TWO, **SLOW, stall_timeout_s=3.0, data_parallel_policy="round-robin")
+    streams = [client.submit([i], greedy(2000)) for i in range(10)]
+    readers = [asyncio.create_task(read(stream)) for stream in streams]
+    await until(lambda: all(r.last_stats.generation_tokens_total > 20 for r in client.replicas))
+    lost, kept = client.engine_pids
+    os.kill(lost, number)
+    await until(lambda: client.num_inflight == 5)
+    assert client.state == "ready" and [r.state for r in client.replicas] == ["restarting", "ready"]
+    for reader in readers[::2]:
+        last = (await asyncio.wait_for(reader, PATIENCE_S))[-1]
+        assert last.error.kind == "engine_unavailable" and last.error.retry_after and "replica 0" in last.error.message
+    during = await asyncio.gather(*(read(client.submit([7, i], greedy(3))) for i in range(4)))
+    assert all(ids(deltas) == continuation([7, i], 3) for i, deltas in enumerate(during))
+    await until(lambda: client.replicas[0].state == "ready")
+    assert client.engine_pids[1] == kept and client.engine_pids[0] not in (lost, None)
+    assert not any(reader.done() for reader in readers[1::2]), "the others still run"
+    after = await asyncio.gather(*(read(client.submit([8, i], greedy(3))) for i in range(4)))
+    assert all(ids(deltas) == continuation([8, i], 3) for i, deltas in enumerate(after))
+    await client.stats()
+    assert counts(client)[0] == 2 and client.num_restarts == 1
+    await client.abort(None)
+    for index, reader in enumerate(readers):
+        deltas = await asyncio.wait_for(reader, PATIENCE_S)
+        assert ids(deltas) == continuation([index], len(ids(deltas)))
+
+
+async def test_a_replica_that_does_not_answer_gets_nothing_new(start_client: Callable):
+    client = await start_client(**TWO, stall_timeout_s=12.0, data_parallel_policy="round-robin")  # ticks every 3 s
+    process = psutil.Process(client.engine_pids[1])
+    process.suspend()
+    try:
+        await until(lambda: client.replicas[1].supervisor.is_silent)
+        results = await asyncio.gather(*(read(client.submit([i], greedy(3))) for i in range(6)))
+        assert all(ids(deltas) == continuation([i], 3) for i, deltas in enumerate(results))
+    finally:
+        process.resume()
+    await until(lambda: not client.replicas[1].supervisor.is_silent)
+    assert ids(await read(client.submit([9], greedy(3)))) == continuation([9], 3) and client.num_restarts == 0
+
+
+async def test_all_are_lost(start_client: Callable):
+    client = await start_client(**TWO, max_restarts=1)
+    for _ in range(2):
+        await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+        await until(lambda: all(r.state == "ready" for r in client.replicas))
+        for pid in client.engine_pids:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: client.state != "ready")
+        with pytest.raises(EngineUnavailable) as caught:
+            client.submit([1], greedy())
+        assert caught.value.retry_after
+    await until(lambda: client.state == "stopped")
+    with pytest.raises(EngineUnavailable):
+        await client.wait_ready()
+
+
+async def test_one_that_is_given_up_leaves_the_others(start_client: Callable):
+    client = await start_client(**TWO, max_restarts=0)
+    os.kill(client.engine_pids[0], signal.SIGKILL)
+    await until(lambda: client.replicas[0].state == "stopped")
+    assert client.state == "ready"
+    assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+    admin = EngineAdmin(client)
+    await admin.pause()  # what is given up concerns nobody any more
+    await admin.pause(False)
+    assert ids(await read(client.submit([4], greedy()))) == continuation([4], 8)
+
+
+@pytest.mark.parametrize(("builder", "words"), [
+    ("fakes:refuse_second", "replica 1: layer 3 is missing"), ("fakes:refuse_to_build", "replica 0|1: layer 3"),
+])
+async def test_a_replica_that_cannot_start_ends_the_start(config_only, builder: str, words: str):
+    config = engine_config(model=str(config_only), skip_tokenizer=True, data_parallel_size=2)
+    client = EngineClient(config, supervision=Supervision(builder=builder))
+    await client.start()
+    with pytest.raises(ModelError, match=words):
+        await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+    assert client.state == "stopped"
+    pids = [pid for pid in client.engine_pids if pid]
+    await client.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_unknown_policy_is_refused_before_anything_starts(config_only):
+    with pytest.raises(PluginError, match="round-robin"):
+        EngineClient(engine_config(model=str(config_only), data_parallel_size=2, data_parallel_policy="best"))
+
+
+async def test_admin_calls_reach_all(start_client: Callable):
+    client = await start_client(**TWO, seed=5, kv_pages=256)
+    admin = EngineAdmin(client)
+    running = [asyncio.create_task(read(client.submit([i], greedy(2000)))) for i in range(4)]
+    with pytest.raises(Conflict, match="4 requests"):
+        await admin.sleep()
+    await admin.pause()
+    assert admin.is_paused
+    await asyncio.sleep(0.1)  # what was in flight is committed
+    before = (await client.stats()).generation_tokens_total
+    late = asyncio.create_task(read(client.submit([9], greedy(2))))
+    await asyncio.sleep(0.2)
+    assert (await client.stats()).generation_tokens_total == before and not late.done()
+    await admin.pause(False)
+    assert ids(await late) == continuation([9], 2)
+    await admin.sleep(mode="abort")
+    assert [(await task)[-1].finish_reason for task in running] == ["abort"] * 4
+    assert client.state == "asleep" and [r.state for r in client.replicas] == ["asleep"] * 2
+    await admin.wake()
+    assert client.state == "ready"
+    await admin.start_profile(StartProfile("folder", num_steps=7))
+    assert await admin.stop_profile() == "7 steps, 7 steps"
+    assert await client.reset_prefix_cache() is True
+    assert await admin.replace_weights("9") == 0
+    assert [r.supervisor.config.model.model for r in client.replicas] == ["9", "9"]
+    assert [r.supervisor.config.replica for r in client.replicas] == [0, 1]
+    for prompt in ([1], [2], [3]):
+        assert ids(await read(client.submit(prompt, greedy(1)))) == [(continuation(prompt, 1)[0] + 9) % 250]
+
+
+async def test_weights_are_replaced_on_all_or_none(start_client: Callable):
+    client = await start_client(**TWO, builder="fakes:build_picky", data_parallel_policy="round-robin")
+    client.config = engine_config(model="0", skip_tokenizer=True, **TWO)  # what the fakes can load again
+    admin = EngineAdmin(client)
+    with pytest.raises(ModelError, match=r"replica 1: .*undone on the others"):
+        await admin.replace_weights("9")  # which the second refuses
+    results = await asyncio.gather(*(read(client.submit([i], greedy(3))) for i in range(4)))
+    assert [ids(deltas) for deltas in results] == [continuation([i], 3) for i in range(4)]
+    assert client.config.model.model == "0" and client.num_restarts == 0
+
+
+async def test_calls_that_need_all_wait_for_a_replica_that_restarts(start_client: Callable):
+    client = await start_client(**TWO, builder="fakes:build_slowly")
+    admin = EngineAdmin(client)
+    os.kill(client.engine_pids[1], signal.SIGKILL)
+    await until(lambda: client.replicas[1].state == "restarting")
+    for call in (admin.pause, admin.sleep, lambda: admin.replace_weights("9")):
+        with pytest.raises(EngineUnavailable, match="replica 1 is restarting") as caught:
+            await call()
+        assert caught.value.retry_after
+    assert client.state == "ready" and await client.reset_prefix_cache() is True
+    assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+
+
+async def test_closing_drains_all(start_client: Callable):
+    client = await start_client(**TWO, **SLOW)
+    short = [asyncio.create_task(read(client.submit([i], greedy(3)))) for i in range(4)]
+    long = asyncio.create_task(read(client.submit([2], greedy(4000))))
+    pids = client.engine_pids
+    closing = asyncio.create_task(client.close(drain_s=3.0))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailable, match="draining"):
+        client.submit([3], greedy())
+    assert [ids(await task) for task in short] == [continuation([i], 3) for i in range(4)]
+    assert (await long)[-1].error.kind == "engine_unavailable"
+    await closing
+    assert client.engine_pids == (None, None) and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_a_poisoned_request_kills_one_replica_alone(start_client: Callable):
+    client = await start_client(**TWO)
+    deltas = await read(client.submit([FakeExecutor.DIE], greedy()))
+    assert deltas[-1].error.kind == "engine_unavailable" and client.state == "ready"
+    assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+
+
+def test_statistics_are_added_up():
+    one = EngineStats(num_pages=3, steps_total=2, speculation=SpeculationStats(1, 2, 3, [2, 1]))
+    other = EngineStats(num_pages=4, num_running=1, speculation=SpeculationStats(1, 1, 1, [1]))
+    assert sum_stats([one, other]) == EngineStats(
+        num_pages=7, num_running=1, steps_total=2, speculation=SpeculationStats(2, 3, 4, [3, 1])
+    )
