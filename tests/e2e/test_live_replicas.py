@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from live import LiveServer, require_package, running_server, tiny_arguments
+from live import ENVIRONMENT, LiveServer, require_package, running_server, tiny_arguments, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import LLM, SamplingParams
@@ -128,6 +131,28 @@ def test_sigterm_lets_requests_of_both_finish(tiny_model: Path, tmp_path: Path):
             thread.join(100)
         assert all(lines[-1] == "data: [DONE]" and '"error"' not in lines[-2] for lines in outputs)
         assert server.process.wait(60) == 0 and not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_replica_that_dies_while_it_loads_ends_the_server(tiny_model: Path, tmp_path: Path):
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *tiny_arguments(tiny_model)]
+    with log.open("wb") as out, subprocess.Popen(
+        [*command, "--data-parallel-size", "2"], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+    ) as server:
+        engines: list[psutil.Process] = []
+
+        def has_started() -> bool:
+            engines[:] = psutil.Process(server.pid).children()
+            return len(engines) == 2 and "; loading the model" in log.read_text()
+
+        try:
+            until(has_started, "both load")
+            engines[1].kill()
+            assert server.wait(60) == 2
+        finally:
+            server.kill()
+    assert re.search("replica [01]: the engine process ended with exit code -9", log.read_text())
+    until(lambda: not any(engine.is_running() for engine in engines), "nothing is left")
 
 
 def test_offline_replicas_answer_as_one_engine(tiny_model: Path):

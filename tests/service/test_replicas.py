@@ -55,6 +55,16 @@ async def test_choices_of_a_request_stay_together(start_client: Callable):
     assert counts(client) == [5, 5]
 
 
+async def test_a_replica_whose_queue_is_full_is_passed_over(start_client: Callable):
+    limits = {"max_running_requests": 1, "max_queued": 3, "max_queued_per_client": 3}
+    client = await start_client(**TWO, **SLOW, **limits, data_parallel_policy="round-robin")
+    streams = [client.submit([i], SamplingParams(n=n, max_tokens=4, detokenize=False)) for i, n in enumerate((3, 1, 2))]
+    results = await asyncio.gather(*(read(stream) for stream in streams))
+    assert not any(delta.error for deltas in results for delta in deltas)
+    await client.stats()
+    assert counts(client) == [3, 3]
+
+
 async def test_a_conversation_comes_back_to_its_cache(start_client: Callable):
     client = await start_client(**TWO, kv_pages=512)
     talks = [[t] * 64 for t in range(6)]

@@ -193,8 +193,7 @@ class EngineClient:
         taken = any(replica.holds(request.request_id) for replica in self.replicas for request in requests)
         if request_id in self._streams or taken:
             raise RequestError(f"a request with id {request_id!r} is running", param="request_id")
-        offered = [replica for replica in self.replicas if replica.state == "ready"]
-        offered = [replica for replica in offered if not replica.supervisor.is_silent] or offered
+        offered = self._offer(len(requests))
         while True:
             replica, cached_len = self._choose(requests[0], offered)
             stream = RequestStream(request_id, requests, assembler, replica.send_aborts)
@@ -271,6 +270,14 @@ class EngineClient:
         del self._streams[stream.request_id]
         if not self._streams:
             self._idle.set()
+
+    def _offer(self, num_choices: int) -> list[Replica]:
+        """The replicas that may get a request: of those that are ready, as far as there are any, those that answer, and
+        of these those whose queue has room."""
+        offered = [replica for replica in self.replicas if replica.state == "ready"]
+        offered = [replica for replica in offered if not replica.supervisor.is_silent] or offered
+        most = self._config.scheduler.max_queued - num_choices
+        return [replica for replica in offered if replica.num_waiting <= most] or offered
 
     def _choose(self, request: EngineRequest, offered: Sequence[Replica]) -> tuple[Replica, int]:
         """A replica for the request, and how many prompt tokens it probably has cached."""

@@ -93,7 +93,9 @@ class Replica:
         )
         self._notices = notices
         self._children: dict[str, _Child] = {}  # by engine request id
-        self._prefill_tokens = self._running_tokens = self._num_waiting = 0
+        self._prefill_tokens = self._running_tokens = 0
+        self.num_waiting = 0
+        """Choices without output so far."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
 
@@ -107,7 +109,7 @@ class Replica:
         """Its load for a balancing policy: exact in what was sent to it, and at most some steps old in the rest."""
         stats = self.last_stats
         return ReplicaState(
-            self.index, self._num_waiting, len(self._children) - self._num_waiting, self._prefill_tokens,
+            self.index, self.num_waiting, len(self._children) - self.num_waiting, self._prefill_tokens,
             self._running_tokens, stats.num_used_pages / max(1, stats.num_pages),
             self.facts.num_kv_tokens if self.facts else 0,
         )
@@ -135,7 +137,7 @@ class Replica:
             prompt_len = len(request.prompt_token_ids)
             child = self._children[request.request_id] = _Child(stream, max(1, prompt_len - cached_len), prompt_len)
             self._prefill_tokens += child.prefill_tokens
-            self._num_waiting += 1
+            self.num_waiting += 1
 
     def send_aborts(self, aborts: Iterable[Abort]) -> None:
         """End requests; a dead engine has nothing to end."""
@@ -180,7 +182,7 @@ class Replica:
         """End all requests and calls with an error, without a message to the engine."""
         streams = dict.fromkeys(child.stream for child in self._children.values())
         self._children.clear()
-        self._prefill_tokens = self._running_tokens = self._num_waiting = 0
+        self._prefill_tokens = self._running_tokens = self.num_waiting = 0
         for stream in streams:
             stream.fail(ErrorInfo.of(error))
             self._notices.ended(stream)
@@ -224,7 +226,7 @@ class Replica:
         num_tokens = len(output.token_ids)
         if not child.context and (num_tokens or output.finish is not None):
             self._prefill_tokens -= child.prefill_tokens
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             child.context = child.prompt_len
             self._running_tokens += child.prompt_len
         child.context += num_tokens
