@@ -10,8 +10,8 @@ from torch import nn
 
 from headrace.base.cache import CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
-from headrace.base.errors import ConfigError, ModelError, PluginError, WeightError
-from headrace.base.speculation import TEXT_METHODS, Speculation, SpeculativeOptions
+from headrace.base.errors import ConfigError, ModelError, PluginError
+from headrace.base.speculation import OPTION, TEXT_METHODS, Speculation, SpeculativeOptions
 from headrace.base.step import MAX_DRAFTS
 from headrace.execution.loading import (
     LoadedDraft,
@@ -62,20 +62,28 @@ DEFAULT_DRAFTS = 3
 
 def load_with_draft(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
     """Load the model, and the drafter that the configuration asks for; raises what `load_model` and `load_draft`
-    raise. With method ``auto`` and no model named, the checkpoint's own module is used if it has a sound one."""
+    raise, the latter with ``speculative_config`` as the parameter. With method ``auto`` and no model named, the
+    checkpoint's own module is used if it has a sound one."""
     loaded = load_model(config, device, progress)
     options = config.speculation.options
-    method = None if loaded.pooling is not None else _choose_method(options, loaded)
-    if method is None:
+    if loaded.pooling is not None:
         return loaded
-    choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
     try:
+        method = _choose_method(options, loaded)
+        if method is None:
+            return loaded
+        choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
         return replace(loaded, draft=load_draft(choice, config, loaded, device, progress))
-    except (ConfigError, ModelError, WeightError) as error:
-        if options.method != "auto" or options.model is not None:
+    except (ConfigError, ModelError) as error:
+        if options.method == "auto" and options.model is None:
+            logger.warning("the model's own drafter is not used: %s", error)
+            return loaded
+        if str(error.param).startswith(OPTION):
             raise
-        logger.warning("the model's own drafter is not used: %s", error)
-        return loaded
+        # most of these are also said of the model, by the same words
+        raise type(error)(
+            f"{OPTION}: the drafter {options.model or options.method}: {error}", param=OPTION
+        ) from error
 
 
 def _choose_method(options: SpeculativeOptions, loaded: LoadedModel) -> str | None:

@@ -12,8 +12,9 @@ import pytest
 from draft_checkpoints import ONE_FILE, make_head, write, write_head, write_target
 from tiny_checkpoint import write_tiny_checkpoint
 
+from headrace import LLM, SamplingParams
 from headrace.base.config import engine_config, resolve_for_device
-from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.base.registry import Registry
 from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.models.drafters import contract
@@ -106,11 +107,42 @@ def test_a_drafters_cache_is_checked_as_the_models_is(tmp_path: Path):
     build(target, {"method": "draft_model", "model": str(target)}, **options)
     with pytest.raises(ConfigError, match="multiples of 4, and the drafter odd has 10") as caught:
         build(target, {"method": "draft_model", "model": str(odd)}, **options)
-    assert caught.value.param == "kv_dtype"
+    assert caught.value.param == "speculative_config"
     build(target, {"method": "draft_model", "model": str(odd)}, skip_tokenizer=True)
     model = write_tiny_checkpoint(tmp_path / "wide", 3, vocab_size=300)
     with pytest.raises(ConfigError, match="plain keys and values, and the drafter latent caches mla"):
         build(model, {"method": "draft_model", "model": str(latent)}, **options)
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"quantization": "fp9"}, "quantization 'fp9' cannot be had"), ({"load_format": "gguf"}, "load_format is gguf"),
+    ({"model": "/nowhere"}, "/nowhere"), ({"method": "auto", "model": "/nowhere"}, "/nowhere"),
+    ({"method": "auto", "quantization": "fp9"}, "'fp9'"),
+    ({"method": "mtp", "model": None}, "no multi-token prediction"),
+], ids=str)
+def test_what_is_wrong_with_a_drafter_is_not_said_of_the_model(options: dict[str, Any], told: str, tmp_path: Path):
+    folder = write_tiny_checkpoint(tmp_path / "target", 3)
+    config = {"method": "draft_model", "model": str(write_tiny_checkpoint(tmp_path / "drafter", 4)), **options}
+    with pytest.raises(HeadraceError, match=told) as caught:
+        build(folder, {name: value for name, value in config.items() if value is not None}, skip_tokenizer=True)
+    assert caught.value.param == "speculative_config"
+    is_named = "drafter" in str(caught.value) or "speculative method" in str(caught.value)
+    assert is_named and isinstance(caught.value, (ConfigError, ModelError))
+
+
+def test_a_quantised_drafter_is_right_now_and_then(tmp_path: Path):
+    """And the model itself keeps its weights as they are."""
+    folder = tmp_path / "target"
+    write_target(folder, "Llama")
+    config = {"method": "draft_model", "model": str(folder), "quantization": "int8", "num_speculative_tokens": 3}
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    outputs = []
+    for stated in ({"method": "off"}, config):
+        with LLM(str(folder), **BASE, speculative_config=stated) as llm:
+            outputs.append(llm.generate(prompt_token_ids=[[5, 6, 7], [9] * 20], sampling_params=params))
+            counters = llm.stats().speculation
+    plain, drafted = ([output.outputs[0].token_ids for output in both] for both in outputs)
+    assert drafted == plain and counters.num_accepted_tokens > counters.num_draft_tokens / 2
 
 
 def test_layers_of_a_drafter_that_no_backend_serves(folder: Path, monkeypatch: pytest.MonkeyPatch):
