@@ -135,18 +135,20 @@ class GatedProduct {
       to.gate = activation_ == kSilu ? packed::Gate::kSilu : packed::Gate::kGeluTanh;
       return best_packed_kernels().multiply(weight_, rows_, to, row, last, panel, panel + num_panels);
     }
-    static thread_local std::vector<float> products(kGatedBytes / sizeof(float));
-    char* const start = reinterpret_cast<char*>(products.data());
-    const int64_t size = out_.is_half ? 2 : 4;
+    const int64_t size = out_.is_half ? 2 : 4, stride = 2 * width + 64 / size;  // rows in different sets of the caches
+    static thread_local std::vector<char> room;
+    const size_t bytes = (last - row) * stride * size + 64;
+    if (room.size() < bytes) room.resize(bytes);
+    char* const start = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
     for (int64_t part = 0; part < 2; ++part) {
       const int64_t first = part * panels_ + panel;
-      packed::Output to{start, 2 * width, out_.is_half, out_.bias, out_.is_bias_half};
-      to.data = start + (part * width - row * 2 * width - first * packed::kPanel) *
+      packed::Output to{start, stride, out_.is_half, out_.bias, out_.is_bias_half};
+      to.data = start + (part * width - row * stride - first * packed::kPanel) *
                             size;  // kernels place outputs by their numbers
       best_packed_kernels().multiply(weight_, rows_, to, row, last, first, first + num_panels);
     }
     char* gated = static_cast<char*>(out_.data) + (row * out_.stride + panel * packed::kPanel) * size;
-    best_row_kernels().gate(type_, {start, 2 * width, gated, width, activation_, out_.stride}, 0, last - row);
+    best_row_kernels().gate(type_, {start, stride, gated, width, activation_, out_.stride}, 0, last - row);
   }
 
  private:

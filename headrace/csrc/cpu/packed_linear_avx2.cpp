@@ -218,14 +218,13 @@ inline void dot_group(const uint32_t* at, const int8_t* x, int64_t stride, __m25
   for (int r = 0; r < R; ++r) CodesOf<F>::finish(acc[r]);
 }
 
-// What fine bytes contribute to the sums of the 16 rows from m on; false if none do.
+// Adds what fine bytes contribute to the sums of the 16 rows from m on.
 template <Format F>
-bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+void add_fine(const Weight& weight, const Rows& rows, const FineGroups& groups_of_rows, int64_t m, int64_t p,
+              float sums[][kPanel]) {
   const int64_t padded = weight.padded(), groups = weight.groups();
   const GroupRows bytes(rows.values, rows.count, padded);
-  bool has_some = false;
-  over_fine_groups(weight, rows, m, [&](int64_t g, int members) {
-    if (!has_some) has_some = true, std::memset(sums, 0, GroupRows::kRows * sizeof(sums[0]));
+  groups_of_rows.over(m, [&](int64_t g, uint32_t members) {
     const uint16_t* const scales = weight.group_scales + (p * groups + g) * kPanel;
     for (; members; members &= members - 1) {
       const int64_t r = __builtin_ctz(members);
@@ -239,13 +238,10 @@ bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, floa
       }
     }
   });
-  return has_some;
 }
 
-// `fine`: what `sum_fine` has found, from row m on, or null.
 template <Format F, int R>
-void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, const float (*fine)[kPanel],
-                     float sums[][kPanel]) {
+void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
   const int64_t padded = weight.padded(), groups = weight.groups();
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const float *x_scales = rows.scales + m * groups, *x_sums = rows.sums + m * groups;
@@ -253,8 +249,7 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   const uint16_t* scales = weight.group_scales + p * groups * kPanel;
   const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
   __m256 total[R][2];
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < 2; ++i) total[r][i] = fine ? _mm256_loadu_ps(fine[r] + 8 * i) : _mm256_setzero_ps();
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, x += kGroup, at += words_of_group(F)) {
     __m256i acc[R][2];
     dot_group<F, R>(at, x, padded, acc);
@@ -296,23 +291,22 @@ inline int64_t rows_at_once(int64_t left, int64_t most) {
 }
 
 template <Format F>
-void multiply_group_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row,
-                          int64_t last_row, int64_t p) {
-  float sums[4][kPanel], found[GroupRows::kRows][kPanel];
+void multiply_group_panel(const Weight& weight, const Rows& rows, const FineGroups& groups, const Output& out,
+                          int64_t first_row, int64_t last_row, int64_t p) {
+  float sums[GroupRows::kRows][kPanel];
   for (int64_t block = first_row; block < last_row; block += GroupRows::kRows) {
     const int64_t last = block + GroupRows::kRows < last_row ? block + GroupRows::kRows : last_row;
-    const bool has_fine = sum_fine<F>(weight, rows, block, p, found);
     for (int64_t m = block, count; m < last; m += count) {
       count = rows_at_once(last - m, 4);
-      const float(*fine)[kPanel] = has_fine ? found + (m - block) : nullptr;
-      with_rows<4>(count, [&]<int R>() { multiply_groups<F, R>(weight, rows, m, p, fine, sums); });
-      for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
+      with_rows<4>(count, [&]<int R>() { multiply_groups<F, R>(weight, rows, m, p, sums + (m - block)); });
     }
+    if (groups.has_some(block)) add_fine<F>(weight, rows, groups, block, p, sums);
+    for (int64_t m = block; m < last; ++m) store_row(weight, out, m, p, sums[m - block]);
   }
 }
 
-void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
-                         int64_t p) {
+void multiply_int8_panel(const Weight& weight, const Rows& rows, const FineGroups&, const Output& out,
+                         int64_t first_row, int64_t last_row, int64_t p) {
   float sums[4][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 4);
@@ -322,8 +316,8 @@ void multiply_int8_panel(const Weight& weight, const Rows& rows, const Output& o
 }
 
 template <bool kIsHalf>
-void multiply_float_panel(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row,
-                          int64_t last_row, int64_t p) {
+void multiply_float_panel(const Weight& weight, const Rows& rows, const FineGroups&, const Output& out,
+                          int64_t first_row, int64_t last_row, int64_t p) {
   float sums[6][kPanel];
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 6);
@@ -340,8 +334,9 @@ void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t
                                                         multiply_group_panel<Format::kInt4Group>,
                                                         multiply_group_panel<Format::kE2m1Group>,
                                                         multiply_group_panel<Format::kIq4Group>};
+  const FineGroups groups(weight, rows, first_row, last_row);
   for (int64_t p = first; p < last; ++p)
-    kPanels[static_cast<int64_t>(weight.format)](weight, rows, out, first_row, last_row, p);
+    kPanels[static_cast<int64_t>(weight.format)](weight, rows, groups, out, first_row, last_row, p);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ namespace {
 // page. With both, memory is read as fast as without any arithmetic; with the first alone at an eighth less.
 constexpr int64_t kAhead = 1 << 10, kFarAhead = 1 << 14;
 constexpr int64_t kMostRows = 8;
+constexpr int64_t kRows = GroupRows::kRows;  // whose sums lie side by side
 
 RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
   if (weight.format == Format::kBfloat16 && is_half) return RowForm::kBfloat16;
@@ -19,8 +20,8 @@ RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
   return weight.format == Format::kInt8 ? RowForm::kInt8 : RowForm::kInt8Group;
 }
 
-// Kernels take R rows and P panels, one behind the other, and leave sums [P, R, 16]. One panel is read as fast as
-// memory can; two are for many rows, which find them in the caches.
+// Kernels take R rows and P panels, one behind the other, and leave sums [P, 16, 16], of which they write R rows. One
+// panel is read as fast as memory can; two are for many rows, which find them in the caches.
 
 // Chains of sums for so many rows: enough in all that additions do not wait for one another.
 constexpr int chains_of(int rows, int panels) {
@@ -48,7 +49,7 @@ inline void store_chains(__m512 (&acc)[R][P][C], float sums[][kPanel]) {
   HEADRACE_EACH(r, R) {
     HEADRACE_EACH(q, P) {
       for (int c = 1; c < C; ++c) acc[r][q][0] = _mm512_add_ps(acc[r][q][0], acc[r][q][c]);
-      _mm512_storeu_ps(sums[q * R + r], acc[r][q][0]);
+      _mm512_storeu_ps(sums[q * kRows + r], acc[r][q][0]);
     }
   }
 }
@@ -147,7 +148,7 @@ void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p,
     HEADRACE_EACH(r, R) {
       for (int c = 1; c < C; ++c) acc[r][q][0] = _mm512_add_epi32(acc[r][q][0], acc[r][q][c]);
       const __m512 by = _mm512_mul_ps(scales, _mm512_set1_ps(rows.scales[m + r]));
-      _mm512_storeu_ps(sums[q * R + r], _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][q][0]), by));
+      _mm512_storeu_ps(sums[q * kRows + r], _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][q][0]), by));
     }
   }
 }
@@ -209,18 +210,14 @@ inline __m512 dots_of(const __m512i (&acc)[C]) {
 
 constexpr int64_t words_of_group(Format format) { return kGroup / (format == Format::kInt8Group ? 4 : 8) * kPanel; }
 
-// What fine bytes contribute to the sums [P, 16, 16] of the 16 rows from m on and P panels from p on; false if none do.
-// Few groups have some: their codes are unpacked once for the rows that do.
+// Adds what fine bytes contribute to the sums [P, 16, 16] of the 16 rows from m on and P panels from p on. Few groups
+// have some: their codes are unpacked once for the rows that do. After the product, which has put them into the caches.
 template <Format F, int P>
-bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+void add_fine(const Weight& weight, const Rows& rows, const FineGroups& groups_of_rows, int64_t m, int64_t p,
+              float sums[][kPanel]) {
   const int64_t padded = weight.padded(), groups = weight.groups(), panel = groups * words_of_group(F);
   const GroupRows bytes(rows.values, rows.count, padded);
-  bool has_some = false;
-  over_fine_groups(weight, rows, m, [&](int64_t g, int members) {
-    if (!has_some) {
-      has_some = true;
-      HEADRACE_EACH(i, P * GroupRows::kRows) _mm512_storeu_ps(sums[i], _mm512_setzero_ps());
-    }
+  groups_of_rows.over(m, [&](int64_t g, uint32_t members) {
     const uint32_t* const at = weight.words + p * panel + g * words_of_group(F);
     __m512i codes[P][8];
     __m512 scale[P];
@@ -248,19 +245,16 @@ bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, floa
         HEADRACE_EACH(q, P) acc[q][k % 2] = _mm512_dpbusd_epi32(acc[q][k % 2], codes[q][k], value);
       }
       HEADRACE_EACH(q, P) {
-        float* const sum = sums[q * GroupRows::kRows + r];
+        float* const sum = sums[q * kRows + r];
         const __m512 by = _mm512_mul_ps(scale[q], x_scale);
         _mm512_storeu_ps(sum, _mm512_fmadd_ps(dots_of(acc[q]), by, _mm512_loadu_ps(sum)));
       }
     }
   });
-  return has_some;
 }
 
-// `fine`: what `sum_fine` has found, from row m on, or null.
 template <Format F, int R, int P>
-void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, const float (*fine)[kPanel],
-                     float sums[][kPanel]) {
+void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
   constexpr int C = R * P < 8 || (R * P == 8 && F != Format::kInt8Group) ? 2 : 1;
   const int64_t padded = weight.padded(), groups = weight.groups(), panel = groups * words_of_group(F);
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
@@ -270,8 +264,7 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   const uint16_t* mins = weight.group_mins == nullptr ? nullptr : weight.group_mins + p * groups * kPanel;
   __m512 total[R][P];
   HEADRACE_EACH(r, R)
-    HEADRACE_EACH(q, P)
-    total[r][q] = fine ? _mm512_loadu_ps(fine[q * GroupRows::kRows + r]) : _mm512_setzero_ps();
+    HEADRACE_EACH(q, P) total[r][q] = _mm512_setzero_ps();
   for (int64_t g = 0; g < groups; ++g, x += kGroup, at += words_of_group(F)) {
     __m512i acc[R][P][C];
     dot_group<F, R, P, C>(at, panel, x, padded, acc);
@@ -288,7 +281,7 @@ void multiply_groups(const Weight& weight, const Rows& rows, int64_t m, int64_t 
     }
   }
   HEADRACE_EACH(r, R)
-    HEADRACE_EACH(q, P) _mm512_storeu_ps(sums[q * R + r], total[r][q]);
+    HEADRACE_EACH(q, P) _mm512_storeu_ps(sums[q * kRows + r], total[r][q]);
 }
 
 // Sums of row m, the outputs of panel p, into the output with the bias added.
@@ -317,9 +310,7 @@ constexpr int kPairRows = 8,
 constexpr int64_t kLeastPairRows = 32;            // from which panels are read from memory seldom enough
 
 template <int R, int P>
-void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, int64_t m, int64_t p,
-                   const float (*fine)[kPanel]) {
-  alignas(64) float sums[P * R][kPanel];
+void multiply_rows(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
   if constexpr (P == 1 || R == kPairRows) {
     if (weight.format == Format::kFloat32) multiply_floats<false, R, P>(weight, rows, m, p, sums);
     else if (weight.format == Format::kInt8) multiply_int8<R, P>(weight, rows, m, p, sums);
@@ -327,79 +318,71 @@ void multiply_rows(const Weight& weight, const Rows& rows, const Output& out, in
     else if (weight.format == Format::kBfloat16) multiply_floats<true, R, P>(weight, rows, m, p, sums);
   }
   if constexpr (P == 1 || R == kGroupPairRows) {
-    if (weight.format == Format::kInt8Group) multiply_groups<Format::kInt8Group, R, P>(weight, rows, m, p, fine, sums);
-    else if (weight.format == Format::kInt4Group)
-      multiply_groups<Format::kInt4Group, R, P>(weight, rows, m, p, fine, sums);
-    else if (weight.format == Format::kE2m1Group)
-      multiply_groups<Format::kE2m1Group, R, P>(weight, rows, m, p, fine, sums);
-    else if (weight.format == Format::kIq4Group)
-      multiply_groups<Format::kIq4Group, R, P>(weight, rows, m, p, fine, sums);
+    if (weight.format == Format::kInt8Group) multiply_groups<Format::kInt8Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kInt4Group) multiply_groups<Format::kInt4Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kE2m1Group) multiply_groups<Format::kE2m1Group, R, P>(weight, rows, m, p, sums);
+    else if (weight.format == Format::kIq4Group) multiply_groups<Format::kIq4Group, R, P>(weight, rows, m, p, sums);
   }
-  for (int q = 0; q < P; ++q)
-    for (int r = 0; r < R; ++r) store_sums(weight, out, m + r, p + q, sums[q * R + r]);
 }
 
-// Rows [first_row, last_row), at most 16, of one panel.
-void multiply_few(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
-                  int64_t p, const float (*fine)[kPanel]) {
-  for (int64_t m = first_row, count; m < last_row; m += count) {
-    const int64_t left = last_row - m, times = (left + kMostRows - 1) / kMostRows;
-    const float(*own)[kPanel] = fine ? fine + (m - first_row) : nullptr;
+// Rows [first, last), at most 16, of one panel.
+void multiply_few(const Weight& weight, const Rows& rows, int64_t first, int64_t last, int64_t p,
+                  float sums[][kPanel]) {
+  for (int64_t m = first, count; m < last; m += count, sums += count) {
+    const int64_t left = last - m, times = (left + kMostRows - 1) / kMostRows;
     count = (left + times - 1) / times;
     switch (count) {
-      case 1: multiply_rows<1, 1>(weight, rows, out, m, p, own); break;
-      case 2: multiply_rows<2, 1>(weight, rows, out, m, p, own); break;
-      case 3: multiply_rows<3, 1>(weight, rows, out, m, p, own); break;
-      case 4: multiply_rows<4, 1>(weight, rows, out, m, p, own); break;
-      case 5: multiply_rows<5, 1>(weight, rows, out, m, p, own); break;
-      case 6: multiply_rows<6, 1>(weight, rows, out, m, p, own); break;
-      case 7: multiply_rows<7, 1>(weight, rows, out, m, p, own); break;
-      default: multiply_rows<8, 1>(weight, rows, out, m, p, own);
+      case 1: multiply_rows<1, 1>(weight, rows, m, p, sums); break;
+      case 2: multiply_rows<2, 1>(weight, rows, m, p, sums); break;
+      case 3: multiply_rows<3, 1>(weight, rows, m, p, sums); break;
+      case 4: multiply_rows<4, 1>(weight, rows, m, p, sums); break;
+      case 5: multiply_rows<5, 1>(weight, rows, m, p, sums); break;
+      case 6: multiply_rows<6, 1>(weight, rows, m, p, sums); break;
+      case 7: multiply_rows<7, 1>(weight, rows, m, p, sums); break;
+      default: multiply_rows<8, 1>(weight, rows, m, p, sums);
     }
   }
 }
 
 template <int P>
-bool sum_fine(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
+void add_fine(const Weight& weight, const Rows& rows, const FineGroups& groups, int64_t m, int64_t p,
+              float sums[][kPanel]) {
   switch (weight.format) {
-    case Format::kInt8Group: return sum_fine<Format::kInt8Group, P>(weight, rows, m, p, sums);
-    case Format::kInt4Group: return sum_fine<Format::kInt4Group, P>(weight, rows, m, p, sums);
-    case Format::kE2m1Group: return sum_fine<Format::kE2m1Group, P>(weight, rows, m, p, sums);
-    case Format::kIq4Group: return sum_fine<Format::kIq4Group, P>(weight, rows, m, p, sums);
-    default: return false;
+    case Format::kInt8Group: return add_fine<Format::kInt8Group, P>(weight, rows, groups, m, p, sums);
+    case Format::kInt4Group: return add_fine<Format::kInt4Group, P>(weight, rows, groups, m, p, sums);
+    case Format::kE2m1Group: return add_fine<Format::kE2m1Group, P>(weight, rows, groups, m, p, sums);
+    default: return add_fine<Format::kIq4Group, P>(weight, rows, groups, m, p, sums);
   }
 }
 
 // P panels from p on.
 template <int P>
-void multiply_panels(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
-                     int64_t p) {
-  constexpr int64_t kRows = GroupRows::kRows;
+void multiply_panels(const Weight& weight, const Rows& rows, const FineGroups& groups, const Output& out,
+                     int64_t first_row, int64_t last_row, int64_t p) {
   alignas(64) float sums[P * kRows][kPanel];
   for (int64_t m = first_row; m < last_row; m += kRows) {
     const int64_t last = m + kRows < last_row ? m + kRows : last_row;
-    const float(*fine)[kPanel] = sum_fine<P>(weight, rows, m, p, sums) ? sums : nullptr;
-    if (P == 2 && last - m == kRows) {
-      if (weight.format < Format::kInt8Group) {
-        for (int64_t r = 0; r < kRows; r += kPairRows)
-          multiply_rows<kPairRows, 2>(weight, rows, out, m + r, p, nullptr);
-      } else {
-        for (int64_t r = 0; r < kRows; r += kGroupPairRows)
-          multiply_rows<kGroupPairRows, 2>(weight, rows, out, m + r, p, fine ? fine + r : nullptr);
-      }
-      continue;
+    if (P == 1 || last - m < kRows) {
+      for (int q = 0; q < P; ++q) multiply_few(weight, rows, m, last, p + q, sums + q * kRows);
+    } else if (weight.format < Format::kInt8Group) {
+      for (int64_t r = 0; r < kRows; r += kPairRows) multiply_rows<kPairRows, P>(weight, rows, m + r, p, sums + r);
+    } else {
+      for (int64_t r = 0; r < kRows; r += kGroupPairRows)
+        multiply_rows<kGroupPairRows, P>(weight, rows, m + r, p, sums + r);
     }
-    for (int q = 0; q < P; ++q)
-      multiply_few(weight, rows, out, m, last, p + q, fine ? fine + q * kRows : nullptr);
+    if (groups.has_some(m)) add_fine<P>(weight, rows, groups, m, p, sums);
+    for (int64_t r = m; r < last; ++r)
+      for (int q = 0; q < P; ++q) store_sums(weight, out, r, p + q, sums[q * kRows + r - m]);
   }
 }
 
 void multiply(const Weight& weight, const Rows& rows, const Output& out, int64_t first_row, int64_t last_row,
               int64_t first, int64_t last) {
+  const FineGroups groups(weight, rows, first_row, last_row);
   int64_t p = first;
   for (; p + 2 <= last && last_row - first_row >= kLeastPairRows; p += 2)
-    multiply_panels<2>(weight, rows, out, first_row, last_row, p);
-  for (; p < last; ++p) multiply_panels<1>(weight, rows, out, first_row, last_row, p);
+    multiply_panels<2>(weight, rows, groups, out, first_row, last_row, p);
+  for (; p < last; ++p) multiply_panels<1>(weight, rows, groups, out, first_row, last_row, p);
 }
 
 }  // namespace

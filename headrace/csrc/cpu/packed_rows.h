@@ -191,18 +191,46 @@ inline void quantise_groups(const Weight& weight, const float* x, const Rows& ro
 }
 
 #ifndef HEADRACE_IS_SCALAR
-// f(g, members) for each group in which some of the 16 rows from m on have fine bytes, a bit for each such row.
-template <class F>
-inline void over_fine_groups(const Weight& weight, const Rows& rows, int64_t m, const F& f) {
-  const int64_t left = rows.count - m;
-  const int known = left < GroupRows::kRows ? (1 << left) - 1 : 0xffff;
-  const uint8_t* const flags = GroupRows(rows.values, rows.count, weight.padded()).flags(m, weight.groups());
-  for (int64_t g = 0; g < weight.groups(); ++g) {
-    const int members =
-        _mm_movemask_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(flags + g * GroupRows::kRows))) & known;
-    if (members) f(g, members);
+// The groups of some rows that have fine bytes, found once for all panels that the rows are multiplied with.
+class FineGroups {
+ public:
+  // Rows [first, last); `first` is a multiple of 16. Valid until the calling thread makes another.
+  FineGroups(const Weight& weight, const Rows& rows, int64_t first, int64_t last)
+      : first_(first), size_(weight.groups() + 1) {
+    if (rows.form != RowForm::kInt8Group) return;
+    static thread_local std::vector<uint32_t> room;
+    const int64_t blocks = (last - first + GroupRows::kRows - 1) / GroupRows::kRows;
+    if (static_cast<int64_t>(room.size()) < blocks * size_) room.resize(blocks * size_);
+    lists_ = room.data();
+    const GroupRows bytes(rows.values, rows.count, weight.padded());
+    for (int64_t m = first; m < last; m += GroupRows::kRows) {
+      uint32_t* const list = lists_ + (m - first) / GroupRows::kRows * size_;
+      const uint8_t* const flags = bytes.flags(m, weight.groups());
+      const int known = last - m < GroupRows::kRows ? (1 << (last - m)) - 1 : 0xffff;
+      uint32_t length = 0;
+      for (int64_t g = 0; g < weight.groups(); ++g) {
+        const __m128i own = _mm_loadu_si128(reinterpret_cast<const __m128i*>(flags + g * GroupRows::kRows));
+        const int members = _mm_movemask_epi8(own) & known;
+        if (members) list[1 + length++] = static_cast<uint32_t>(g << GroupRows::kRows | members);
+      }
+      list[0] = length;
+    }
   }
-}
+
+  // Whether some of the 16 rows from m on have fine bytes; m is a multiple of 16.
+  bool has_some(int64_t m) const { return lists_ && list(m)[0]; }
+  // f(g, members) for each group that some of them have, a bit for each such row.
+  template <class F>
+  void over(int64_t m, const F& f) const {
+    const uint32_t* const own = list(m);
+    for (uint32_t i = 1; i <= own[0]; ++i) f(int64_t{own[i] >> GroupRows::kRows}, own[i] & 0xffff);
+  }
+
+ private:
+  const uint32_t* list(int64_t m) const { return lists_ + (m - first_) / GroupRows::kRows * size_; }
+  int64_t first_, size_;
+  uint32_t* lists_ = nullptr;
+};
 #endif
 
 // Zeros beyond the last row in tiles, when `last` is the number of rows.
