@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from headrace.execution.inputs import InputBuilder
@@ -119,17 +120,20 @@ class FusedPath:
         return None if fused is None else partial(self._launch, step, fused)
 
     def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
-        shape, own = step.shape, self._rows.tensors
+        shape, rows = step.shape, self._rows
         # One memory on a CPU: lengths are exact, and the native call reads the page tables in place.
-        requests = torch.empty((3, len(shape.ends)), dtype=torch.int64)
+        assert rows.last_token_np is not None, "a fused path runs on a CPU"
         entries = torch.from_numpy(shape.entries)
-        requests[0], requests[1] = entries[0], torch.from_numpy(shape.ends)
-        requests[2] = entry_tokens(entries[0], entries[1], own) if shape.most_drafts else own.last_token[entries[0]]
+        drafted = entry_tokens(entries[0], entries[1], rows.tensors) if shape.most_drafts else None
+        tokens = rows.last_token_np[shape.rows] if drafted is None else drafted
+        requests = torch.from_numpy(np.stack((shape.rows, shape.ends, tokens)))
         logits, sampled = fused.run(requests, self._tables.tensor, is_greedy=step.is_greedy)
-        positions = requests[1] - 1
+        positions = torch.from_numpy(shape.ends - 1)
         if logits is not None:
             return StepOutput(logits, positions)
-        return StepOutput(greedy=self._rows.accept(sampled, entries, positions, shape.most_drafts))
+        if drafted is None:
+            return StepOutput(greedy=rows.accept_undrafted(sampled, shape.rows, shape.ends))
+        return StepOutput(greedy=rows.accept(sampled, entries, positions, shape.most_drafts))
 
 
 def compute_sampled_logits(

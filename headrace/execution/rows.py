@@ -44,13 +44,14 @@ class Rows:
     ``integers_np`` top_k and seed.
 
     The device's part is not set at a start: a row's first step is a prefill, whose sampling writes it.
-    ``computed_len_np`` [max_rows + 1]: the lengths that the device owns where the host can read them (on a CPU, whose
-    steps are done when they return), else None.
+    ``computed_len_np`` and ``last_token_np`` [max_rows + 1]: what the device owns where the host can read it (on a CPU,
+    whose steps are done when they return), else None.
     """
 
     def __init__(self, max_rows: int, device: torch.device):
         self.tensors = RowTensors.allocate(max_rows + 1, device)
         self.computed_len_np = self.tensors.computed_len.numpy() if device.type == "cpu" else None
+        self.last_token_np = self.tensors.last_token.numpy() if device.type == "cpu" else None
         self._place_drafts = PLACE_DRAFTS.choose(row_query(device))
         self._accept = ACCEPT.choose(row_query(device))
         self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
@@ -111,6 +112,15 @@ class Rows:
     ) -> torch.Tensor:
         """Find out which drafts are right, and advance the rows; see `headrace.kernels.verify.ACCEPT`."""
         return self._accept(sampled, entries, positions, self.tensors, most)
+
+    def accept_undrafted(self, sampled: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+        """`accept` on a CPU for ``rows`` [R] without drafts, which have ``lengths`` [R] afterwards. Through numpy, as
+        torch's calls would be a thirtieth of a step."""
+        assert self.last_token_np is not None and self.computed_len_np is not None, "on a CPU"
+        out = np.ones((3, len(rows)), dtype=np.int64)
+        out[:2] = sampled
+        self.last_token_np[rows], self.computed_len_np[rows] = out[0], lengths
+        return torch.from_numpy(out)
 
     def accept_at_rate(self, rate: float) -> None:
         """Let drafts be right with this probability each, from now on: for benchmarks, as output is then noise."""

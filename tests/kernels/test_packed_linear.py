@@ -149,7 +149,7 @@ def test_several_threads_and_row_blocks_give_what_one_gives(form: str, isa: str)
         assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if "float" not in form])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gives_the_same_alone_and_in_any_batch(form: str, dtype: torch.dtype, isa: str):
     if isa == "amx":

@@ -24,51 +24,58 @@ inline void fetch_ahead(const uint32_t* words) {
   _mm_prefetch(reinterpret_cast<const char*>(words) + kAhead, _MM_HINT_T0);
 }
 
-// Two neighbouring inputs of 16 outputs: [input][half of the panel].
-inline void widen_pair(const uint32_t* at, __m256 pair[2][2]) {
-  const __m256i low = load(at), high = load(at + 8), odd = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u));
-  pair[0][0] = _mm256_castsi256_ps(_mm256_slli_epi32(low, 16));
-  pair[0][1] = _mm256_castsi256_ps(_mm256_slli_epi32(high, 16));
-  pair[1][0] = _mm256_castsi256_ps(_mm256_and_si256(low, odd));
-  pair[1][1] = _mm256_castsi256_ps(_mm256_and_si256(high, odd));
+// Inputs of 16 outputs in bfloat16: those at even (0) or odd places.
+template <int kPlace>
+inline __m256 widen(__m256i words) {
+  return _mm256_castsi256_ps(kPlace ? _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int32_t>(0xffff0000u)))
+                                    : _mm256_slli_epi32(words, 16));
 }
 
-// R rows; C independent chains of sums each, so that few rows do not wait for one another's additions.
-template <bool kIsHalf, int R, int C>
+// R rows. Sums are kept in two chains, of even and odd inputs, and added in the end, whatever the number of rows: so a
+// row gets the same sums in any batch, and few rows do not wait for one another's additions. C chains from kChain on:
+template <bool kIsHalf, int R, int kChain, int C>
 void multiply_floats(const Weight& weight, const float* x, int64_t p, float sums[][kPanel]) {
   const int64_t padded = weight.padded();
   const uint32_t* at = weight.panel(p);
-  constexpr int64_t kStep = kIsHalf ? kPanel : 2 * kPanel;  // words of two inputs
   __m256 acc[R][C][2];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) acc[r][c][0] = acc[r][c][1] = _mm256_setzero_ps();
+  const auto add = [&]<int c>(int64_t k) __attribute__((always_inline)) {
+    __m256 inputs[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m256i words = load(at + 8 * i + (kIsHalf ? 0 : (kChain + c) * kPanel));
+      inputs[i] = kIsHalf ? widen<kChain + c>(words) : _mm256_castsi256_ps(words);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m256 value = _mm256_broadcast_ss(x + r * padded + k + kChain + c);
+      for (int i = 0; i < 2; ++i) acc[r][c][i] = _mm256_fmadd_ps(value, inputs[i], acc[r][c][i]);
+    }
+    asm volatile("" ::: "memory");  // loads of what follows would take the registers of sums
+  };
   for (int64_t k = 0; k < padded; k += 4) {
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half, at += kStep) {
-      fetch_ahead(at);
-      if constexpr (!kIsHalf) fetch_ahead(at + kPanel);
-      __m256 pair[2][2];
-      if constexpr (kIsHalf) widen_pair(at, pair);
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        if constexpr (!kIsHalf) {  // none before its turn: there is a register for each sum and hardly another
-          for (int i = 0; i < 2; ++i) pair[j][i] = _mm256_castsi256_ps(load(at + j * kPanel + 8 * i));
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const __m256 value = _mm256_broadcast_ss(x + r * padded + k + 2 * half + j);
-          const int c = (2 * half + j) % C;
-          acc[r][c][0] = _mm256_fmadd_ps(value, pair[j][0], acc[r][c][0]);
-          acc[r][c][1] = _mm256_fmadd_ps(value, pair[j][1], acc[r][c][1]);
-        }
-      }
+    for (int pair = 0; pair < 4; pair += 2, at += kIsHalf ? kPanel : 2 * kPanel) {
+      fetch_ahead(kIsHalf ? at : at + kChain * kPanel);
+      if constexpr (!kIsHalf && C == 2) fetch_ahead(at + kPanel);
+      add.template operator()<0>(k + pair);
+      if constexpr (C == 2) add.template operator()<1>(k + pair);
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 1; c < C; ++c)
-      for (int i = 0; i < 2; ++i) acc[r][0][i] = _mm256_add_ps(acc[r][0][i], acc[r][c][i]);
-    for (int i = 0; i < 2; ++i) _mm256_storeu_ps(sums[r] + 8 * i, acc[r][0][i]);
+    for (int i = 0; i < 2; ++i) {
+      float* const sum = sums[r] + 8 * i;
+      const __m256 before = C == 2 ? acc[r][0][i] : _mm256_loadu_ps(sum);
+      _mm256_storeu_ps(sum, C == 2 || kChain == 1 ? _mm256_add_ps(before, acc[r][C - 1][i]) : acc[r][0][i]);
+    }
   }
+}
+
+template <bool kIsHalf, int R>
+void multiply_floats(const Weight& weight, const float* x, int64_t p, float sums[][kPanel]) {
+  if constexpr (R <= 3) return multiply_floats<kIsHalf, R, 0, 2>(weight, x, p, sums);
+  multiply_floats<kIsHalf, R, 0, 1>(weight, x, p, sums);  // there are registers for one chain
+  multiply_floats<kIsHalf, R, 1, 1>(weight, x, p, sums);
 }
 
 inline __m256i broadcast(const int8_t* x) {
@@ -322,7 +329,7 @@ void multiply_float_panel(const Weight& weight, const Rows& rows, const FineGrou
   for (int64_t m = first_row, count; m < last_row; m += count) {
     count = rows_at_once(last_row - m, 6);
     const float* x = static_cast<const float*>(rows.values) + m * weight.padded();
-    with_rows<6>(count, [&]<int R>() { multiply_floats<kIsHalf, R, R == 1 ? 4 : R == 2 ? 2 : 1>(weight, x, p, sums); });
+    with_rows<6>(count, [&]<int R>() { multiply_floats<kIsHalf, R>(weight, x, p, sums); });
     for (int64_t r = 0; r < count; ++r) store_row(weight, out, m + r, p, sums[r]);
   }
 }

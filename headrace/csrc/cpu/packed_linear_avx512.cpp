@@ -23,11 +23,6 @@ RowForm choose_form(const Weight& weight, int64_t, bool is_half) {
 // Kernels take R rows and P panels, one behind the other, and leave sums [P, 16, 16], of which they write R rows. One
 // panel is read as fast as memory can; two are for many rows, which find them in the caches.
 
-// Chains of sums for so many rows: enough in all that additions do not wait for one another.
-constexpr int chains_of(int rows, int panels) {
-  return panels > 1 ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1;
-}
-
 template <int P>
 inline __m512i load(const uint32_t* words) {
   if constexpr (P == 1) {
@@ -44,19 +39,26 @@ inline __m512i broadcast_word(const T* x) {
   return _mm512_set1_epi32(word);
 }
 
-template <int R, int P, int C>
-inline void store_chains(__m512 (&acc)[R][P][C], float sums[][kPanel]) {
+// Sums of floats are kept in two chains, of even and odd steps, and added in the end, whatever the number of rows: so a
+// row gets the same sums in any batch. One row needs two to be faster than memory. Two panels at once take one chain
+// after the other, as there are registers for C = 1. kChain: the first of C.
+constexpr int kChains = 2;
+
+template <int kChain, int R, int P, int C>
+inline void store_chains(const __m512 (&acc)[R][P][C], float sums[][kPanel]) {
   HEADRACE_EACH(r, R) {
     HEADRACE_EACH(q, P) {
-      for (int c = 1; c < C; ++c) acc[r][q][0] = _mm512_add_ps(acc[r][q][0], acc[r][q][c]);
-      _mm512_storeu_ps(sums[q * kRows + r], acc[r][q][0]);
+      float* const sum = sums[q * kRows + r];
+      __m512 total = kChain ? _mm512_add_ps(_mm512_loadu_ps(sum), acc[r][q][0]) : acc[r][q][0];
+      for (int c = 1; c < C; ++c) total = _mm512_add_ps(total, acc[r][q][c]);
+      _mm512_storeu_ps(sum, total);
     }
   }
 }
 
-template <bool kIsHalf, int R, int P>
+template <bool kIsHalf, int R, int P, int kChain = 0>
 void multiply_floats(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R, P);
+  constexpr int C = P == 1 ? kChains : 1;
   const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const float* x = static_cast<const float*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
@@ -64,36 +66,35 @@ void multiply_floats(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P)
       HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < padded; k += 8) {
+  for (int64_t k = 0; k < padded; k += 8, at += kIsHalf ? 4 * kPanel : 8 * kPanel) {
 #pragma GCC unroll 4
-    for (int j = 0; j < 8; j += 2) {
-      __m512 pair[2][P];
-      HEADRACE_EACH(q, P) {
-        if constexpr (kIsHalf) {
-          const __m512i words = load<P>(at + q * panel);
-          pair[0][q] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-          pair[1][q] =
-              _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
-        } else {
-          pair[0][q] = _mm512_castsi512_ps(load<P>(at + q * panel));
-          pair[1][q] = _mm512_castsi512_ps(load<P>(at + q * panel + kPanel));
+    for (int two = 0; two < 8; two += kChains) {
+      __m512i words[P];
+      HEADRACE_EACH(c, C) {
+        const int j = two + kChain + c;  // of the inputs from k on
+        __m512 inputs[P];
+        HEADRACE_EACH(q, P) {
+          if (!kIsHalf || c == 0) words[q] = load<P>(at + q * panel + (kIsHalf ? j / 2 : j) * kPanel);
+          if (!kIsHalf) inputs[q] = _mm512_castsi512_ps(words[q]);
+          else if (j % 2 == 0) inputs[q] = _mm512_castsi512_ps(_mm512_slli_epi32(words[q], 16));
+          else
+            inputs[q] = _mm512_castsi512_ps(
+                _mm512_and_si512(words[q], _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
         }
-      }
-      at += kIsHalf ? kPanel : 2 * kPanel;
-      HEADRACE_EACH(i, 2) {
         HEADRACE_EACH(r, R) {
-          const __m512 value = _mm512_set1_ps(x[r * padded + k + j + i]);
-          HEADRACE_EACH(q, P) acc[r][q][(j + i) % C] = _mm512_fmadd_ps(value, pair[i][q], acc[r][q][(j + i) % C]);
+          const __m512 value = _mm512_set1_ps(x[r * padded + k + j]);
+          HEADRACE_EACH(q, P) acc[r][q][c] = _mm512_fmadd_ps(value, inputs[q], acc[r][q][c]);
         }
       }
     }
   }
-  store_chains<R, P, C>(acc, sums);
+  store_chains<kChain>(acc, sums);
+  if constexpr (kChain + C < kChains) multiply_floats<kIsHalf, R, P, kChain + C>(weight, rows, m, p, sums);
 }
 
-template <int R, int P>
+template <int R, int P, int kChain = 0>
 void multiply_halves(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R, P);
+  constexpr int C = P == 1 ? kChains : 1;
   const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const uint16_t* x = static_cast<const uint16_t*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
@@ -101,18 +102,22 @@ void multiply_halves(const Weight& weight, const Rows& rows, int64_t m, int64_t 
   HEADRACE_EACH(r, R)
     HEADRACE_EACH(q, P)
       HEADRACE_EACH(c, C) acc[r][q][c] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < padded; k += 16) {
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j, at += kPanel) {
-      __m512bh words[P];
-      HEADRACE_EACH(q, P) words[q] = (__m512bh)load<P>(at + q * panel);
-      HEADRACE_EACH(r, R) {
-        const __m512bh value = (__m512bh)broadcast_word(x + r * padded + k + 2 * j);
-        HEADRACE_EACH(q, P) acc[r][q][j % C] = _mm512_dpbf16_ps(acc[r][q][j % C], words[q], value);
+  for (int64_t k = 0; k < padded; k += 16, at += 8 * kPanel) {
+#pragma GCC unroll 4
+    for (int two = 0; two < 8; two += kChains) {
+      HEADRACE_EACH(c, C) {
+        const int j = two + kChain + c;  // of the words from k on
+        __m512bh words[P];
+        HEADRACE_EACH(q, P) words[q] = (__m512bh)load<P>(at + q * panel + j * kPanel);
+        HEADRACE_EACH(r, R) {
+          const __m512bh value = (__m512bh)broadcast_word(x + r * padded + k + 2 * j);
+          HEADRACE_EACH(q, P) acc[r][q][c] = _mm512_dpbf16_ps(acc[r][q][c], words[q], value);
+        }
       }
     }
   }
-  store_chains<R, P, C>(acc, sums);
+  store_chains<kChain>(acc, sums);
+  if constexpr (kChain + C < kChains) multiply_halves<R, P, kChain + C>(weight, rows, m, p, sums);
 }
 
 // Signed codes plus 128, as VPDPBUSD takes one side unsigned; 128 times the sum of x is subtracted afterwards.
@@ -123,7 +128,7 @@ inline __m512i load_shifted(const uint32_t* at) {
 
 template <int R, int P>
 void multiply_int8(const Weight& weight, const Rows& rows, int64_t m, int64_t p, float sums[][kPanel]) {
-  constexpr int C = chains_of(R, P);
+  constexpr int C = P > 1 ? 1 : R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;  // so that additions do not wait; exact
   const int64_t padded = weight.padded(), panel = weight.num_words() * kPanel;
   const int8_t* x = static_cast<const int8_t*>(rows.values) + m * padded;
   const uint32_t* at = weight.panel(p);
