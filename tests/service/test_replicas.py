@@ -223,6 +223,29 @@ async def test_calls_that_need_all_wait_for_a_replica_that_restarts(start_client
     assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
 
 
+async def test_a_replica_that_does_not_pause_is_restarted(start_client: Callable):
+    """Else it would obey when it goes on, and hold its requests for good."""
+    client = await start_client(**TWO)
+    pid = client.engine_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineUnavailable, match=r"replica 1: .*did not answer pause within 1 s; undone on the others"):
+        await client.control("pause", timeout_s=1.0)
+    assert ids(await read(client.submit([3], greedy()))) == continuation([3], 8)
+    await until(lambda: client.replicas[1].state == "ready" and client.engine_pids[1] != pid)
+    results = await asyncio.gather(*(read(client.submit([i], greedy(3))) for i in range(6)))
+    assert [ids(deltas) for deltas in results] == [continuation([i], 3) for i in range(6)]
+
+
+async def test_weights_that_cannot_be_put_back_are_loaded_anew(start_client: Callable):
+    client = await start_client(**TWO, builder="fakes:build_picky", data_parallel_policy="round-robin")
+    pid = client.engine_pids[0]
+    with pytest.raises(ModelError, match="replica 1"):
+        await EngineAdmin(client).replace_weights("9")  # the first takes it, and does not know the name it had
+    await until(lambda: client.engine_pids[0] not in (pid, None) and client.replicas[0].state == "ready")
+    results = await asyncio.gather(*(read(client.submit([i], greedy(3))) for i in range(4)))
+    assert [ids(deltas) for deltas in results] == [continuation([i], 3) for i in range(4)]
+
+
 async def test_closing_drains_all(start_client: Callable):
     client = await start_client(**TWO, **SLOW)
     short = [asyncio.create_task(read(client.submit([i], greedy(3)))) for i in range(4)]

@@ -30,7 +30,7 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     """Make one call to all replicas at once and merge the results. ``config``: of the weights that are loaded now.
 
     When some fail, what the call did on the others is undone if possible, and the error of the first is raised; with
-    several replicas it names those that failed.
+    several replicas it names those that failed. One that did not answer in time, and may obey later, is restarted.
     """
     chosen = _concerned(replicas, method)
     results = await asyncio.gather(
@@ -45,6 +45,10 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     if undo is not None and len(failed) < len(chosen):
         lost = {id(replica) for replica, _ in failed}
         await _undo_all([replica for replica in chosen if id(replica) not in lost], undo, timeout_s)
+    if undo is not None and len(replicas) > 1:
+        for replica, error in failed:
+            if isinstance(error.__cause__, TimeoutError):
+                _restart(replica, "it did not answer")
     raise _name_error(failed, len(replicas), is_undone=undo is not None)
 
 
@@ -103,9 +107,12 @@ async def _undo_all(replicas: Sequence[Replica], undo: Method, timeout_s: float)
         if isinstance(result, BaseException):
             logger.error("%s could not be put back: %s", replica.name, result)
             if isinstance(undo, ReplaceWeights):  # or the replicas would serve different weights
-                replica.supervisor.replace_process(EngineUnavailable(
-                    f"{replica.name} is restarted, as its weights could not be put back", retry_after=RETRY_AFTER_S
-                ))
+                _restart(replica, "its weights could not be put back")
+
+
+def _restart(replica: Replica, reason: str) -> None:
+    error = EngineUnavailable(f"{replica.name} is restarted: {reason}", retry_after=RETRY_AFTER_S)
+    replica.supervisor.replace_process(error)
 
 
 def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, *, is_undone: bool) -> BaseException:
