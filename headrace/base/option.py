@@ -14,6 +14,8 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 
+_NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
 
 def option(
     default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None,
@@ -57,7 +59,8 @@ class OptionInfo:
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool)):
-            raise ConfigError(f"{self.name} takes a {self.type.__name__}, got {value!r}", param=self.name)
+            noun = _NOUNS.get(self.type, f"a {self.type.__name__}")
+            raise ConfigError(f"{self.name} takes {noun}, got {value!r}", param=self.name)
         if isinstance(value, float) and not math.isfinite(value):  # which no bound would refuse
             raise ConfigError(f"{self.name} takes a finite number, got {value!r}", param=self.name)
         # bytes that the locale cannot read

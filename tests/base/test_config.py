@@ -17,9 +17,9 @@ def test_every_option_is_documented_and_named_once():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"page_size": 0}, "from 1 to 1024"), ({"policy": "lifo"}, "fcfs, longest-prefix, priority"),
-    ({"memory_fraction": "lots"}, "takes a float"),
-    ({"pagesize": 4}, "did you mean page_size"), ({"prefix_cache": 1}, "takes a bool"),
-    ({"kv_pages": True}, "takes a int"), ({"page_size": 3}, "power of two"),
+    ({"memory_fraction": "lots"}, "takes a number"),
+    ({"pagesize": 4}, "did you mean page_size"), ({"prefix_cache": 1}, "takes true or false"),
+    ({"kv_pages": True}, "takes an integer"), ({"page_size": 3}, "power of two"),
     ({"model": "mod\udce9le"}, "model must be UTF-8"),
     ({"memory_fraction": float("nan")}, "finite"), ({"default_deadline_s": float("inf")}, "finite"),
     ({"overlap_depth": 3}, "from 1 to 2"),

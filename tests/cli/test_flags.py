@@ -155,7 +155,7 @@ def test_wrong_flags_are_explained(command: str, argv: list[str], message: str):
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.toml", "port = ", "not valid TOML"), ("a.json", "[1]", "must hold an object"),
     ("a.json", "{", "not valid JSON"),
-    ("a.toml", "prot = 1", "did you mean port?"), ("a.toml", "port = 'x'", "port takes a int"),
+    ("a.toml", "prot = 1", "did you mean port?"), ("a.toml", "port = 'x'", "port takes an integer"),
 ])
 def test_wrong_files_are_explained(tmp_path: Path, name: str, content: str, message: str):
     (tmp_path / name).write_text(content)
