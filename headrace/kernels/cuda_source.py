@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,27 +96,71 @@ def _read(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
     return data.raw
 
 
+@cache
+def _open_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_driver(name: str, *arguments: Any) -> None:
+    """Call a function of the driver API. Raises `CudaSourceError`, and `OSError` without a driver."""
+    driver = _open_driver()
+    error = getattr(driver, name)(*arguments)
+    if error:
+        text = c_char_p()
+        driver.cuGetErrorString(error, byref(text))
+        raise CudaSourceError(f"{name}: {(text.value or b'unknown').decode()}")
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute``, of which the first word of the value is used."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)), ("num_attributes", ctypes.c_uint),
+    )
+
+
+DEPENDENT = _LaunchAttribute(6, 0, 1)
+"""``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``"""
+
+
 class CudaKernel:
     """A kernel of a cubin, loaded into torch's current context for the life of the process, and its dynamic shared
     memory in bytes. Usable on the device that was current when it was made."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
-        self._driver, self.shared_bytes = ctypes.CDLL("libcuda.so.1"), shared_bytes
+        self.shared_bytes = shared_bytes
         torch.cuda.current_stream()  # creates the context
         self._module, self._function = c_void_p(), c_void_p()
-        self._call("cuModuleLoadData", byref(self._module), c_char_p(code))
-        self._call("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
-        self._call("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
+        call_driver("cuModuleLoadData", byref(self._module), c_char_p(code))
+        call_driver("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
+        call_driver("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
 
-    def launch(self, programs: int, threads: int, *arguments: Any) -> None:
+    def launch(self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False) -> None:
         """Launch ``programs`` blocks of ``threads`` threads on torch's current stream. Arguments are ctypes objects,
-        which the driver copies before it returns. Raises `CudaSourceError`; errors of the kernel itself appear
-        later."""
+        which the driver copies before it returns. With ``is_dependent``, by programmatic dependent launch: see
+        `headrace.kernels.launch`. Raises `CudaSourceError`; errors of the kernel itself appear later."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        self._call(
-            "cuLaunchKernel", self._function, programs, 1, 1, threads, 1, 1, self.shared_bytes, stream, places, None
+        config = _LaunchConfig(
+            (programs, 1, 1), (threads, 1, 1), self.shared_bytes, stream, ctypes.pointer(DEPENDENT), int(is_dependent)
         )
+        call_driver("cuLaunchKernelEx", byref(config), self._function, places, None)
+
+    def count_resident(self, threads: int) -> int:
+        """Blocks of ``threads`` threads that run on a multiprocessor at once."""
+        count = c_int()
+        call_driver(
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(count), self._function, threads,
+            c_size_t(self.shared_bytes),
+        )
+        return count.value
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
         """A TMA tensor map of a half-precision matrix, for boxes of ``rows`` by ``columns`` (64, which is 128 bytes;
@@ -124,16 +169,9 @@ class CudaKernel:
         # 64 bytes more than a map, to align it; dimensions and strides are given innermost first
         room = ctypes.create_string_buffer(MAP_BYTES + 64)
         aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
-        self._call(
+        call_driver(
             "cuTensorMapEncodeTiled", aligned, TENSOR_TYPES[matrix.dtype], 2, c_void_p(matrix.data_ptr()),
             (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
             (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, SWIZZLE_128, PROMOTE_128, 0,
         )
         return aligned
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        error = getattr(self._driver, name)(*arguments)
-        if error:
-            text = c_char_p()
-            self._driver.cuGetErrorString(error, byref(text))
-            raise CudaSourceError(f"{name}: {(text.value or b'unknown').decode()}")

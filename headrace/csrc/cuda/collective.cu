@@ -1,0 +1,480 @@
+// Collectives of small messages among the GPUs of one host, a process each: all-reduce (alone, or followed by residual
+// addition and RMS norm), all-gather and broadcast. Every rank has a mailbox, memory that its peers can write. A rank
+// stores its part into the mailboxes of all its peers and polls its own. There are no barriers, and multicast is unused.
+//
+// How a reader knows that a vector (16 bytes) has arrived:
+// - Sums (Lamport): mailboxes are zero between calls; a word (4 bytes) that would be +0 is sent as -0. A vector is
+//   complete when none of its words is zero; the reader then writes the zeros back.
+// - Gathers: each word travels with the number of the call beside it, so that any bits may be sent.
+//
+// Mailboxes have two halves, used in turn. A rank that begins call n + 2 has finished call n + 1, so all its peers had
+// begun call n + 1 and hence finished call n: their half is free. This needs every rank to hear from every other in
+// each call, and calls of a rank to follow each other on a stream. The number of a call is in device memory, so that
+// CUDA graphs replay. Every block has its own copy, and a block also advances those of blocks that this call lacks.
+//
+// The grid must fit on the device at once, since blocks wait for the same blocks of other ranks.
+//
+// Compiled by NVRTC, without any header. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16.
+
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+constexpr int MOST_RANKS = 8, MOST_THREADS = 512, MOST_BLOCKS = 1024;
+constexpr int CONTROL_BYTES = 16384;  // at the start of a mailbox; two halves for sums and two for gathers follow
+constexpr int ELEMENTS = TYPE == 0 ? 4 : 8;  // of a vector
+constexpr int POLLS = 256;                   // between two looks at the clock
+
+struct Control {  // in a rank's own mailbox
+  uint32 sums[MOST_BLOCKS], gathers[MOST_BLOCKS];  // calls so far, by block
+  uint32 failed;                                   // no call waits any more
+};
+
+struct Host {  // in pinned host memory, which the host reads and writes at any time
+  uint32 late[MOST_RANKS];  // set: this rank waited for that one in vain
+  uint32 aborted;           // set by the host: give up
+  uint32 budget;            // milliseconds that a call waits for its peers
+};
+
+struct Call {  // what sums and gathers have in common
+  char *mailboxes[MOST_RANKS];  // of every rank, at the addresses of this process
+  Host *host;
+  uint64 sum_bytes, gather_bytes;  // of a half
+  int rank;
+};
+
+struct Sum {  // x [splits, rows, row] -> out [rows, row]; rows of `width` vectors, the last one maybe shorter
+  Call call;
+  const char *x;
+  char *out, *stream;
+  const char *weight;
+  uint64 x_stride, split_stride, stream_stride;  // bytes
+  int rows, width, vectors, splits;              // splits: 0, or the number of float32 partial sums
+  float eps, offset;
+};
+
+struct Gather {  // x [rows, words] of each rank -> out [rows, WORLD, words]; with a root, its x -> x of all ranks
+  Call call;
+  const uint32 *x;
+  uint32 *out;
+  uint64 words;    // of x
+  uint64 columns;  // words of a row
+  int root;        // or -1
+};
+
+// Waits until earlier kernels have finished, then lets the next one start: see kernels/launch.py.
+__device__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ void put(void *to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ uint4 peek(const void *from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ void put_word(uint32 *to, uint32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+__device__ uint32 peek_word(const uint32 *from) {
+  uint32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ uint64 nanoseconds() {
+  uint64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ void rest() { __nanosleep(100); }
+
+// The sum over the block, in the same order on every rank.
+__device__ float block_sum(float x) {
+  __shared__ float sums[32];
+  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  __syncthreads();  // the sums of a row before have been read
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f;
+  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+__device__ void widen(uint32 word, float &low, float &high) {
+#if TYPE == 1
+  low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000u);
+#elif TYPE == 2
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(low), "=f"(high) : "r"(word));
+#endif
+}
+
+__device__ uint32 narrow(float low, float high) {
+  uint32 word = 0;
+#if TYPE == 1
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#elif TYPE == 2
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#endif
+  return word;
+}
+
+__device__ void unpack(uint4 v, float *x) {
+  const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (TYPE == 0) x[i] = __uint_as_float(words[i]);
+    else widen(words[i], x[2 * i], x[2 * i + 1]);
+  }
+}
+
+__device__ uint4 pack(const float *x) {
+  uint32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = TYPE == 0 ? __float_as_uint(x[i]) : narrow(x[2 * i], x[2 * i + 1]);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+__device__ uint32 without_zero(uint32 word) { return word ? word : TYPE == 0 ? 0x80000000u : 0x80008000u; }
+
+__device__ uint4 without_zero(uint4 v) {
+  return {without_zero(v.x), without_zero(v.y), without_zero(v.z), without_zero(v.w)};
+}
+
+__device__ bool has_arrived(uint4 v) { return v.x && v.y && v.z && v.w; }
+
+// A rank's place among the peers of `receiver`, who has no slot for itself.
+__device__ int slot_of(int sender, int receiver) { return sender < receiver ? sender : sender - 1; }
+
+// How long to wait for peers. When time is up, or the host says so, all calls of this rank stop waiting.
+struct Patience {
+  const Call &call;
+  Control *control;
+  uint32 polls = 0;
+  uint64 began = 0;
+  bool failed;
+
+  __device__ Patience(const Call &call)
+      : call(call), control((Control *)call.mailboxes[call.rank]), failed(peek_word(&control->failed)) {}
+
+  __device__ bool is_over() {
+    if (failed) return true;
+    if (++polls % POLLS) return false;
+    if (peek_word(&control->failed)) return failed = true;
+    uint64 now = nanoseconds();
+    if (!began) began = now;
+    bool aborted = peek_word(&call.host->aborted);
+    if (aborted || now - began > 1000000ull * peek_word(&call.host->budget)) {
+      put_word(&control->failed, 1);
+      return failed = true;
+    }
+    rest();
+    return false;
+  }
+
+  __device__ void report(int peer) { put_word(&call.host->late[peer], 1); }
+};
+
+// All threads have read `calls[blockIdx.x]`: advance it, and with it those of blocks that only larger grids have.
+__device__ void count_call(uint32 *calls, uint32 number) {
+  __syncthreads();
+  for (int i = blockIdx.x + threadIdx.x * gridDim.x; i < MOST_BLOCKS; i += blockDim.x * gridDim.x)
+    put_word(&calls[i], number + 1);
+}
+
+// This rank's part of a vector, rounded to the type that is sent.
+__device__ uint4 load_part(const Sum &s, int row, int column) {
+  const char *x = s.x + row * s.x_stride;
+  if (!s.splits) return ((const uint4 *)x)[column];
+  float sum[ELEMENTS] = {};
+  for (int split = 0; split < s.splits; ++split) {
+    const float4 *from = (const float4 *)(x + split * s.split_stride) + column * (ELEMENTS / 4);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS / 4; ++i) {
+      float4 v = from[i];
+      sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+    }
+  }
+  return pack(sum);
+}
+
+// In two steps, vectors have owners, who add them up and send the sum to all: chunks of eight vectors go round the
+// ranks. `place` is that of a vector among those of its owner.
+__device__ int owner_of(int vector) { return vector / 8 % WORLD; }
+__device__ int place_of(int vector) { return vector / (8 * WORLD) * 8 + vector % 8; }
+
+// Where things are in the half of a mailbox that a call uses. One step: a slot of all vectors for each peer. Two steps:
+// the sums, then a slot for each peer with its part of the vectors that the receiver owns.
+struct Half {
+  uint64 start, sums_bytes, slot_bytes;
+
+  __device__ Half(const Sum &s, uint32 number, bool two_steps)
+      : start(CONTROL_BYTES + number % 2 * s.call.sum_bytes), sums_bytes(two_steps ? 16ull * s.vectors : 0),
+        slot_bytes(16ull * (two_steps ? place_of(s.vectors - 1 + 8 * WORLD) / 8 * 8 : s.vectors)) {}
+
+  __device__ char *slot(const Call &call, int receiver, int sender) const {
+    return call.mailboxes[receiver] + start + sums_bytes + slot_of(sender, receiver) * slot_bytes;
+  }
+  __device__ char *sums(const Call &call, int receiver) const { return call.mailboxes[receiver] + start; }
+};
+
+// Wait for the parts of VECTORS vectors at `places` of all peers' slots (-1: none), clear them and add them to `own`, in
+// the order of ranks.
+template <int VECTORS>
+__device__ void collect(const Call &call, const Half &half, const int *places, const uint4 *own, uint4 *sums,
+                        Patience &patience) {
+  const int me = call.rank;
+  uint4 parts[VECTORS][WORLD];
+  bool waits = true;
+  while (waits) {
+    waits = false;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+      for (int r = 0; r < WORLD; ++r) {
+        parts[i][r] = own[i];
+        if (r != me && places[i] >= 0) parts[i][r] = peek(half.slot(call, me, r) + 16ull * places[i]);
+      }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+      for (int r = 0; r < WORLD; ++r) waits |= r != me && places[i] >= 0 && !has_arrived(parts[i][r]);
+    if (waits && patience.is_over()) break;
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    if (places[i] < 0) continue;
+    float sum[ELEMENTS] = {}, part[ELEMENTS];
+#pragma unroll
+    for (int r = 0; r < WORLD; ++r) {
+      unpack(parts[i][r], part);
+#pragma unroll
+      for (int j = 0; j < ELEMENTS; ++j) sum[j] += part[j];
+      if (r == me) continue;
+      if (waits && !has_arrived(parts[i][r])) patience.report(r);
+      put(half.slot(call, me, r) + 16ull * places[i], {0, 0, 0, 0});
+    }
+    sums[i] = pack(sum);
+  }
+}
+
+// Wait for the sums of `vectors` (-1: none) from their owners, and clear them.
+template <int VECTORS>
+__device__ void receive(const Call &call, const Half &half, const int *vectors, uint4 *sums, Patience &patience) {
+  char *from = half.sums(call, call.rank);
+  bool waits = true;
+  while (waits) {
+    waits = false;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (vectors[i] >= 0) sums[i] = peek(from + 16ull * vectors[i]);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) waits |= vectors[i] >= 0 && !has_arrived(sums[i]);
+    if (waits && patience.is_over()) break;
+  }
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    if (vectors[i] < 0) continue;
+    if (waits && !has_arrived(sums[i])) patience.report(owner_of(vectors[i]));
+    put(from + 16ull * vectors[i], {0, 0, 0, 0});
+  }
+}
+
+// The vectors of a row that a thread has, -1 for those beyond the row or the end.
+template <int VECTORS> __device__ void find_vectors(const Sum &s, int row, int *vectors) {
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    int column = threadIdx.x + i * blockDim.x, vector = row * s.width + column;
+    vectors[i] = column < s.width && vector < s.vectors ? vector : -1;
+  }
+}
+
+template <int VECTORS, bool TWO_STEPS> __device__ void send_row(const Sum &s, const Half &half, int row) {
+  int vectors[VECTORS];
+  uint4 parts[VECTORS];
+  find_vectors<VECTORS>(s, row, vectors);
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i)
+    if (vectors[i] >= 0) parts[i] = without_zero(load_part(s, row, threadIdx.x + i * blockDim.x));
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    if (vectors[i] < 0) continue;
+    const int place = TWO_STEPS ? place_of(vectors[i]) : vectors[i];
+#pragma unroll
+    for (int r = 0; r < WORLD; ++r)
+      if (r != s.call.rank && (!TWO_STEPS || r == owner_of(vectors[i])))
+        put(half.slot(s.call, r, s.call.rank) + 16ull * place, parts[i]);
+  }
+}
+
+// The second of two steps: add up what this rank owns of a row and send the sums to all ranks, itself too.
+template <int VECTORS> __device__ void share_sums(const Sum &s, const Half &half, int row, Patience &patience) {
+  int vectors[VECTORS], places[VECTORS];
+  uint4 own[VECTORS], sums[VECTORS];
+  find_vectors<VECTORS>(s, row, vectors);
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const bool is_mine = vectors[i] >= 0 && owner_of(vectors[i]) == s.call.rank;
+    places[i] = is_mine ? place_of(vectors[i]) : -1;
+    if (is_mine) own[i] = load_part(s, row, threadIdx.x + i * blockDim.x);
+  }
+  collect<VECTORS>(s.call, half, places, own, sums, patience);
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+    for (int r = 0; r < WORLD; ++r)
+      if (places[i] >= 0) put(half.sums(s.call, r) + 16ull * vectors[i], without_zero(sums[i]));
+}
+
+// Add the sums of a row to the stream, which takes the total, and normalise: out = total / rms(total) * weight.
+template <int VECTORS>
+__device__ void add_and_norm(const Sum &s, int row, const uint4 *sums, const uint4 *stream, const uint4 *weights) {
+  float total[VECTORS][ELEMENTS], squares = 0;
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int column = threadIdx.x + i * blockDim.x;
+    if (column >= s.width) continue;
+    float before[ELEMENTS];
+    unpack(sums[i], total[i]), unpack(stream[i], before);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; ++j) total[i][j] += before[j];
+    const uint4 rounded = pack(total[i]);  // the norm sees what the next layer will
+    ((uint4 *)(s.stream + row * s.stream_stride))[column] = rounded;
+    unpack(rounded, total[i]);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; ++j) squares += total[i][j] * total[i][j];
+  }
+  const float scale = rsqrtf(block_sum(squares) / (s.width * ELEMENTS) + s.eps);
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int column = threadIdx.x + i * blockDim.x;
+    if (column >= s.width) continue;
+    float weight[ELEMENTS];
+    unpack(weights[i], weight);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; ++j) total[i][j] = total[i][j] * scale * (weight[j] + s.offset);
+    ((uint4 *)s.out)[(uint64)row * s.width + column] = pack(total[i]);
+  }
+}
+
+template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const Sum &s) {
+  uint4 weights[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {  // before the wait: no kernel writes weights
+    const int column = threadIdx.x + i * blockDim.x;
+    if (NORM && column < s.width) weights[i] = ((const uint4 *)s.weight)[column];
+  }
+  wait_for_previous();
+  Control *control = (Control *)s.call.mailboxes[s.call.rank];
+  const uint32 number = peek_word(&control->sums[blockIdx.x]);
+  const Half half(s, number, TWO_STEPS);
+  Patience patience(s.call);
+  for (int row = blockIdx.x; row < s.rows; row += gridDim.x) send_row<VECTORS, TWO_STEPS>(s, half, row);
+  if (TWO_STEPS)
+    for (int row = blockIdx.x; row < s.rows; row += gridDim.x) share_sums<VECTORS>(s, half, row, patience);
+  for (int row = blockIdx.x; row < s.rows; row += gridDim.x) {
+    int vectors[VECTORS];
+    uint4 own[VECTORS], stream[VECTORS], sums[VECTORS];
+    find_vectors<VECTORS>(s, row, vectors);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int column = threadIdx.x + i * blockDim.x;
+      if (vectors[i] < 0) continue;
+      if (!TWO_STEPS) own[i] = load_part(s, row, column);
+      if (NORM) stream[i] = ((const uint4 *)(s.stream + row * s.stream_stride))[column];
+    }
+    if (TWO_STEPS) receive<VECTORS>(s.call, half, vectors, sums, patience);
+    else collect<VECTORS>(s.call, half, vectors, own, sums, patience);
+    if (NORM) {
+      add_and_norm<VECTORS>(s, row, sums, stream, weights);
+    } else {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+        if (vectors[i] >= 0) ((uint4 *)s.out)[vectors[i]] = sums[i];
+    }
+  }
+  count_call(control->sums, number);
+}
+
+// sum_<vectors of a thread>_<1 with norm>_<steps>
+#define SUM(VECTORS, NORM, STEPS)                                                                    \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_##VECTORS##_##NORM##_##STEPS(const Sum s) { \
+    reduce<VECTORS, NORM, STEPS == 2>(s);                                                            \
+  }
+#define SUMS(VECTORS) SUM(VECTORS, 0, 1) SUM(VECTORS, 1, 1) SUM(VECTORS, 0, 2) SUM(VECTORS, 1, 2)
+SUMS(1) SUMS(2) SUMS(4)
+
+// A packet holds two words, each with the tag of its call. Without a root every rank sends `words` words; with a root it
+// alone does, and the others send one empty packet, so that all hear from all.
+constexpr int PACKETS = 2;  // of a thread at a time
+
+__device__ void store_pair(const Gather &g, int sender, uint64 packet, uint32 first, uint32 second) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint64 word = 2 * packet + i;
+    if (word >= g.words) break;
+    g.out[g.root < 0 ? (word / g.columns * WORLD + sender) * g.columns + word % g.columns : word] = i ? second : first;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g) {
+  wait_for_previous();
+  const Call &call = g.call;
+  const int me = call.rank, thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  Control *control = (Control *)call.mailboxes[me];
+  const uint32 number = peek_word(&control->gathers[blockIdx.x]), tag = 2 * number + 1;  // never 0
+  const uint64 packets = (g.words + 1) / 2;
+  const uint64 start = CONTROL_BYTES + 2 * call.sum_bytes + number % 2 * call.gather_bytes;
+  Patience patience(call);
+  const bool is_silent = g.root >= 0 && g.root != me;
+  for (uint64 packet = thread; packet < (is_silent ? 1 : packets); packet += threads) {
+    uint32 first = 0, second = 0;
+    if (!is_silent) first = g.x[2 * packet];
+    if (!is_silent && 2 * packet + 1 < g.words) second = g.x[2 * packet + 1];
+#pragma unroll
+    for (int r = 0; r < WORLD; ++r)
+      if (r != me)
+        put(call.mailboxes[r] + start + 16 * (slot_of(me, r) * packets + packet), {first, tag, second, tag});
+    if (g.root < 0) store_pair(g, me, packet, first, second);
+  }
+  for (uint64 base = thread; base < packets; base += (uint64)threads * PACKETS) {
+    uint4 got[PACKETS][WORLD];
+    bool waits = true;
+    while (waits) {
+      waits = false;
+#pragma unroll
+      for (int i = 0; i < PACKETS; ++i)
+#pragma unroll
+        for (int r = 0; r < WORLD; ++r) {
+          const uint64 packet = base + (uint64)i * threads, sent = g.root < 0 || r == g.root ? packets : 1;
+          got[i][r] = {0, tag, 0, tag};
+          if (r != me && packet < sent)
+            got[i][r] = peek(call.mailboxes[me] + start + 16 * (slot_of(r, me) * packets + packet));
+        }
+#pragma unroll
+      for (int i = 0; i < PACKETS; ++i)
+#pragma unroll
+        for (int r = 0; r < WORLD; ++r) waits |= got[i][r].y != tag || got[i][r].w != tag;
+      if (waits && patience.is_over()) break;
+    }
+#pragma unroll
+    for (int i = 0; i < PACKETS; ++i)
+#pragma unroll
+      for (int r = 0; r < WORLD; ++r) {
+        if (waits && (got[i][r].y != tag || got[i][r].w != tag)) patience.report(r);
+        if (r != me && (g.root < 0 || r == g.root)) store_pair(g, r, base + (uint64)i * threads, got[i][r].x, got[i][r].z);
+      }
+  }
+  count_call(control->gathers, number);
+}

@@ -1,0 +1,75 @@
+"""Collectives of small messages among the GPUs of one host, by stores into each other's memory.
+
+W ranks, T tokens, D hidden size, S split-K partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from headrace.kernels.operation import KernelQuery, Operation, requires
+
+MOST_RANKS = 8
+
+
+class Collectives(Protocol):
+    """What a rank does together with its peers. All ranks must make the same calls in the same order, and each rank's
+    calls must follow each other on its device. Calls may be captured in CUDA graphs. Each returns None, with nothing
+    done, where another library should be used (large or misaligned tensors): alike on all ranks, as it depends on
+    shapes, dtypes and strides alone.
+
+    A call that waits for a peer longer than the budget ends with meaningless results, and so do all later ones;
+    `failure` tells.
+    """
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once."""
+
+    def reduce_add_norm(
+        self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`all_reduce` followed by `headrace.kernels.rowwise.ADD_RMS_NORM`; ``stream`` is updated in place. x is
+        [T, D], or split-K partial sums [S, T, D] float32, which are rounded to the stream's dtype before they are sent.
+        """
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The ranks' ``x`` [..., n], side by side along the last dim: [..., W * n]; bit for bit, any dtype."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``x`` of rank 0, written into the others' ``x``; bit for bit, any dtype."""
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compile what tensors of that type need. Raises `CudaSourceError` and `OSError`."""
+
+    def set_budget(self, seconds: float) -> None:
+        """How long calls wait for peers, from now on; calls that are running or in graphs too."""
+
+    def abort(self) -> None:
+        """End all calls, those that are running too; their results are meaningless."""
+
+    @property
+    def failure(self) -> str:
+        """Why results are meaningless; empty if they are not. Does not wait for the device."""
+
+
+COLLECTIVES = Operation("collectives kernel")
+"""``make(mailboxes, rank, device) -> Collectives``: ``mailboxes`` are the addresses of every rank's memory in this
+process (`headrace.kernels.collective.mailbox`). The query's shape has ``ranks``."""
+
+_on_gpu = requires(device="cuda", dtypes=("float32", "bfloat16", "float16"), capability=(8, 0))
+
+
+def _reason_against_ranks(ranks: int) -> str | None:
+    return None if ranks in range(2, MOST_RANKS + 1) else f"takes 2 to {MOST_RANKS} ranks, not {ranks}"
+
+
+def _reason_against(query: KernelQuery) -> str | None:
+    return _on_gpu(query) or _reason_against_ranks(query.shape.get("ranks", 2))
+
+
+COLLECTIVES.add(
+    "push", "headrace.kernels.collective.push:PushCollectives", supports=_reason_against, priority=10,
+    doc="own CUDA C++: every rank stores into its peers' memory",
+)

@@ -1,0 +1,248 @@
+"""Collectives by stores into peers' memory: values against plain torch, with all ranks on one GPU, each on a stream of
+its own; and what of them is decided without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.collective import COLLECTIVES, reference
+from headrace.kernels.collective.push import LIMITS, MANY, Limits, PushCollectives, Room
+from headrace.kernels.collective.push import ROOM as DEFAULT_ROOM
+from headrace.kernels.operation import KernelQuery
+
+ROOM = Room(sums=4 << 20, gathers=2 << 20)
+ONE_STEP, TWO_STEPS = Limits(4 << 20, 4 << 20, 4 << 20, 1 << 20), Limits(0, 4 << 20, 4 << 20, 1 << 20)
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Ranks:
+    """Ranks that share one GPU: a mailbox, a stream and few blocks each, so that all of them run at once."""
+
+    def __init__(self, size: int, limits: Limits = ONE_STEP):
+        from headrace.kernels.collective.mailbox import Mailbox
+
+        self.device = torch.device("cuda", 0)
+        self.mailboxes = [Mailbox(self.device, ROOM.mailbox) for _ in range(size)]
+        self.streams = [torch.cuda.Stream() for _ in range(size)]
+        addresses = [mailbox.address for mailbox in self.mailboxes]
+        self.ranks = [
+            PushCollectives(addresses, rank, self.device, room=ROOM, limits=limits, most_blocks=12)
+            for rank in range(size)
+        ]
+        for stream in self.streams:  # memory that the allocator need not ask the driver for while kernels wait
+            with torch.cuda.stream(stream):
+                held = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in (1 << 18, 8 << 20, 40 << 20)]
+                del held
+        torch.cuda.synchronize()
+
+    def run(self, call, absent: tuple[int, ...] = ()):
+        """``call(collectives, rank)`` of all ranks at once; their results."""
+        torch.cuda.synchronize()
+        results = []
+        for rank, (collectives, stream) in enumerate(zip(self.ranks, self.streams, strict=True)):
+            with torch.cuda.stream(stream):
+                results.append(None if rank in absent else call(collectives, rank))
+        torch.cuda.synchronize()
+        return results
+
+    def close(self):
+        for mailbox in self.mailboxes:
+            mailbox.close()
+
+
+@pytest.fixture
+def make_ranks():
+    made = []
+
+    def make(*arguments):
+        made.append(Ranks(*arguments))
+        for dtype in TYPES:
+            made[-1].ranks[0].prepare(dtype)
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def draw(shape, dtype, seed: int) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[x.abs() < 0.3] = 0.0  # zeros are what mailboxes hold between calls
+    return x.to("cuda", dtype)
+
+
+def same(results, expected, ranks: Ranks):
+    assert not any(collectives.failure for collectives in ranks.ranks)
+    for result in results:
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("limits", [ONE_STEP, TWO_STEPS], ids=["one step", "two steps"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_sums(size, limits, make_ranks):
+    ranks = make_ranks(size, limits)
+    for turn, count in enumerate([8, 4096, 24, 100_000, 8, 4096, 65_536, 1000]):
+        dtype = TYPES[turn % 3]
+        parts = [draw(count, dtype, seed=turn * 10 + rank) for rank in range(size)]
+        results = ranks.run(lambda collectives, rank, parts=parts: collectives.all_reduce(parts[rank]))
+        same(results, reference.all_reduce(parts), ranks)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("limits", [ONE_STEP, TWO_STEPS], ids=["one step", "two steps"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_with_norm(size, limits, make_ranks):
+    ranks = make_ranks(size, limits)
+    cases = [
+        (rows, width, splits, TYPES[turn % 2])
+        for turn, (rows, width, splits) in enumerate(
+            [(1, 4096, 0), (1, 64, 0), (17, 2048, 3), (5, 5120, 0), (30, 8192, 2), (3, 16384, 0), (1, 4096, 4),
+             (2, 72, 1)]
+        )
+    ]
+    for rows, width, splits, dtype in cases:
+        weight, stream = draw(width, dtype, 1), draw((rows, width), dtype, 2)
+        parts = [
+            draw((splits, rows, width), torch.float32, 3 + rank) if splits else draw((rows, width), dtype, 3 + rank)
+            for rank in range(size)
+        ]
+        streams = [stream.clone() for _ in range(size)]
+        results = ranks.run(
+            lambda collectives, rank, parts=parts, streams=streams, weight=weight: collectives.reduce_add_norm(
+                parts[rank], streams[rank], weight, eps=1e-5, offset=1.0
+            )
+        )
+        normed, total = reference.reduce_add_norm(parts, stream, weight, eps=1e-5, offset=1.0)
+        same([result[1] for result in results], total, ranks)
+        same([result[0] for result in results], results[0][0], ranks)
+        error = (results[0][0].double() - normed.double()).norm() / normed.double().norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_gathers_and_broadcasts_keep_bits(size, make_ranks):
+    ranks = make_ranks(size)
+    for turn, shape in enumerate([(1, 2), (3, 1000), (4,), (2, 3, 6), (7, 333), (1, 9000), (5, 2)]):
+        rng = torch.Generator().manual_seed(turn)
+        parts = [torch.randint(-3, 3, shape, generator=rng, dtype=torch.int32).cuda() for _ in range(size)]
+        if turn % 2:
+            parts = [part.to(torch.int16).repeat_interleave(2, dim=-1) for part in parts]
+        results = ranks.run(lambda collectives, rank, parts=parts: collectives.all_gather(parts[rank]))
+        same(results, reference.all_gather(parts), ranks)
+        root = parts[0].clone()
+        results = ranks.run(lambda collectives, rank, parts=parts: collectives.broadcast(parts[rank]))
+        same(results, root, ranks)
+
+
+@pytest.mark.cuda
+def test_graphs_and_eager_calls_mix(make_ranks):
+    ranks = make_ranks(2)
+    inputs = {count: [draw(count, torch.bfloat16, rank) for rank in range(2)] for count in (64, 8192, 20_000)}
+    graphs = {}
+    for count, parts in inputs.items():
+        for rank in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+                once = ranks.ranks[rank].all_reduce(parts[rank])
+                twice = ranks.ranks[rank].all_reduce(once)
+                ranks.ranks[rank].all_gather(twice)
+            graphs[count, rank] = graph, twice
+    order = [64, 20_000, 8192, 64, 64, 20_000, 20_000, 8192]
+    for turn, count in enumerate(order):
+        for rank in range(2):
+            inputs[count][rank].copy_(draw(count, torch.bfloat16, turn * 2 + rank))
+        if turn % 3 == 0:
+            eager = [draw(4096, torch.float16, turn + rank) for rank in range(2)]
+            same(ranks.run(lambda c, rank, parts=eager: c.all_reduce(parts[rank])), reference.all_reduce(eager), ranks)
+        ranks.run(lambda _, rank, count=count: graphs[count, rank][0].replay())
+        once = reference.all_reduce(inputs[count])
+        same([graphs[count, rank][1] for rank in range(2)], reference.all_reduce([once, once]), ranks)
+
+
+@pytest.mark.cuda
+def test_an_absent_peer_ends_the_wait(make_ranks):
+    for limits in (ONE_STEP, TWO_STEPS):
+        ranks = make_ranks(3, limits)
+        for collectives in ranks.ranks:
+            collectives.set_budget(0.05)
+        x = draw((4, 1024), torch.bfloat16, 0)
+        ranks.run(lambda collectives, rank, x=x: collectives.all_reduce(x), absent=(1,))
+        assert 1 in ranks.ranks[0].late and 1 in ranks.ranks[2].late
+        assert "rank 0 waited in vain for rank 1" in ranks.ranks[0].failure
+        # later calls do not wait again
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
+            ranks.ranks[0].reduce_add_norm(x, x.clone(), x[0], eps=1e-5, offset=0.0)
+            ranks.ranks[0].all_gather(x)
+        end.record()
+        end.synchronize()
+        assert start.elapsed_time(end) < 50
+
+
+@pytest.mark.cuda
+def test_the_host_ends_a_wait(make_ranks):
+    ranks = make_ranks(2)
+    ranks.ranks[0].set_budget(60)
+    with torch.cuda.stream(ranks.streams[0]):
+        ranks.ranks[0].all_gather(draw(64, torch.float32, 0))
+    assert not ranks.ranks[0].failure
+    ranks.ranks[0].abort()
+    torch.cuda.synchronize()
+    assert ranks.ranks[0].failure
+
+
+@pytest.mark.cuda
+def test_what_is_refused_is_left_to_others(make_ranks):
+    first = make_ranks(2).ranks[0]
+    assert first.all_reduce(torch.zeros(3, device="cuda")) is None, "no whole vector"
+    assert first.all_reduce(torch.zeros(64, dtype=torch.int32, device="cuda")) is None
+    assert first.all_reduce(torch.zeros(4, 64, device="cuda")[:, ::2]) is None
+    assert first.all_reduce(torch.zeros(0, 8, device="cuda")) is None
+    assert first.all_reduce(torch.zeros(8 << 20, device="cuda")) is None, "too large"
+    stream = torch.zeros(2, 20, device="cuda", dtype=torch.bfloat16)
+    assert first.reduce_add_norm(stream, stream, stream[0], eps=1e-5, offset=0.0) is None
+    assert first.all_gather(torch.zeros(1, 3, dtype=torch.uint8, device="cuda")) is None
+    assert first.broadcast(torch.zeros(2 << 20, device="cuda")) is None
+
+
+def test_ranks_are_added_in_order():
+    # in float32, from rank 0 on: 2^24 + 1 is 2^24, so the order shows
+    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    assert reference.all_reduce(parts).item() == 0.0
+    assert reference.all_reduce(parts[::-1]).item() == 2.0
+    assert reference.all_reduce([parts[1], parts[2], parts[0], parts[3]]).item() == 2.0
+
+
+def test_splits_are_rounded_before_they_are_sent():
+    splits = torch.tensor([[[1.0]], [[2.0**-9]]])  # 1 + 2^-9 is no bfloat16
+    ones = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = torch.ones(1, dtype=torch.bfloat16)
+    _, total = reference.reduce_add_norm([splits, splits], ones, weight, eps=0.0, offset=0.0)
+    assert total.item() == 3.0 and reference.round_splits(splits, torch.float32).item() > 1.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_two_steps_fit_their_room(size):
+    """As `Half` in the source lays them out: the sums, then a slot for each peer."""
+    made = PushCollectives.__new__(PushCollectives)
+    made.size = size
+    for vectors in (1, 7, 8, 9, 63, 64, 65, 1000, 4096, 99_999):
+        last = vectors - 1 + 8 * size
+        slot = (last // (8 * size) * 8 + last % 8) // 8 * 8
+        places = {(v // 8 % size, v // (8 * size) * 8 + v % 8) for v in range(vectors)}
+        assert len(places) == vectors and max(place for _, place in places) < slot
+        assert 16 * (vectors + (size - 1) * slot) <= made.two_step_bytes(16 * vectors)
+
+
+def test_served_for_two_to_eight_gpus():
+    def reason(device="cuda", dtype="bfloat16", ranks=2, capability=(9, 0)):
+        return COLLECTIVES.reason_against("push", KernelQuery(device, dtype, capability, {"ranks": ranks}))
+
+    assert reason() is None and reason(ranks=8) is None and reason(dtype="float32", capability=(8, 0)) is None
+    assert reason(ranks=9) and reason(ranks=1) and reason(device="cpu") and reason(capability=(7, 5))
+    for size, limits in {**LIMITS, 8: MANY}.items():
+        assert 2 * (limits.gathers + 4) * (size - 1) <= DEFAULT_ROOM.gathers
