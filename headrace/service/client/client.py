@@ -161,7 +161,7 @@ class EngineClient:
         await asyncio.gather(*(replica.supervisor.close() for replica in self.replicas))
 
     def submit(
-        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
+        self, prompt: str | Sequence[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
         namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
         origin: tuple[str, ...] = (),

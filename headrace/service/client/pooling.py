@@ -55,7 +55,7 @@ class PoolingEncoder:
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> PoolingInput:
         """A single text, or its token ids as they are."""
         if self.keeps_end and self.limit is not None:
-            given = text if isinstance(text, str) else list(text)
+            given = text
             has_special = add_special_tokens
             return PoolingInput(encode_prompt_end(given, self.tokenizer, self.limit, add_special_tokens=has_special))
         if isinstance(text, str):
@@ -67,7 +67,7 @@ class PoolingEncoder:
                     )
                 )
             return PoolingInput(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
-        return PoolingInput(list(text)[: self.limit])
+        return PoolingInput(list(text[: self.limit]))
 
     def encode_pair(self, first: str, second: str) -> PoolingInput:
         """Two texts as one, with the tokens between them that the model expects."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 
@@ -28,17 +29,23 @@ def new_request_id() -> str:
 
 
 def encode_prompt(
-    prompt: str | list[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True, most: int | None = None
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, add_special_tokens: bool = True,
+    most: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt. Ids pass as they are (their range is checked with the rest of the request). ``most``: the
     model's limit; a text far beyond it is refused after encoding a prefix, as encoding megabytes would take seconds."""
     if not isinstance(prompt, str):
+        if most is not None and len(prompt) > most:  # before it is copied: it may have millions
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {most} tokens (max_model_len); the prompt has {len(prompt)}",
+                param="prompt"
+            )
         return list(prompt)
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
 
 
 def encode_prompt_end(
-    prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
 ) -> list[int]:
     """At most ``kept`` ids from the end of a prompt. A leading bos token stays in front and counts."""
     ids = (
@@ -52,11 +59,11 @@ def encode_prompt_end(
 
 
 def encode_prompt_begin(
-    prompt: str | list[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, kept: int, *, add_special_tokens: bool = True
 ) -> list[int]:
     """At most ``kept`` ids from the begin of a prompt."""
     if not isinstance(prompt, str):
-        return prompt[:kept]
+        return list(prompt[:kept])
     return require_tokenizer(tokenizer).encode(prompt, add_special_tokens=add_special_tokens, limit=kept)
 
 

@@ -17,8 +17,8 @@ from headrace.base.errors import RequestError
 from headrace.service.tokenization.bounds import NO_BOUND
 from headrace.service.tokenization.pieces import Encoder, encode_pieces
 from headrace.serving.http.app import create_app
-from headrace.serving.http.transport.endpoint import MAX_DEPTH, MAX_VALUES, SCANNED_BYTES, check_num_values
 from headrace.serving.http.transport.errors import BodyTooLarge
+from headrace.serving.http.transport.spans import MAX_DEPTH, MAX_VALUES, PIECE_BYTES, check_num_values
 from headrace.serving.http.transport.threads import AT_ONCE
 
 
@@ -131,7 +131,7 @@ async def test_bodies_of_too_many_parts_are_refused_unread(client: FakeClient, p
 def test_what_strings_hold_is_not_counted(text: str):
     """At every position of a quote, bracket or escape relative to the ends of the scanned pieces."""
     for shift in range(0, 12):
-        strings = ["x" * (SCANNED_BYTES - 6 - shift), text * 200_000]
+        strings = ["x" * (PIECE_BYTES - 6 - shift), text * 200_000]
         check_num_values(json.dumps(strings).encode())
         with pytest.raises(BodyTooLarge):
             check_num_values(json.dumps([*strings, [[]] * MAX_VALUES]).encode())

@@ -176,8 +176,11 @@ def context_of(request: Request) -> AppContext:
 async def read_request(request: Request, body: JsonBody[T]) -> tuple[AppContext, T]:
     """The context and the decoded body; raises `RequestError` (400, 408, 413 or 415)."""
     context = context_of(request)
-    server = context.server
-    return context, await body.read(request, server.max_body_bytes, context.threads, is_lenient=server.lenient)
+    server, facts = context.server, context.client.facts
+    return context, await body.read(
+        request, server.max_body_bytes, context.threads, is_lenient=server.lenient,
+        most_ids=None if facts is None else facts.max_model_len,
+    )
 
 
 async def compute(request: Request, work: Callable[[], W], *, size: int = 0) -> W:

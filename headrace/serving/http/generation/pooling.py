@@ -5,6 +5,7 @@ Refuses: response formats (those of the routes) and tokenization (``service/clie
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
@@ -58,11 +59,13 @@ def split_inputs(given: object, limit: int, param: str = "input", *, noun: str =
     for more than ``limit``."""
     if isinstance(given, str):
         return [given]
+    if isinstance(given, array):
+        return [given]
     items = cast("list[object]", given)
     kinds = set(map(type, items))
     if kinds <= {int}:
         return [cast("list[int]", items)]
-    if kinds not in ({str}, {list}):
+    if kinds != {str} and not kinds <= {list, array}:
         raise RequestError(f"{param} must be a string, token ids, or a list of only one of these", param=param)
     check_amount(len(items), limit, param, noun)
     return cast("list[Prompt]", items)

@@ -30,11 +30,12 @@ from headrace.serving.http.protocol.openai import Timings, Usage
 from headrace.serving.http.transport.access import client_of
 from headrace.serving.http.transport.errors import JsonResponse, conceal
 from headrace.serving.http.transport.metrics import RequestTimer
+from headrace.serving.http.transport.pieces import TokenIds
 
 if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
 
-Prompt = str | list[int]
+Prompt = str | TokenIds
 
 SUBMIT_BATCH = 32
 """Prompts submitted before other tasks get a turn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import cast
 
@@ -39,10 +40,12 @@ def _prompts(body: GenerateRequest, limit: int) -> tuple[list[Prompt], bool]:
         raise RequestError("give one of text and input_ids", param="text")
     if isinstance(body.text, str):
         return [body.text], False
+    if isinstance(body.input_ids, array):
+        return [body.input_ids], False
     items = cast("list[object]", body.text if body.text is not None else body.input_ids)
     if body.text is None and all(isinstance(item, int) for item in items):
         return [cast("list[int]", items)], False
-    if body.text is None and not all(isinstance(item, list) for item in items):
+    if body.text is None and not all(isinstance(item, (list, array)) for item in items):
         raise RequestError("input_ids must be token ids or a list of lists of token ids", param="input_ids")
     check_amount(len(items), limit, "text" if body.text is not None else "input_ids", "prompts")
     return cast("list[Prompt]", items), True

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import math
 import time
+from array import array
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -90,7 +91,7 @@ async def encode(request: Request) -> JsonResponse:
         ))
         for i, (packed, name) in enumerate(zip(outputs.packed, generation.request.ids(), strict=True))
     ]
-    is_single = isinstance(given, str) or (isinstance(given, list) and isinstance(given[0], int))
+    is_single = isinstance(given, (str, array)) or (isinstance(given, list) and isinstance(given[0], int))
     return JsonResponse(results[0] if is_single else results)
 
 
@@ -169,8 +170,8 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
         first, second = (item, query) if body.item_first else (query, item)
         if isinstance(first, str) and isinstance(second, str):
             return PoolingInput(encoder.encode(first + second).token_ids, spec)
-        if isinstance(first, list) and isinstance(second, list):
-            return PoolingInput(encoder.encode(first + second).token_ids, spec)
+        if not isinstance(first, str) and not isinstance(second, str):
+            return PoolingInput(encoder.encode([*first, *second]).token_ids, spec)
         raise RequestError("query and items must both be texts, or both token ids", param="items")
 
     encoded = await tokenize(request, lambda: [join(item) for item in items], [*items, query])

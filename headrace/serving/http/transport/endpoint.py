@@ -22,6 +22,8 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED, MEDIA, RESTRICTED, LogitBias
 from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
+from headrace.serving.http.transport.pieces import PieceReader
+from headrace.serving.http.transport.spans import check_num_values
 from headrace.serving.http.transport.threads import AT_ONCE, WorkThreads
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,48 +38,17 @@ GAP_TIMEOUT_S = 60.0
 NESTED = "sampling_params"
 """The field whose objects are checked for unknown fields like the body itself."""
 BIAS = "logit_bias"
+WITH_MARK = "the body begins with a byte order mark; send it as UTF-8 without one"
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-MAX_VALUES, MAX_DEPTH = 1 << 17, 256
-"""Strings (names of fields among them), lists and objects of a body, which take about 25 ms to decode; how deep they
-may be nested."""
 BODY_BYTES = "body_bytes"
-SCANNED_BYTES = 1 << 18
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{}[]")
+LARGE_BYTES = 1 << 19
+"""Bodies from this size on are decoded in pieces."""
+CUTTING = "truncate_prompt_tokens"
+"""The field with which a prompt may be longer than the context."""
 # These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
-
-
-def check_num_values(body: bytes) -> None:
-    """Raise `BodyTooLarge` for JSON with more than `MAX_VALUES` strings, lists and objects, `RequestError` where they
-    are nested more than `MAX_DEPTH` deep. Much cheaper than decoding, and other threads run in between. Numbers, which
-    cost little, are not counted; what is not JSON may pass."""
-    begin, count, depth, is_inside = 0, 0, 0, False
-    while begin < len(body):
-        end = begin + SCANNED_BYTES
-        while body[end - 1 : end] == b"\\":  # never between a backslash and what it escapes
-            end += 1
-        piece = body[begin:end]
-        if b"\\" in piece:
-            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        parts = piece.split(b'"')
-        brackets = b"".join(parts[is_inside::2]).translate(None, _NO_BRACKETS)
-        depth = _scan_depth(brackets, depth)
-        count += len(parts) // 2 + brackets.count(b"{") + brackets.count(b"[")
-        if count > MAX_VALUES:
-            raise BodyTooLarge(f"the body has more than {MAX_VALUES} strings, lists and objects; split the request")
-        is_inside ^= len(parts) % 2 == 0
-        begin = end
-
-
-def _scan_depth(brackets: bytes, depth: int) -> int:
-    """The depth after these brackets, which begin at ``depth``."""
-    for bracket in brackets:
-        depth += 1 if bracket in b"{[" else -1
-        if depth > MAX_DEPTH:
-            raise RequestError(f"the body is nested too deeply; at most {MAX_DEPTH} levels are accepted")
-    return depth
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:
@@ -127,27 +98,59 @@ class JsonBody(Generic[T]):
         self._fields = _fields_of(record)
         self._nested_fields = _fields_of(nested) if nested else frozenset()
 
-    async def read(self, request: Request, limit: int, threads: WorkThreads, *, is_lenient: bool = False) -> T:
+    async def read(
+        self, request: Request, limit: int, threads: WorkThreads, *, is_lenient: bool = False,
+        most_ids: int | None = None,
+    ) -> T:
         """The decoded body; raises `RequestError` (400, 408, 413 or 415). A large one is decoded on one of ``threads``;
-        the request's state has its size as ``body_bytes``. ``is_lenient``: unknown fields are ignored; their names are
-        in the request's state as ``ignored_fields``, for the response header."""
+        the request's state has its size as ``body_bytes``. ``most_ids``: token ids that a prompt may have, if known; a
+        large body with a longer one is refused by counting its commas. ``is_lenient``: unknown fields are ignored;
+        their names are in the request's state as ``ignored_fields``, for the response header."""
         _check_media_type(request, takes_any_type=self._takes_any_type)
         ignored: list[str] | None = [] if is_lenient else None
         parts = await read_body(request, limit)
         request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
-        decoded = await threads.run(request, size, partial(self._decode_parts, parts, ignored))
+        decoded = await threads.run(request, size, partial(self._decode_parts, parts, ignored, most_ids))
         if ignored:
             request.scope.setdefault("state", {})["ignored_fields"] = ignored
         return decoded
 
-    def _decode_parts(self, parts: list[bytes], ignored: list[str] | None) -> T:
+    def _decode_parts(self, parts: list[bytes], ignored: list[str] | None, most_ids: int | None) -> T:
         """Empties the list, so that a large body is in memory only once."""
         body = b"".join(parts)
         parts.clear()
-        # Decoding holds the GIL: on a thread, too, it stops the event loop for as long as it takes.
+        # Decoding holds the GIL: on a thread, too, it stops the event loop for as long as one call takes.
         if len(body) > AT_ONCE:
             check_num_values(body)
-        return self.decode(body, ignored)
+        return self.decode(body, ignored) if len(body) <= LARGE_BYTES else self._decode_large(body, ignored, most_ids)
+
+    def _decode_large(self, body: bytes, ignored: list[str] | None, most_ids: int | None) -> T:
+        """Decode in pieces; raises the same errors as `decode`."""
+        try:
+            reader = PieceReader(body, most_ids=most_ids)
+            if body[reader.document.begin : reader.document.begin + 1] != b"{":
+                raise msgspec.ValidationError("Expected `object`, got `array`")
+            places = reader.fields(reader.document)
+            if CUTTING in places and reader.text_of(places[CUTTING]).strip() != b"null":
+                reader.most_ids = None
+            unknown = {name: reader.decode(places[name], Any) for name in places if name not in self._fields}
+            _drop_fields(unknown, self._fields, ignored)
+            given = {}
+            if self._nested_fields and NESTED in places and not places[NESTED].is_large:
+                # as `decode` does it for the whole document
+                nested = {NESTED: msgspec.json.decode(reader.text_of(places[NESTED]))}
+                self._drop_nested(nested, ignored)
+                kind = next(f.type for f in msgspec.structs.fields(self.record) if f.name == NESTED)
+                given[NESTED] = msgspec.convert(nested[NESTED], kind, str_keys=True)
+            return reader.record(self.record, places, given)
+        except msgspec.ValidationError as error:
+            raise _explain(error, self.record, b"") from None
+        except msgspec.DecodeError as error:
+            if body.startswith(BYTE_ORDER_MARKS):
+                raise RequestError(WITH_MARK) from None
+            raise RequestError(f"the body is not valid JSON: {error}") from None
+        except UnicodeDecodeError:
+            raise RequestError("the body is not valid UTF-8") from None
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
@@ -167,7 +170,7 @@ class JsonBody(Generic[T]):
                 raise _explain(error, self.record, body) from None
         except msgspec.DecodeError as error:
             if body.startswith(BYTE_ORDER_MARKS):
-                raise RequestError("the body begins with a byte order mark; send it as UTF-8 without one") from None
+                raise RequestError(WITH_MARK) from None
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except UnicodeDecodeError:
             raise RequestError("the body is not valid UTF-8") from None
@@ -181,10 +184,7 @@ class JsonBody(Generic[T]):
             document = msgspec.json.decode(body)
             # A JSON object: otherwise the strict pass would have reported another error. Fields are deleted in place.
             _drop_fields(document, self._fields, ignored)
-            inner = document.get(NESTED)
-            for item in inner if isinstance(inner, list) else [inner]:
-                if self._nested_fields and isinstance(item, dict):
-                    _drop_fields(item, self._nested_fields, ignored, within=NESTED + ".")
+            self._drop_nested(document, ignored)
             # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
         except msgspec.ValidationError as error:
@@ -193,6 +193,12 @@ class JsonBody(Generic[T]):
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise RequestError("the body is nested too deeply") from None
+
+    def _drop_nested(self, document: dict[str, Any], ignored: list[str] | None) -> None:
+        inner = document.get(NESTED)
+        for item in inner if isinstance(inner, list) else [inner]:
+            if self._nested_fields and isinstance(item, dict):
+                _drop_fields(item, self._nested_fields, ignored, within=NESTED + ".")
 
 
 def _fields_of(record: type[msgspec.Struct]) -> frozenset[str]:
