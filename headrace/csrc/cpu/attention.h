@@ -54,8 +54,9 @@ constexpr int64_t kMostLanes = 16;
 inline int64_t padded(int64_t size, int64_t step = kMostLanes) { return (size + step - 1) / step * step; }
 
 // Keys [first, last) of a request with one query, for the query heads of `num_heads` kv heads from `first_head` on.
+// Those up to `fetched` are read next, and prefetched.
 struct KeyRange {
-  int64_t request, first_head, num_heads, first, last;
+  int64_t request, first_head, num_heads, first, last, fetched;
 };
 
 // Partial results of `num_rows` rows are contiguous: maxima [M], sums of weights [M], sums of values [M, padded V].

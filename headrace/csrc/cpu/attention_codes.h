@@ -338,7 +338,7 @@ static void decode_of_codes(const Attention& a, const KeyRange& range, float* pa
     const uint32_t seen = seen_of_block(range.first, range.last, at);
     if (is_whole) {
       found[0] = later[0], found[1] = later[1];
-      if (at + kDecodeKeys < range.last) find_lots(a, range, table, at + kDecodeKeys, later);
+      if (at + kDecodeKeys < range.fetched) find_lots(a, range, table, at + kDecodeKeys, later);
     }
     for (int64_t k = 0; k < range.num_heads; ++k) {
       Lot lots[2], next[2];

@@ -88,8 +88,8 @@ struct BlockRows {
   const T *keys[kDecodeKeys], *values[kDecodeKeys];
 
   void find(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at) {
-    const int64_t page = int64_t{1} << a.page_bits;
-    n = range.last - at < kDecodeKeys ? range.last - at : kDecodeKeys;
+    const int64_t page = int64_t{1} << a.page_bits, last = at < range.last ? range.last : range.fetched;
+    n = last - at < kDecodeKeys ? last - at : kDecodeKeys;
     for (int64_t j = 0; j < n; ++j) {
       const bool is_new = j == 0 || (at + j) % page == 0;
       keys[j] = is_new ? static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head))

@@ -2,8 +2,13 @@
 // of equal shape; each layer then runs the pieces over its own pages. Three kinds of pieces:
 //   - tiles of query rows of requests with several queries, over all their keys, or those after a shared prefix;
 //   - tiles of query rows of many requests over the pages of their shared prefix, which is read once;
-//   - ranges of keys (split KV) of requests with one query, after a shared prefix if there is one.
+//   - ranges of keys (split KV) of requests with few queries, after a shared prefix if there is one.
 // A request that was divided has several partial results (sums, maxima), which are merged afterwards.
+//
+// Few queries are computed one by one, as decodes: drafts are verified with the numbers that decoding them would give.
+// Keys of a query are cut into spans at fixed positions, and the results of its spans are merged in their order, by
+// whom ever they were computed: without a shared prefix the result of a query depends neither on the number of threads
+// nor on the other requests.
 #pragma once
 
 #include <algorithm>
@@ -51,15 +56,20 @@ class AttentionWork {
   // `a` is any of the layers of equal shape: same page table, lengths, heads and window.
   AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members)
       : kernels_(best_attention_kernels()), num_requests_(num_requests), members_(num_members) {
-    std::vector<int64_t> decodes, others;
+    std::vector<Member> members;  // requests that may have a shared prefix
+    std::vector<int64_t> others;
     for (int64_t r = 0; r < num_requests; ++r) {
-      const int64_t query_len = a.query_start[r + 1] - a.query_start[r];
-      if (query_len == 1 && a.group() <= kMostDecodeGroup) decodes.push_back(r);
-      else if (query_len > 0) others.push_back(r);
+      const int64_t query_len = a.query_start[r + 1] - a.query_start[r], rows = query_rows(a, r);
+      const bool is_decode = query_len <= kFewQueries && a.group() <= kMostDecodeGroup;
+      if (query_len == 0) continue;
+      if (is_decode || rows <= kFewRows) {
+        const int64_t pages = (a.kv_lens[r] - query_len) >> a.page_bits;
+        members.push_back({r, is_decode ? static_cast<int64_t>(entries_.size()) : -1, pages, rows});
+      }
+      if (is_decode) add_entries(a, r, query_len);
+      else others.push_back(r);
     }
-    for (const int64_t r : decodes)
-      entries_.push_back({r, a.window > 0 ? std::max<int64_t>(0, a.kv_lens[r] - a.window) : 0, a.kv_lens[r]});
-    if (a.window == 0) find_common(a, decodes, others);
+    if (a.window == 0) find_common(a, std::move(members), others);
     add_tiles(a, others);
     add_common(a);
     add_ranges(a);
@@ -107,7 +117,8 @@ class AttentionWork {
  private:
   static constexpr int64_t kTilesPerMember = 4;
   static constexpr int64_t kShareValues = 1 << 16;  // fewer are not worth a piece of their own
-  static constexpr int64_t kBlocksPerShare = 4;
+  static constexpr int64_t kSpansPerShare = 4;
+  static constexpr int64_t kFewQueries = 4;  // of a request: so many are computed one by one
   static constexpr int64_t kLeastCommonKeys = 64,
                            kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
   static constexpr int64_t kLeastChunk = 256;                            // keys
@@ -122,13 +133,14 @@ class AttentionWork {
     int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a merge
     int64_t first = 0, last = 0;                // pieces; rows of a common tile
   };
-  struct Entry {  // keys of a request with one query, after its shared prefix
-    int64_t request, first, length, start = 0, first_merge = -1, common = -1,
-                                    first_row = 0;  // start: the number of its first block among all
+  struct Entry {  // keys of a query of a request with few, after its shared prefix
+    int64_t request, token, first, length, start = 0, first_merge = -1, common = -1,
+                                    first_row = 0;  // start: the number of its first span among all
   };
   struct Piece {
+    int64_t token;
     KeyRange range;
-    int64_t part;  // where its partial result goes, -1: it is the whole
+    int64_t part;  // where the partial results of its spans go, -1: it is the whole
   };
   struct Merge {  // some kv heads of a request; of each lie as many rows together, in the common part from `first_row`
                  // on
@@ -138,7 +150,7 @@ class AttentionWork {
     int64_t common, first_row;
   };
   struct Member {
-    int64_t request, entry, pages, num_rows;  // entry: -1 for several queries; pages: that it can share
+    int64_t request, entry, pages, num_rows;  // entry: of its first query, -1 for many; pages: that it can share
   };
   struct Common {  // requests with the same first `length` keys
     std::vector<Member> members;
@@ -148,7 +160,20 @@ class AttentionWork {
     int64_t request, common, first_row;
   };
 
-  static int64_t blocks(const Entry& entry) { return (entry.length - entry.first + kDecodeKeys - 1) / kDecodeKeys; }
+  void add_entries(const Attention& a, int64_t request, int64_t query_len) {
+    for (int64_t i = 0; i < query_len; ++i) {
+      const int64_t length = a.kv_lens[request] - query_len + i + 1;
+      const int64_t first = a.window > 0 ? std::max<int64_t>(0, length - a.window) : 0;
+      entries_.push_back({request, a.query_start[request] + i, first, length});
+    }
+  }
+
+  // Spans begin at 0, 256, 512 and at all further multiples of 512: short requests are divided more finely.
+  static int64_t span_of(int64_t key) { return key < 512 ? key / 256 : 1 + key / 512; }
+  static int64_t span_begin(int64_t span) { return span <= 2 ? span * 256 : (span - 1) * 512; }
+  static_assert(256 % kDecodeKeys == 0, "spans are whole blocks of decode");
+  static int64_t spans(int64_t first, int64_t last) { return span_of(last - 1) - span_of(first) + 1; }
+  static int64_t spans(const Entry& entry) { return spans(entry.first, entry.length); }
 
   int64_t take(int64_t floats) {
     const int64_t start = num_floats_;
@@ -213,15 +238,8 @@ class AttentionWork {
 
   // Sorts requests by their pages, so that those with a common prefix are neighbours, and groups neighbours as long as
   // that saves more key reads than the shorter common prefix costs the group. Removes grouped requests from `others`.
-  void find_common(const Attention& a, const std::vector<int64_t>& decodes, std::vector<int64_t>& others) {
+  void find_common(const Attention& a, std::vector<Member> all, std::vector<int64_t>& others) {
     const int64_t page = int64_t{1} << a.page_bits;
-    std::vector<Member> all;
-    for (size_t e = 0; e < decodes.size(); ++e)
-      all.push_back({decodes[e], static_cast<int64_t>(e), (a.kv_lens[decodes[e]] - 1) / page, a.group()});
-    for (const int64_t r : others) {
-      const int64_t rows = query_rows(a, r);
-      if (rows <= kFewRows) all.push_back({r, -1, (a.kv_lens[r] - rows / a.group()) / page, rows});
-    }
     std::stable_sort(all.begin(), all.end(), [&](const Member& x, const Member& y) {
       const int64_t shorter = std::min(x.pages, y.pages), equal = count_equal(a, x.request, y.request, shorter);
       if (equal == shorter) return x.pages < y.pages;
@@ -236,19 +254,20 @@ class AttentionWork {
         pages = equal, rows += next.num_rows;
       }
       if (count > 1 && pages * page >= kLeastCommonKeys && rows >= kLeastCommonRows)
-        take_together({all.begin() + i, all.begin() + i + count}, pages * page, others);
+        take_together({all.begin() + i, all.begin() + i + count}, pages * page, a.group(), others);
       i += count;
     }
   }
 
-  void take_together(std::vector<Member> members, int64_t length, std::vector<int64_t>& others) {
+  void take_together(std::vector<Member> members, int64_t length, int64_t group, std::vector<int64_t>& others) {
     Common common{std::move(members), length};
     const int64_t index = commons_.size();
     for (const Member& member : common.members) {
-      if (member.entry >= 0) {
-        Entry& entry = entries_[member.entry];
-        entry.first = length, entry.common = index, entry.first_row = common.num_rows;
-      } else {
+      for (int64_t row = 0; member.entry >= 0 && row < member.num_rows; row += group) {
+        Entry& entry = entries_[member.entry + row / group];
+        entry.first = length, entry.common = index, entry.first_row = common.num_rows + row;
+      }
+      if (member.entry < 0) {
         shared_.push_back({member.request, index, common.num_rows});
         std::erase(others, member.request);
       }
@@ -285,56 +304,55 @@ class AttentionWork {
     }
   }
 
-  // Blocks of keys of all requests, laid end to end, are cut into equal shares; where there are few of them, kv heads
+  // Spans of keys of all queries, laid end to end, are cut into equal shares; where there are few of them, kv heads
   // are laid end to end too, some at a time.
   void add_ranges(const Attention& a) {
     if (entries_.empty()) return;
-    int64_t num_blocks = 0;
-    for (Entry& entry : entries_) entry.start = num_blocks, num_blocks += blocks(entry);
-    const int64_t block_values = kDecodeKeys * (a.head_dim + a.value_dim) * a.num_kv_heads * (a.group() + 1);
+    int64_t num_spans = 0, num_keys = 0;
+    for (Entry& entry : entries_)
+      entry.start = num_spans, num_spans += spans(entry), num_keys += entry.length - entry.first;
+    const int64_t key_values = (a.head_dim + a.value_dim) * a.num_kv_heads * (a.group() + 1);
     const int64_t shares =
-        members_ == 1 ? 1 : std::clamp<int64_t>(num_blocks * block_values / kShareValues, 1, 2 * members_);
+        members_ == 1 ? 1 : std::clamp<int64_t>(num_keys * key_values / kShareValues, 1, 2 * members_);
     int64_t sets = 1;
-    while (shares > 1 && sets * num_blocks < kBlocksPerShare * shares && sets < a.num_kv_heads) do
+    while (shares > 1 && sets * num_spans < kSpansPerShare * shares && sets < a.num_kv_heads) do
         ++sets;
       while (a.num_kv_heads % sets);
     const int64_t heads = a.num_kv_heads / sets;
     size_t e = 0;
     for (int64_t share = 0; share < shares; ++share) {
-      int64_t low = sets * num_blocks * share / shares;
-      const int64_t high = sets * num_blocks * (share + 1) / shares;
-      Item item{Kind::kRanges, (high - low) * kDecodeKeys * heads * a.group()};
+      int64_t low = sets * num_spans * share / shares, keys = 0;
+      const int64_t high = sets * num_spans * (share + 1) / shares;
+      Item item{Kind::kRanges, 0};
       item.first = pieces_.size();
       while (low < high) {
         Entry& entry = entries_[e];
-        const int64_t all = blocks(entry), at = low - sets * entry.start, block = at % all,
-                      count = std::min(all - block, high - low);
-        const int64_t first = entry.first + block * kDecodeKeys;
-        const KeyRange range{entry.request, at / all * heads, heads, first,
-                             std::min(first + count * kDecodeKeys, entry.length)};
-        pieces_.push_back({range, count == all && entry.common < 0 ? -1 : add_part(a, entry, range, at / all, sets)});
-        low += count;
+        const int64_t all = spans(entry), at = low - sets * entry.start, span = at % all,
+                      count = std::min(all - span, high - low), number = span_of(entry.first) + span,
+                      last = std::min(span_begin(number + count), entry.length);
+        const KeyRange range{entry.request, at / all * heads, heads, std::max(span_begin(number), entry.first), last,
+                             last};
+        const bool is_whole = count == all && entry.common < 0;
+        pieces_.push_back({entry.token, range, is_whole ? -1 : add_parts(a, entry, range, at / all, sets)});
+        low += count, keys += range.last - range.first;
         if (low == sets * (entry.start + all)) ++e;
       }
-      item.last = pieces_.size();
+      item.last = pieces_.size(), item.cost = keys * heads * a.group();
       items_.push_back(item);
     }
   }
 
-  int64_t add_part(const Attention& a, Entry& entry, const KeyRange& range, int64_t set, int64_t sets) {
+  // Room for a partial result of each span of a range, one after the other.
+  int64_t add_parts(const Attention& a, Entry& entry, const KeyRange& range, int64_t set, int64_t sets) {
+    const int64_t rows = range.num_heads * a.group(), size = partial_size(a, rows);
     if (entry.first_merge < 0) {
       entry.first_merge = merges_.size();
-      const int64_t rows = range.num_heads * a.group();
       for (int64_t s = 0; s < sets; ++s)
-        merges_.push_back({{a.query_start[entry.request], s * rows, rows, rows},
-                          s * range.num_heads,
-                          range.num_heads,
-                          {},
-                          entry.common,
-                          entry.first_row});
+        merges_.push_back({{entry.token, s * rows, rows, rows}, s * range.num_heads, range.num_heads, {}, entry.common,
+                           entry.first_row});
     }
-    const int64_t part = take(partial_size(a, range.num_heads * a.group()));
-    merges_[entry.first_merge + set].parts.push_back(part);
+    const int64_t count = spans(range.first, range.last), part = take(count * size);
+    for (int64_t i = 0; i < count; ++i) merges_[entry.first_merge + set].parts.push_back(part + i * size);
     return part;
   }
 
@@ -387,12 +405,22 @@ class AttentionWork {
     for (int64_t p = item.first; p < item.last; ++p) {
       const Piece& piece = pieces_[p];
       const int64_t rows = piece.range.num_heads * a.group(), size = partial_size(a, rows);
-      float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a, piece.range.num_heads));
-      float* partial = piece.part < 0 ? scratch : partials_.data() + piece.part;
-      kernels_.decode(a, piece.range, partial, scratch + size);
+      float* scratch = Scratch::of_this_thread().floats(2 * size + kernels_.decode_scratch(a, piece.range.num_heads));
+      const int32_t token = static_cast<int32_t>(piece.token);  // the query as a request of its own
+      Attention one = a;
+      one.query_start = &token, one.table = a.table + piece.range.request * a.table_stride;
+      KeyRange range = piece.range;
+      range.request = 0;
+      for (int64_t i = 0; range.first < piece.range.last; ++i, range.first = range.last) {
+        range.last = std::min(span_begin(span_of(range.first) + 1), piece.range.last);
+        float* const own = i > 0 ? scratch + size : scratch;
+        float* const into = piece.part >= 0 ? partials_.data() + piece.part + i * size : own;
+        kernels_.decode(one, range, into, scratch + 2 * size);
+        if (piece.part < 0 && i > 0)
+          kernels_.merge(a, rows, partial_at(a, scratch, rows), partial_at(a, into, rows));
+      }
       if (piece.part < 0)
-        kernels_.finish(a, {a.query_start[piece.range.request], piece.range.first_head * a.group(), rows, rows},
-                        partial_at(a, partial, rows));
+        kernels_.finish(a, {piece.token, piece.range.first_head * a.group(), rows, rows}, partial_at(a, scratch, rows));
     }
   }
 
