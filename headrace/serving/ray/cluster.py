@@ -75,6 +75,8 @@ def count_fitting(resources: Resources) -> int:
 def plan_replica(config: EngineConfig) -> tuple[EngineConfig, Resources]:
     """The resources of a replica, and its configuration with the device and the threads that belong to them. On GPUs a
     replica has one GPU; on CPUs ``threads`` cores, by default those of the smallest node."""
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError("on Ray a replica is one engine: set num_replicas instead", param="data_parallel_size")
     nodes = living_nodes()
     device, threads = config.device.device, config.device.threads
     if device == "auto":
