@@ -133,18 +133,31 @@ class SpeculativeOptions(Section):
         return None if self.method == "auto" else self.num_speculative_tokens
 
 
+Times = tuple[tuple[int, float], ...]
+"""``(size, seconds)``, ascending."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What steps of decodes take on the device, as measured at the start; empty where nothing was. ``steps``: by number
+    of entries. With a drafter on the device ``follows`` come on top, by entries: it computes what the step computed;
+    and, for each draft that it makes, ``drafts``, by rows."""
+
+    steps: Times = ()
+    follows: Times = ()
+    drafts: Times = ()
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How a loaded model is drafted for. ``method``: a text drafter's name, that of a drafter on the device, or "off";
     ``device_drafts``: the most drafts per row that the latter makes, 0 without one. ``max_entries``: decodes and drafts
-    that a step may have together. ``step_times`` and ``draft_times`` are ``(decodes, seconds)`` as measured at the
-    start, of a step and of one draft for each; empty where nothing was measured."""
+    that a step may have together. ``times``: measured ones."""
 
     method: str = "off"
     device_drafts: int = 0
     max_entries: int = MAX_ENTRIES
-    step_times: tuple[tuple[int, float], ...] = ()
-    draft_times: tuple[tuple[int, float], ...] = ()
+    times: StepTimes = StepTimes()
 
 
 def _error(message: str, key: str) -> ConfigError:

@@ -138,10 +138,10 @@ class Assembly:
             )
             draft = self.loaded.draft
             if draft is not None:
-                hidden_size = self.loaded.spec.hidden_size
+                sizes = self.graph_sizes()
                 runner.draft_with(
-                    draft.model, self.speculation.device_drafts, hidden_size=hidden_size, dtype=self.loaded.dtype,
-                    max_entries=self.graph_sizes().decodes[-1],
+                    draft.model, hidden_size=self.loaded.spec.hidden_size, dtype=self.loaded.dtype,
+                    max_tokens=max(*sizes.decodes, *sizes.tokens),
                 )
                 if draft.method == BENCH:
                     runner.accept_at_rate(self.config.speculation.options.acceptance_rate or 0.0)
@@ -173,7 +173,7 @@ class Assembly:
         else:
             captured.record_all(lambda: progress("capturing graphs", 0.9 + 0.1 * next(done) / len(sizes)))
         if self.loaded.draft is not None:
-            runner.step_times, runner.draft_times = captured.measure()
+            runner.times = captured.measure()
         return max(0, free - free_bytes(self.device))
 
 

@@ -183,14 +183,8 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)
-    speculation = assembly.speculation
-    return LocalExecutor(
-        model, facts=facts, memory=memory, progress=progress,
-        speculation=replace(
-            speculation, step_times=tuple(model.runner.step_times),
-            draft_times=tuple((size, s / speculation.device_drafts) for size, s in model.runner.draft_times),
-        ),
-    )
+    speculation = replace(assembly.speculation, times=model.runner.times)
+    return LocalExecutor(model, facts=facts, memory=memory, progress=progress, speculation=speculation)
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:

@@ -11,13 +11,14 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.base.cache import NULL_PAGE
+from headrace.base.speculation import StepTimes, Times
 from headrace.base.step import MAX_DRAFTS
-from headrace.execution.captures import Buckets, Capture, Records
+from headrace.execution.captures import B, Buckets, Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
@@ -44,6 +45,7 @@ length than it loses by launching without a graph."""
 MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of decodes whose time is measured at the start where drafts are made: by these it is decided how many pay."""
 NUM_REPLAYS = 5
+"""Times that a captured step is run to measure it."""
 MAX_DECODE_LEN, FEW_DECODES = 4096, 64
 """Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
 for steps with fewer than ``FEW_DECODES`` decodes of which one has more than ``MAX_DECODE_LEN`` keys."""
@@ -120,45 +122,77 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         logits = self._model.compute_logits(self._model.forward(batch))
         greedy = rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
         if proposer is not None:
-            # The drafter's graph is another one: it reads these where no graph of the pool may write.
-            proposer.sampled[:, : self.size].copy_(greedy)
-            if batch.features is not None:
-                proposer.features[: self.size].copy_(batch.features.values)
+            proposer.keep_features(batch.features)
         return logits, greedy
 
 
 class DraftGraphs:
-    """Drafting behind captured decodes: ``follows`` by number of entries, ``chains`` by number of rows."""
+    """Drafting behind captured steps: ``follows`` behind decodes, by number of entries; ``mixed_follows`` behind steps
+    with prefill, by number of tokens; ``chains`` behind either, by number of rows that sample."""
 
     def __init__(
-        self, sizes: list[int], max_rows: int, decodes: Buckets[DecodeGraph], proposer: Proposer, recorder: Records
+        self, sizes: GraphSizes, decodes: Buckets[DecodeGraph], inputs: InputBuilder, proposer: Proposer,
+        recorder: Records,
     ):
-        def make_follow(size: int) -> FollowGraph:
+        def follow_decodes(size: int) -> FollowGraph:
             graph = decodes.find(size)
             assert graph is not None and graph.size == size
-            return FollowGraph(size, proposer, graph.inputs, recorder)
+            own = graph.inputs
+            return FollowGraph(
+                size, proposer, lambda: ForwardBatch(own.token_ids, own.positions, inputs.decode_groups(own)),
+                lambda: own.slots.fill_(NULL_PAGE * inputs.layout.page_size), recorder,
+            )
+
+        def follow_mixed(size: int) -> FollowGraph:
+            return FollowGraph(
+                size, proposer, lambda: inputs.padded_batch(size), lambda: inputs.clear(size), recorder
+            )
 
         self._proposer = proposer
-        self.follows = Buckets(sizes, make_follow)
-        self.chains = Buckets(bucket_sizes(max_rows), lambda size: ChainGraph(size, proposer, recorder))
+        self.follows = Buckets(sizes.decodes, follow_decodes)
+        self.mixed_follows = Buckets(sizes.tokens, follow_mixed)
+        self.chains = Buckets(
+            bucket_sizes(inputs.layout.max_rows), lambda size: ChainGraph(size, proposer, recorder)
+        )
 
-    def pack(self, step: Step) -> np.ndarray:
-        """The rows of a step of decodes, for the chain's upload."""
+    def pack(self, step: Step, upload: Upload) -> None:
+        """Add the rows that sample, and where in the step their first sampled positions are."""
         firsts = step.batch.firsts
-        chain = self.chains.find(len(firsts))
-        assert chain is not None, "a step has no more rows than there are"
-        return chain.pack(step.batch.rows[firsts], firsts)
+        if len(firsts):
+            chain = self.chains.find(len(firsts))
+            assert chain is not None, "a step has no more rows than there are"
+            tokens = step.shape.query_start[1:][step.samples] - 1
+            upload.add("chain", chain.pack(step.batch.rows[firsts], tokens[firsts]))
 
-    def propose(self, size: int, count: int, chain: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Make drafts behind a replay of the bucket of ``size`` with ``count`` entries, of which ``tokens`` [3, count
-        or more] were sampled; ``chain``: as packed."""
-        # Where the sampler chose other tokens than the graph's argmax, these count.
+    @torch.inference_mode()
+    def propose_behind_decodes(self, size: int, step: Step, sent: Sent, tokens: torch.Tensor) -> None:
+        """Make drafts behind a replay of the bucket of ``size`` entries; ``tokens`` [3, S or more] were sampled."""
+        count = step.shape.num_tokens
         self._proposer.sampled[:, :count].copy_(tokens[:, :count])
-        follow, chained = self.follows.find(size), self.chains.find(len(chain) // 2)
-        assert follow is not None and chained is not None
+        follow = self.follows.find(size)
+        assert follow is not None
         follow.run()
-        self._proposer.firsts[:, : chained.size].copy_(chain.view(2, -1))
-        chained.run()
+        self._run_chain(step, sent)
+
+    @torch.inference_mode()
+    def propose_behind_mixed(self, size: int, step: Step, sent: Sent, tokens: torch.Tensor) -> None:
+        """The same behind a replay of the bucket of ``size`` tokens."""
+        count, sampled = len(step.samples), self._proposer.sampled
+        sampled[0, : step.shape.num_tokens].copy_(sent["following"])
+        if count:
+            sampled.index_copy_(1, sent["sample_tokens"], tokens[:, :count])
+        follow = self.mixed_follows.find(size)
+        assert follow is not None
+        follow.run()
+        self._run_chain(step, sent)
+
+    def _run_chain(self, step: Step, sent: Sent) -> None:
+        if "chain" in sent:
+            packed = sent["chain"].view(2, -1)
+            chain = self.chains.find(packed.shape[1])
+            assert chain is not None
+            self._proposer.firsts[:, : chain.size].copy_(packed)
+            chain.run(step.plan.num_proposals)
 
 
 class DecodeGraphPath:
@@ -179,7 +213,7 @@ class DecodeGraphPath:
             return None
         upload.add("decodes", graph.pack(step.shape.entries))
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
-            upload.add("chain", self._drafting.pack(step))
+            self._drafting.pack(step, upload)
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
@@ -191,7 +225,7 @@ class DecodeGraphPath:
             else StepOutput(logits[:count], graph.inputs.positions[:count])
         )
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
-            output.propose = partial(self._drafting.propose, graph.size, count, sent["chain"])
+            output.propose = partial(self._drafting.propose_behind_decodes, graph.size, step, sent)
         return output
 
 
@@ -199,14 +233,25 @@ class MixedGraph(Capture[torch.Tensor]):
     """Steps with prefill of one bucket of T tokens. It reads what `InputBuilder.fill` wrote to the static tensors, and
     returns hidden states [T, D], which the next run of any bucket may overwrite."""
 
-    def __init__(self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records):
-        super().__init__(lambda: model.forward(inputs.padded_batch(size)), recorder)
-        self.size, self._inputs = size, inputs
+    def __init__(
+        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None
+    ):
+        super().__init__(self._compute, recorder)
+        self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
 
     def record(self) -> None:
         """See `Bucket`."""
         self._inputs.clear(self.size)
         self.run()
+
+    def _compute(self) -> torch.Tensor:
+        batch, proposer = self._inputs.padded_batch(self.size), self._proposer
+        if proposer is None:
+            return self._model.forward(batch)
+        batch.features = proposer.ask_features()
+        hidden = self._model.forward(batch)
+        proposer.keep_features(batch.features)
+        return hidden
 
 
 class MixedGraphPath:
@@ -215,19 +260,22 @@ class MixedGraphPath:
 
     covers = (
         StepFeature.PREFILL | StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS
-        | StepFeature.POOLING
+        | StepFeature.POOLING | StepFeature.DRAFTING
     )
     is_greedy_sampler = False
 
-    def __init__(self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder):
-        self._buckets, self._model, self._inputs = buckets, model, inputs
+    def __init__(
+        self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder,
+        drafting: DraftGraphs | None = None,
+    ):
+        self._buckets, self._model, self._inputs, self._drafting = buckets, model, inputs, drafting
 
     def find(self, shape: StepShape) -> MixedGraph | None:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
         decodes = shape.ends[: shape.num_decodes]
         has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > MAX_DECODE_LEN
-        # A capture has room for as many requests as there are rows; with drafts there may be more.
-        has_room = len(shape.rows) <= self._inputs.layout.max_rows
+        # A capture without a drafter has room for as many requests as there are rows; with drafts there may be more.
+        has_room = len(shape.rows) <= self._inputs.max_requests
         if int(shape.lengths.max()) > MAX_SPAN or has_few_long or not has_room:
             return None
         return self._buckets.find(shape.num_tokens)
@@ -238,6 +286,8 @@ class MixedGraphPath:
         if graph is None:
             return None
         self._inputs.pack(step, upload)
+        if StepFeature.DRAFTING in step.features and self._drafting is not None:
+            self._drafting.pack(step, upload)
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
@@ -245,7 +295,10 @@ class MixedGraphPath:
         hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
         # Logits are computed outside of the graph: S varies, and is far below the bucket's size.
         logits = compute_sampled_logits(self._model, hidden, step, sent)
-        return StepOutput(logits, self._inputs.find_positions(sent), hidden=hidden)
+        output = StepOutput(logits, self._inputs.find_positions(sent), hidden=hidden)
+        if StepFeature.DRAFTING in step.features and self._drafting is not None:
+            output.propose = partial(self._drafting.propose_behind_mixed, graph.size, step, sent)
+        return output
 
 
 class CapturedSteps:
@@ -257,36 +310,33 @@ class CapturedSteps:
         proposer: Proposer | None = None,
     ):
         decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder, proposer))
-        mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder))
+        mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder, proposer))
         # Recorded in this order: logits [B, V] are the largest single tensor, and later graphs reuse its memory.
         self._kinds: list[
             Buckets[DecodeGraph] | Buckets[MixedGraph] | Buckets[FollowGraph] | Buckets[ChainGraph]
         ] = [decodes, mixed]
         self._decodes, self._drafting = decodes, None
         if proposer is not None:
-            self._drafting = DraftGraphs(sizes.decodes, inputs.layout.max_rows, decodes, proposer, recorder)
-            self._kinds += [self._drafting.follows, self._drafting.chains]
+            self._drafting = DraftGraphs(sizes, decodes, inputs, proposer, recorder)
+            self._kinds += [self._drafting.follows, self._drafting.mixed_follows, self._drafting.chains]
         self.decodes = DecodeGraphPath(decodes, self._drafting)
-        self.mixed = MixedGraphPath(mixed, model, inputs)
+        self.mixed = MixedGraphPath(mixed, model, inputs, self._drafting)
 
     @property
     def paths(self) -> list[StepPath]:
         """Fastest first."""
         return [self.decodes, self.mixed]
 
-    def measure(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Times of decode steps by size, and of drafting behind them: ``(decodes, seconds)`` of some sizes, over
-        padding, which has hardly any keys. Waits for the device."""
-        sizes = self._decodes.sizes
-        chosen = {sizes[bisect_left(sizes, min(size, sizes[-1]))] for size in MEASURED_SIZES}
-        steps, drafts = [], []
-        for size in sorted(chosen):
-            steps.append((size, _time_replay(self._decodes, size)))
-            if self._drafting is not None:
-                chains = self._drafting.chains
-                chain = chains.sizes[min(bisect_left(chains.sizes, size), len(chains.sizes) - 1)]
-                drafts.append((size, _time_replay(self._drafting.follows, size) + _time_replay(chains, chain)))
-        return steps, drafts
+    def measure(self) -> StepTimes:
+        """Times of some sizes, over padding, which has hardly any keys. Waits for the device."""
+        steps = _time(self._decodes, DecodeGraph.run)
+        if self._drafting is None:
+            return StepTimes(steps)
+        drafts = _time(self._drafting.chains, lambda chain: chain.run(NUM_REPLAYS))
+        return StepTimes(
+            steps, _time(self._drafting.follows, FollowGraph.run),
+            tuple((size, seconds / NUM_REPLAYS) for size, seconds in drafts),
+        )
 
     def record_all(self, advance: Callable[[], None]) -> None:
         """Record every bucket; ``advance`` is called after each."""
@@ -308,15 +358,18 @@ class CapturedSteps:
         return False
 
 
-def _time_replay(buckets: Buckets[Any], size: int) -> float:
-    """Seconds of one replay of a bucket over padding, recorded now if need be."""
-    buckets.record(size)
-    graph = buckets.find(size)
-    assert graph is not None
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(NUM_REPLAYS):
-        graph.run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / NUM_REPLAYS / 1e3
+def _time(buckets: Buckets[B], run: Callable[[B], object]) -> Times:
+    """Seconds of one run by size, for those of `MEASURED_SIZES`, over padding; recorded now if need be."""
+    sizes, times = buckets.sizes, []
+    for size in sorted({sizes[bisect_left(sizes, min(size, sizes[-1]))] for size in MEASURED_SIZES}):
+        buckets.record(size)
+        graph = buckets.find(size)
+        assert graph is not None
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(NUM_REPLAYS):
+            run(graph)
+        end.record()
+        end.synchronize()
+        times.append((size, begin.elapsed_time(end) / NUM_REPLAYS / 1e3))
+    return tuple(times)

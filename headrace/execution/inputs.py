@@ -44,7 +44,8 @@ class InputBuilder:
     """Two halves: `pack` adds what the host knows to the step's upload; `build` (`fill` for a captured graph) derives
     the rest on the device, once the page tables are up to date.
 
-    ``backends[g]`` serves cache group g. ``max_tokens`` is the largest T of any plan.
+    ``backends[g]`` serves cache group g. ``max_tokens`` is the largest T of any plan. ``max_requests`` is the largest
+    R of a captured step with prefill.
     """
 
     def __init__(
@@ -53,6 +54,11 @@ class InputBuilder:
         self.layout, self.rows, self.tables, self.backends = layout, rows, tables, backends
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.tensors.last_token.device)
+        self.max_requests = layout.max_rows
+
+    def make_draft_room(self) -> None:
+        """Let captured steps with prefill have drafts, each a request: more than there are rows."""
+        self.max_requests = len(self.static.kv_lens)
 
     def pack(self, step: Step, upload: Upload) -> None:
         """Add the inputs of a step to the upload."""
@@ -142,17 +148,17 @@ class InputBuilder:
 
     def _pad(self, num_tokens: int, num_requests: int, size: int) -> None:
         # Token ids and positions of the padding keep what earlier steps left: their hidden states are dropped, their K
-        # and V go to the null page. The capture reads ``max_rows`` requests whatever the step's R is: those beyond R
-        # get length 0, with query_start at the end of the tokens.
+        # and V go to the null page. The capture reads as many requests as it has room for: those beyond R get length 0,
+        # with query_start at the end of the tokens.
         static = self.static
         static.slots[:, num_tokens:size].fill_(NULL_PAGE * self.layout.page_size)
         static.query_start[num_requests + 1 :].fill_(num_tokens)
         static.kv_lens[num_requests:].fill_(0)
 
     def padded_batch(self, size: int) -> ForwardBatch:
-        """A batch with room for ``size`` tokens of up to ``max_rows`` requests, over the static tensors. Lengths are
-        known on the device alone; the host's are bounds."""
-        static, longest, rows = self.static, self.layout.max_model_len, self.layout.max_rows
+        """A batch with room for ``size`` tokens of as many requests, at most ``max_requests``, over the static tensors.
+        Lengths are known on the device alone; the host's are bounds."""
+        static, longest, rows = self.static, self.layout.max_model_len, min(size, self.max_requests)
         groups = []
         for group, backend in enumerate(self.backends):
             inputs = AttentionInputs(

@@ -99,7 +99,8 @@ class PlainPath:
         if is_drafting and self._proposer is not None:
             features = hidden[:, :0] if batch.features is None else batch.features.values
             extension = Extension(
-                batch, features, sent["drafted_rows"], sent["firsts"], sent["sample_tokens"], sent["following"]
+                batch, features, sent["drafted_rows"], sent["firsts"], sent["sample_tokens"], sent["following"],
+                step.plan.num_proposals,
             )
             output.propose = partial(self._proposer.extend, extension)
         return output

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.base.cache import CacheLayout
+from headrace.base.speculation import StepTimes
 from headrace.base.step import StepPlan
 from headrace.execution.captures import Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
@@ -63,22 +64,17 @@ class Runner:
         if all(backend.fuses_layers for backend in backends):
             self.paths.insert(0, FusedPath(model, self._rows, self._tables))
         self._proposer: Proposer | None = None
-        # (decodes, seconds) of captured steps and of drafting behind them, where they were measured
-        self.step_times: list[tuple[int, float]] = []
-        self.draft_times: list[tuple[int, float]] = []
+        self.times = StepTimes()
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
 
-    def draft_with(
-        self, draft: DraftModel, count: int, *, hidden_size: int, dtype: torch.dtype, max_entries: int
-    ) -> None:
-        """Let a drafter make ``count`` drafts per row behind steps that ask for it. Its layers are the layout's behind
-        those of the model. Captured steps have at most ``max_entries`` decodes."""
+    def draft_with(self, draft: DraftModel, *, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> None:
+        """Let a drafter make drafts behind steps that ask for it. Its layers are the layout's behind those of the
+        model. Captured steps have at most ``max_tokens`` tokens."""
         pages, groups = _pages_by_layer(self.layout, self.pools, self._num_layers + draft.num_layers)
         draft.bind_cache(pages[self._num_layers :], groups[self._num_layers :])
-        self._proposer = Proposer(
-            draft, count, self._inputs, hidden_size=hidden_size, dtype=dtype, max_entries=max_entries
-        )
+        self._inputs.make_draft_room()
+        self._proposer = Proposer(draft, self._inputs, hidden_size=hidden_size, dtype=dtype, max_tokens=max_tokens)
         self.paths[-1] = PlainPath(self._model, self._inputs, self._proposer)
 
     def accept_at_rate(self, rate: float) -> None:

@@ -15,7 +15,7 @@ from headrace.base.messages import SpeculationStats
 from headrace.base.speculation import Speculation, SpeculativeOptions
 from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES, RowDraft
 from headrace.scheduling.request import Request
-from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.costs import DraftCosts, StepCosts
 from headrace.scheduling.speculation.drafter import make_text_drafter
 from headrace.scheduling.speculation.policy import Choice, DraftPolicy, fill_up
 from headrace.scheduling.speculation.text import TextRow, TextSpeculation
@@ -265,8 +265,9 @@ def _agrees(request: Request, start: int, token_ids: list[int]) -> bool:
 
 def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Drafting:
     """For one engine, whose model is drafted for as ``speculation`` says."""
-    drafting = StepCosts(speculation.draft_times) if speculation.draft_times else None
-    policy = DraftPolicy(StepCosts(speculation.step_times), fixed=options.num_fixed, drafting=drafting)
+    times = speculation.times
+    drafting = DraftCosts(times.follows, times.drafts) if times.drafts else None
+    policy = DraftPolicy(StepCosts(times.steps), fixed=options.num_fixed, drafting=drafting)
     if speculation.device_drafts:
         return Drafting(
             policy, device_drafts=speculation.device_drafts, max_entries=speculation.max_entries

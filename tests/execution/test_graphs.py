@@ -21,7 +21,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(layout=SimpleNamespace(max_rows=300))
+    inputs = SimpleNamespace(max_requests=300)
     return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 

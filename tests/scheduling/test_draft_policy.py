@@ -9,7 +9,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.costs import DraftCosts, StepCosts
 from headrace.scheduling.speculation.policy import MARGIN, Choice, DraftPolicy
 
 CURVES = {
@@ -101,7 +101,7 @@ class Simulation:
         self.chance = random.Random(0)
         self.policy = DraftPolicy(
             StepCosts([(n, curve(n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]),
-            drafting=StepCosts([(n, draft_s) for n in (1, 64)]) if draft_s else None
+            drafting=DraftCosts([], [(n, draft_s) for n in (1, 64)]) if draft_s else None
         )
         self.num_rows = len(accept)
         for key in range(self.num_rows):

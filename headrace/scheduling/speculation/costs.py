@@ -133,3 +133,18 @@ class StepCosts:
                 last[2] += count
         self._sizes = sorted(self._knots)
         self._values = [mean for mean, _, count in pools for _ in range(int(count))]
+
+
+class DraftCosts:
+    """What drafting on the device adds to a step, relative to the steps of the same table: the drafter computes what
+    the step computed, and then each draft for all rows together."""
+
+    def __init__(self, follows: Iterable[tuple[int, float]], drafts: Iterable[tuple[int, float]]):
+        """``follows``: ``(entries, seconds)``; ``drafts``: ``(rows, seconds)`` of one draft each."""
+        self._follows, self._drafts = StepCosts(follows), StepCosts(drafts)
+
+    def seconds(self, num_entries: float, num_rows: int, num_drafts: int) -> float:
+        """Seconds of a step's drafting; 0 without drafts."""
+        if not num_drafts:
+            return 0.0
+        return self._follows.seconds(num_entries) + num_drafts * self._drafts.seconds(num_rows)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.scheduling.speculation.acceptance import LEVELS, SURVIVAL, Acceptance
-from headrace.scheduling.speculation.costs import StepCosts
+from headrace.scheduling.speculation.costs import DraftCosts, StepCosts
 
 MARGIN = 1.005
 """Drafts must promise so much more than none: the costs are measured, not known."""
@@ -71,14 +71,14 @@ class LossLimit:
 
 
 class DraftPolicy:
-    """One engine's policy. With ``fixed`` it always allows that many drafts and learns nothing. ``drafting`` are the
-    costs of one draft for a number of rows, where a device makes them; it runs once per draft, for all rows together.
-    They are taken as measured with the table of ``costs``, and rise and fall with it.
+    """One engine's policy. With ``fixed`` it always allows that many drafts and learns nothing. ``drafting``:
+    what making drafts costs, where a device does; as measured with the table of ``costs``, and it rises and falls with
+    that.
 
     Acceptance is learned from `note`, step times from `note_time`. Before the first step time no drafts are chosen.
     """
 
-    def __init__(self, costs: StepCosts, *, fixed: int | None = None, drafting: StepCosts | None = None):
+    def __init__(self, costs: StepCosts, *, fixed: int | None = None, drafting: DraftCosts | None = None):
         self._costs = costs
         self._fixed = fixed
         self._drafting = drafting
@@ -110,12 +110,13 @@ class DraftPolicy:
         """A step of decodes alone took so long. ``num_rows``: its rows, if it had drafts; ``num_drafted``: how many
         drafts per row a device made in it."""
         rows = num_entries if num_rows is None else num_rows
-        self._costs.note_time(num_entries, seconds, apart=num_drafted * self._draft_seconds(rows))
+        self._costs.note_time(num_entries, seconds, apart=self._draft_seconds(num_entries, rows, num_drafted))
         self._limit.note_step(self._costs.seconds(rows))
 
-    def _draft_seconds(self, num_rows: int) -> float:
+    def _draft_seconds(self, num_entries: float, num_rows: int, num_drafts: int) -> float:
         # Not learned apart: steps verify what the step before drafted, so the two are measured together only.
-        return 0.0 if self._drafting is None else self._drafting.seconds(num_rows) * self._costs.scale
+        drafting = self._drafting
+        return 0.0 if drafting is None else drafting.seconds(num_entries, num_rows, num_drafts) * self._costs.scale
 
     def note(self, key: int, num_drafts: int, num_accepted: int, probabilities: Sequence[float] | None = None) -> None:
         """A row verified its first ``num_drafts`` drafts, and the first ``num_accepted`` of them were right.
@@ -202,7 +203,7 @@ class DraftPolicy:
                 if depth > depths[level]:
                     depths[level] = depth
         seconds, sizes = self._costs.seconds, self._costs.sizes
-        draft_s, most_s = self._draft_seconds(num_rows), base_s + self._limit.balance_s
+        most_s = base_s + self._limit.balance_s
         best, best_rate = _Cut(0, base_s, 0, 0), MARGIN * num_rows / base_s
         chosen, tokens, depth = 0, float(num_rows), 0
         for level, count in enumerate(counts):
@@ -213,7 +214,8 @@ class DraftPolicy:
             first = bisect_right(sizes, num_rows + chosen)
             inside = sizes[first : bisect_left(sizes, num_rows + chosen + count)]
             for number in (*(size - num_rows - chosen for size in inside), count):
-                total_s = seconds(num_rows + chosen + number) + depth * draft_s
+                entries = num_rows + chosen + number
+                total_s = seconds(entries) + self._draft_seconds(entries, num_rows, depth)
                 rate = (tokens + number * SURVIVAL[level]) / total_s
                 if rate > best_rate and total_s <= most_s:
                     best, best_rate = _Cut(chosen + number, total_s, level, number), rate
