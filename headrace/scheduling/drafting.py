@@ -25,8 +25,6 @@ FORCED_PROBABILITY = 0.97
 MAX_ROWS = 64
 """Requests up to which text is asked for drafts: with more of them, steps are too full to gain much, and the host would
 be kept busy for longer than the device."""
-MIN_SHARE = 4
-"""A drafter on the device goes on while at least one draft for so many rows is worth verifying."""
 MAX_NEWCOMERS = 4
 """Requests that text is first asked for in one step: their prompts are indexed then."""
 
@@ -211,18 +209,21 @@ class Drafting:
 
     def _choose_made(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
         """Of drafts that the device made in the step before, for rows without others. Rows that it left out once have
-        none any more."""
-        mosts = []
+        none any more. As many as would be verified now, had there been so many, are made for the next step."""
+        mosts, device_drafts = [], self.device_drafts
         for request, forced in zip(ready, counts, strict=True):
             self._follow(request)
-            room = min(request.num_proposed, request.limit_len - request.planned_len - 1)
-            mosts.append(0 if forced else max(0, room))
+            room = request.limit_len - request.planned_len - 1
+            mosts.append(min(device_drafts, max(0, room)) if request.num_proposed and not forced else 0)
         made = self._policy.choose([request.seq for request in ready], mosts, max_tokens)
-        # The device drafts for all rows or for none, so a few whose drafts would pay are not enough.
-        is_enough = sum(made) * MIN_SHARE >= counts.count(0)
-        goes_on = is_enough or self._policy.is_fixed or not self._policy.is_ready
-        self._num_proposals = self.device_drafts if goes_on else 0
-        counts[:] = [forced or own for forced, own in zip(counts, made, strict=True)]
+        if self._policy.is_fixed or not self._policy.is_ready:
+            self._num_proposals = device_drafts
+        elif not all(counts):  # where all rows are forced, the drafter goes on as it did
+            self._num_proposals = max(made)
+        counts[:] = [
+            forced or min(own, request.num_proposed)
+            for forced, own, request in zip(counts, made, ready, strict=True)
+        ]
 
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
         """Drafts per row that the device makes after the next step, for its decodes and for requests that begin to
@@ -232,9 +233,9 @@ class Drafting:
         if newcomers and not self._num_proposals and self._policy.pays(num_rows + len(newcomers)):
             for request in newcomers:
                 self._follow(request)
-            keys, most = [request.seq for request in newcomers], self.device_drafts
-            hoped = self._policy.choose(keys, [most] * len(keys), max_tokens)
-            self._num_proposals = most if any(hoped) else 0
+            keys, mosts = [request.seq for request in newcomers], [self.device_drafts] * len(newcomers)
+            hoped = self._policy.choose(keys, mosts, max_tokens, num_others=num_rows)
+            self._num_proposals = max(hoped)
         return self._num_proposals
 
     def take_drafts(self, ready: list[Request], lengths: list[int]) -> dict[Request, Verified]:

@@ -90,6 +90,7 @@ class FakeRunner:
         self.num_accepted = 0
         self.last_step = -1
         self.random = random.Random(vocab)
+        self.rate = 0.8  # of drafts that are right
 
     def execute(self, plan: StepPlan, failed: set[str] = frozenset()) -> StepResult:
         """Apply the plan in the documented order, check every read, and draw tokens."""
@@ -155,7 +156,7 @@ class FakeRunner:
         fingerprint, ids = row.prints[-1], []
         for _ in range(count):
             token = draw_token(fingerprint, row.seed, self.vocab)
-            ids.append(token if self.random.random() < 0.8 else self.random.randrange(self.vocab))
+            ids.append(token if self.random.random() < self.rate else -1 - self.random.randrange(self.vocab))
             fingerprint = extend_print(fingerprint, token)
         return ids
 

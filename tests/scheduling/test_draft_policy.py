@@ -151,7 +151,8 @@ def test_it_is_near_the_best_number_for_all_rows():
             simulation = Simulation(curve, [accept] * num_rows, draft_s=0.02 * curve(1))
             simulation.speed(300)
             speed, best = simulation.speed(1000), simulation.best()
-            assert speed > 0.94 * best, (name, num_rows, accept, speed, best)
+            # Where a gain below a tenth needs a step that risks much, it is not tried.
+            assert speed > 0.92 * best, (name, num_rows, accept, speed, best)
             assert speed > 0.99, (name, num_rows, accept, speed)
 
 

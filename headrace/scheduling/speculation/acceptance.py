@@ -19,8 +19,8 @@ SURVIVAL = tuple(math.exp(-level / RESOLUTION) for level in range(LEVELS))
 
 _BINS = 10
 _PRIOR = 0.8  # of a draft without a stated probability; hopeful, or it would never be tried
-_PRIOR_WEIGHT, _ROW_WEIGHT = 3.0, 3.0  # drafts that the priors count as
-_KEEP, _ROW_KEEP = 0.995, 0.95  # of the evidence, with each draft; so some 200 and 20 count
+_PRIOR_WEIGHT, _ROW_WEIGHT = 3.0, 40.0  # drafts that the priors count as
+_KEEP, _ROW_KEEP = 0.995, 0.98  # of the evidence, with each draft; so some 200 and 50 count
 _FORGET = 0.03  # of the evidence, with each time it speaks against drafts
 _MOST_CURVES = 4096
 _STREAK = 4  # failures in a row after which forgetting slows to half

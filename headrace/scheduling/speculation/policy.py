@@ -19,12 +19,15 @@ from headrace.scheduling.speculation.costs import DraftCosts, StepCosts
 
 MARGIN = 1.005
 """Drafts must promise so much more than none: the costs are measured, not known."""
-LOSS_SHARE = 0.004
+LOSS_SHARE = 0.003
 """Share of all step time that drafts may lose, net, over what they gain."""
 BASELINE_STEPS = 256
 """Steps with drafts after which one goes without. Not where a device makes drafts: rows left out cannot go on."""
-LOSS_STEPS = 3.0
+LOSS_STEPS = 1.0
 """Steps that drafts may lose in advance, before they gain anything."""
+RISK = 0.5
+"""Share of that balance that a step may risk: another one is planned before it is known how this one ends. So a large
+batch begins with drafts of few rows, which tell as much."""
 GAIN_STEPS = 8.0
 """Steps that they may lose at once after they have gained as much."""
 
@@ -141,14 +144,17 @@ class DraftPolicy:
             for more in (1, 2, 4, 8, num_rows) if more <= 8 * num_rows
         )
 
-    def choose(self, keys: Sequence[int], most_per_key: Sequence[int], budget_entries: int) -> list[int]:
-        """The number of drafts for each row, at most ``most_per_key``; with the rows' own tokens there are at most
-        ``budget_entries`` entries. For drafts without probabilities."""
+    def choose(
+        self, keys: Sequence[int], most_per_key: Sequence[int], budget_entries: int, *, num_others: int = 0
+    ) -> list[int]:
+        """The number of drafts for each row, at most ``most_per_key``; with the rows' own tokens, and those of others
+        in the step, there are at most ``budget_entries`` entries. For drafts without probabilities."""
         if self._fixed is not None:
-            return self._choose_fixed(most_per_key, budget_entries - len(keys))
+            return self._choose_fixed(most_per_key, budget_entries - len(keys) - num_others)
         if not any(most_per_key):
             return [0] * len(keys)
-        counts = self._select(self._acceptance.curves(keys, most_per_key), len(keys), budget_entries)
+        curves = self._acceptance.curves(keys, most_per_key)
+        counts = self._select(curves, len(keys) + num_others, budget_entries)
         if not any(counts):
             self._acceptance.forget()
         return counts
@@ -203,7 +209,7 @@ class DraftPolicy:
                 if depth > depths[level]:
                     depths[level] = depth
         seconds, sizes = self._costs.seconds, self._costs.sizes
-        most_s = base_s + self._limit.balance_s
+        most_s = base_s + RISK * self._limit.balance_s
         best, best_rate = _Cut(0, base_s, 0, 0), MARGIN * num_rows / base_s
         chosen, tokens, depth = 0, float(num_rows), 0
         for level, count in enumerate(counts):
