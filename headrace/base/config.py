@@ -237,7 +237,7 @@ class AccessConfig(Section):
     )
     cors_origins: str = option("", "comma-separated origins of browser pages that may send requests; * for any")
     allowed_hosts: str = option(
-        "", "comma-separated names (of a proxy, say) under which admin routes without a key may be reached on loopback",
+        "", "comma-separated names, as of a proxy, under which loopback may be reached without a key; * for any",
         metavar="NAMES"
     )
     trusted_proxies: str = option(

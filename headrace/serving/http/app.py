@@ -28,10 +28,12 @@ from headrace.serving.http.routes import (
 from headrace.serving.http.transport.access import (
     OPEN_PATHS,
     AdminGate,
+    HostGate,
     KeyGate,
     Prefix,
     RequestLedger,
     check_key,
+    is_loopback,
     read_proxies,
 )
 from headrace.serving.http.transport.errors import install_handlers
@@ -75,6 +77,8 @@ def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) 
         app.add_middleware(Recorder, sinks=sinks, paths=frozenset(e.path for e in ENDPOINTS if not e.is_admin))
     if server.api_key is not None:
         app.add_middleware(KeyGate, key=check_key(server.api_key), open_paths=OPEN_PATHS | pages)
+    if server.api_key is None and is_loopback(server.host):
+        app.add_middleware(HostGate, server=server)
     app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:

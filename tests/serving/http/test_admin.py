@@ -117,7 +117,8 @@ async def test_only_pages_of_this_server_get_in(headers, is_open):
         for path in ("/pause_generation", "/flush_cache"):
             answer = await http.post(path, headers=headers)
             assert answer.status_code == (200 if is_open else 403), answer.text
-        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        answer = await http.get("/v1/models", headers=headers)
+        assert answer.status_code == (403 if "." in headers.get("Host", "").strip("0123456789.:") else 200)
     async with http_for(FakeClient(), admin_api_key="a") as http:  # a page does not know the key
         assert (await http.post("/pause_generation", headers=headers | bearer("a"))).status_code == 200
 
@@ -171,3 +172,20 @@ async def _use(config: ServerConfig) -> None:
 def test_which_addresses_are_this_machine():
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "192.168.0.1", "example.com", "", "localhost.example.com")))
+
+
+@pytest.mark.parametrize(("host", "options", "status"), [
+    ("evil.example", {}, 403), ("evil.example:8000", {}, 403), ("localhost.evil.example", {}, 403),
+    ("127.0.0.1:8000", {}, 200), ("[::1]:8000", {}, 200), ("llm", {}, 200), ("172.17.0.1", {}, 200),
+    ("llm.example", {"allowed_hosts": "llm.example"}, 200), ("evil.example", {"allowed_hosts": "llm.example"}, 403),
+    ("any.example", {"allowed_hosts": "*"}, 200), ("any.example", {"host": "0.0.0.0"}, 200),
+    ("any.example", {"api_key": "secret"}, 200),
+])
+async def test_no_route_on_loopback_without_keys_is_reached_by_rebinding(host: str, options: dict, status: int):
+    headers = {"host": host, "authorization": "Bearer secret"}
+    async with http_for(FakeClient(), **options) as http:
+        for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/completions"), ("GET", "/metrics")):
+            body = {"prompt": "a"} if method == "POST" else None
+            answer = await http.request(method, path, headers=headers, json=body)
+            assert answer.status_code == status, path
+            assert status == 200 or "--allowed-hosts" in answer.json()["error"]["message"]

@@ -119,6 +119,13 @@ class OwnNames:
                 return f"Origin {origin[:100]!r} is not this server's; allow its name with --allowed-hosts"
         return None
 
+    def is_rebound(self, host: str) -> bool:
+        """Whether ``Host`` may be another site's name that leads here (DNS rebinding): a name with a dot that is not
+        this server's. Addresses and names of a private network have no owner who could do that."""
+        name = _name_in(host)
+        is_address = name.replace(".", "").isdigit() or ":" in name
+        return "." in name and not is_address and not self._is_own(name) and "*" not in self._allowed
+
     def _is_own(self, name: str) -> bool:
         return is_loopback(name) or name == self._host or name in self._allowed
 
@@ -161,6 +168,26 @@ def read_proxies(given: str) -> list[str] | str:
                 param="trusted_proxies"
             ) from None
     return proxies
+
+
+class HostGate:
+    """Refuses requests that a page of another site may have sent by DNS rebinding, on every route. For servers on a
+    loopback address without keys, where nothing else tells such a page from the machine's own user."""
+
+    def __init__(self, app: ASGIApp, server: ServerConfig):
+        self._app, self._names = app, OwnNames(server)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_checked = scope["type"] == "http" and not scope.get("is_admin")  # no page has the admin key
+        hosts = Headers(scope=scope).getlist("host") if is_checked else []
+        foreign = next(filter(self._names.is_rebound, hosts), None)
+        if foreign is None:
+            await self._app(scope, receive, send)
+            return
+        refusal = Forbidden(
+            f"Host {foreign[:100]!r} is not this server's; allow its name with --allowed-hosts, or set an API key"
+        )
+        await respond_error(refusal, scope)(scope, receive, send)
 
 
 class AdminGate:
