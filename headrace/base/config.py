@@ -193,6 +193,9 @@ class DeviceConfig(Section):
 class ParallelConfig(Section):
     """Several devices."""
 
+    enable_expert_parallel: bool = option(
+        False, "divide a mixture's experts among the ranks of tensor_parallel_size, whole ones, instead of each of them"
+    )
     data_parallel_size: int = option(
         1, "replicas of the engine, each on devices of its own (on a CPU: with its share of the cores)", low=1,
         high=1024

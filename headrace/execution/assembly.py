@@ -136,6 +136,8 @@ class Assembly:
                 vocab_size=self.loaded.vocab_size, max_tokens=self.max_step_tokens, device=self.device,
                 check_finite=self.config.device.check_finite,
             )
+            if not self.loaded.group.is_single:
+                runner.join(self.loaded.group)
             draft = self.loaded.draft
             if draft is not None:
                 sizes = self.graph_sizes()

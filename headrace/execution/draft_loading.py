@@ -23,6 +23,7 @@ from headrace.execution.loading import (
     keeps_blocks,
     load_model,
     read_initializer_range,
+    share_caches,
 )
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
@@ -40,6 +41,7 @@ from headrace.models.drafters.contract import (
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights
 from headrace.models.weights.safetensors_file import read_header
+from headrace.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +62,13 @@ DEFAULT_DRAFTS = 3
 """Drafts per row where neither the user nor the checkpoint says how many."""
 
 
-def load_with_draft(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
+def load_with_draft(
+    config: EngineConfig, device: torch.device, progress: Progress, group: Group | None = None
+) -> LoadedModel:
     """Load the model, and the drafter that the configuration asks for; raises what `load_model` and `load_draft`
     raise, the latter with ``speculative_config`` as the parameter. With method ``auto`` and no model named, the
     checkpoint's own module is used if it has a sound one."""
-    loaded = load_model(config, device, progress)
+    loaded = load_model(config, device, progress, group)
     options = config.speculation.options
     if loaded.pooling is not None:
         return loaded
@@ -132,7 +136,7 @@ def load_draft(
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device),
-        keeps_blocks=keeps_blocks(source, model_config, device, target.dtype, progress),
+        keeps_blocks=keeps_blocks(source, model_config, device, target.dtype, progress), tensor=target.group,
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),
@@ -141,6 +145,7 @@ def load_draft(
     )
     with explain_full_device(device), torch.no_grad():
         model = kind.build_model(query)
+        model.cache_specs = share_caches(model.cache_specs, target.group)
         check_codes(model.cache_specs, device, whose=f"the drafter {source.name}")
         _check_context(model, source.name, target.max_model_len)
         progress("loading the drafter's weights", 0.5)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from traceback import clear_frames
 
+import msgspec
 import torch
 
 from headrace.base.admin import DevicePart, StartProfile
@@ -32,7 +33,8 @@ from headrace.execution.sleep import DeviceModel
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
-from headrace.memory.plan import CacheDemand, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
+from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
+from headrace.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -145,30 +147,39 @@ def ignore_progress(stage: str, fraction: float) -> None:
     """A `Progress` that reports to nobody."""
 
 
-def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -> LocalExecutor:
-    """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors.
+def build_executor(
+    config: EngineConfig, progress: Progress = ignore_progress, group: Group | None = None
+) -> LocalExecutor:
+    """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors. All ranks of
+    a ``group`` do so at the same time, each with its part of the model.
 
     The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
     free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
     """
-    device, num_replicas = resolve_device(config.device.device, config.replica), config.parallel.data_parallel_size
+    group = group or Group()
+    place, num_sharing = config.replica * group.size + group.rank, config.parallel.data_parallel_size * group.size
+    device = resolve_device(config.device.device, place)
     if device.type == "cpu":
-        take_cores(config.replica, num_replicas)
-    threads = set_threads(config.device.threads, num_replicas)
+        take_cores(place, num_sharing)
+    else:
+        torch.cuda.set_device(device)
+    threads = set_threads(config.device.threads, num_sharing)
     config = resolve_for_device(config, device.type)
     start_triton(device)
-    loaded = load_with_draft(config, device, progress)
+    loaded = load_with_draft(config, device, progress, group)
     assembly = Assembly.of(_fit_steps(config, loaded), loaded, device)
     config = assembly.config
     progress("running the largest steps", 0.8)
-    measured = prepare_steps(assembly)
+    with group.muted():
+        measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
-    # Replicas on the CPU share its memory; each GPU has its own.
-    free = free_bytes(device) // (num_replicas if device.type == "cpu" else 1)
+    # Processes on the CPU share its memory; each GPU has its own.
+    free = free_bytes(device) // (num_sharing if device.type == "cpu" else 1)
     reserve = assembly.graph_reserve(measured.captured)
     # What torch holds from the measurement counts as taken: the largest step will need it again.
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
+    plan = _agree(plan, group)
     progress("running a first step", 0.9)
     model = DeviceModel(assembly, assembly.layout_of(plan))
     assert model.runner is not None
@@ -185,6 +196,17 @@ def build_executor(config: EngineConfig, progress: Progress = ignore_progress) -
     progress("ready", 1.0)
     speculation = replace(assembly.speculation, times=model.runner.times)
     return LocalExecutor(model, facts=facts, memory=memory, progress=progress, speculation=speculation)
+
+
+def _agree(plan: CachePlan, group: Group) -> CachePlan:
+    """The smallest number of pages that any rank has room for: all ranks use the same pages."""
+    numbers = group.agree(
+        [plan.max_model_len, *(n for cache in plan.groups for n in (cache.num_pages, cache.soft_pages))]
+    )
+    pages = zip(plan.groups, numbers[1::2], numbers[2::2], strict=True)
+    return CachePlan(
+        [msgspec.structs.replace(cache, num_pages=most, soft_pages=soft) for cache, most, soft in pages], numbers[0]
+    )
 
 
 def _fit_steps(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:

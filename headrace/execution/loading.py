@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -40,6 +41,7 @@ from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
 from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
+from headrace.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class LoadedModel:
     max_model_len: int
     pooling: PoolingPlan | None = None
     draft: LoadedDraft | None = None
+    group: Group = field(default_factory=Group)
 
     @property
     def cache_groups(self) -> list[CacheGroup]:
@@ -117,8 +120,12 @@ class LoadedModel:
         return count_bytes(self.model) + (0 if self.draft is None else self.draft.num_bytes)
 
 
-def load_model(config: EngineConfig, device: torch.device, progress: Progress) -> LoadedModel:
-    """Find, build and fill the model; raises `ModelError`, `ConfigError` or `WeightError`."""
+def load_model(
+    config: EngineConfig, device: torch.device, progress: Progress, group: Group | None = None
+) -> LoadedModel:
+    """Find, build and fill the model, of which this rank of ``group`` has a part; raises `ModelError`, `ConfigError` or
+    `WeightError`."""
+    group = group or Group()
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = _read(config.model)
     dtype, resolved = resolve_dtypes(
@@ -126,7 +133,7 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         rounds_inputs=_rounds_inputs(source, config.model, device, progress)
     )
     kv_dtype = str(resolved).removeprefix("torch.")
-    specs = family.cache_specs(spec, kv_dtype)
+    specs = share_caches(family.cache_specs(spec, kv_dtype), group)
     check_codes(specs, device)
     max_model_len = _limit_context(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
@@ -135,7 +142,8 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
         schemes = choose_schemes(source, config.model, dtype, device)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
-            schemes=schemes, keeps_blocks=keeps_blocks(source, config.model, device, dtype, progress),
+            schemes=schemes, keeps_blocks=keeps_blocks(source, config.model, device, dtype, progress), tensor=group,
+            divides_experts=config.parallel.enable_expert_parallel and not group.is_single,
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -147,8 +155,16 @@ def load_model(config: EngineConfig, device: torch.device, progress: Progress) -
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
         source, family, spec, model, dtype, kv_dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len,
-        pooling
+        pooling, group=group
     )
+
+
+def share_caches(specs: Sequence[CacheSpec | None], group: Group) -> list[CacheSpec | None]:
+    """What a rank of a group caches of these: some of the KV heads."""
+    return [
+        spec and msgspec.structs.replace(spec, num_kv_heads=group.share_kv_heads(spec.num_kv_heads).length)
+        for spec in specs
+    ]
 
 
 @contextlib.contextmanager

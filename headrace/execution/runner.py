@@ -21,7 +21,7 @@ from headrace.execution.pooling import Pooler
 from headrace.execution.proposing import Proposer
 from headrace.execution.result import PendingDrafts, PendingSample
 from headrace.execution.rows import Rows
-from headrace.execution.sampling import Sampled, Sampler
+from headrace.execution.sampling import ReceivingSampler, Sampled, Sampler
 from headrace.execution.step import Step, StepFeature
 from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import BitmaskFill, GrammarRows
@@ -31,6 +31,7 @@ from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool, build_pool
+from headrace.parallel.group import Group
 
 
 class Runner:
@@ -54,6 +55,7 @@ class Runner:
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
+        self._samples = True
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
@@ -67,6 +69,12 @@ class Runner:
         self.times = StepTimes()
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
+
+    def join(self, group: Group) -> None:
+        """Run the same plans as the other ranks of a group: rank 0 samples, and the others take what it sampled."""
+        self._samples = group.rank == 0
+        kind = Sampler if self._samples else ReceivingSampler
+        self._sampler = kind(self._rows, self.layout.max_rows, self._sampler.vocab_size, group)
 
     def draft_with(self, draft: DraftModel, *, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> None:
         """Let a drafter make drafts behind steps that ask for it. Its layers are the layout's behind those of the
@@ -227,7 +235,7 @@ class Runner:
         for start in plan.starts:
             known = self._rows.start(start)
             self._sampler.start(start.row, known)
-            if known.sampling.grammar is not None:
+            if known.sampling.grammar is not None and self._samples:
                 assert self._grammars is not None, "the row has a grammar, and grammars are not served"
                 self._grammars.start(start.row, known)
         # Rows given back as well as rows taken: a write beyond a request's pages then lands in the null page.

@@ -23,6 +23,7 @@ from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
 from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
 from headrace.kernels.sample.reference import mask_argmax
+from headrace.parallel.group import Group
 
 MESSAGES = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
@@ -60,7 +61,8 @@ class Sampler:
     (counts, recent tokens, last tokens) for the next step, and `_latest` says what its upload may omit.
     """
 
-    def __init__(self, rows: Rows, max_rows: int, vocab_size: int):
+    def __init__(self, rows: Rows, max_rows: int, vocab_size: int, group: Group | None = None):
+        self._group = group or Group()
         device = rows.tensors.last_token.device
         self._rows, self.vocab_size = rows, vocab_size
         self._latest: _LatestRows | None = None
@@ -124,6 +126,7 @@ class Sampler:
             self._edit(logits, output_lens, drafted, batch, sent, masks)
         params = None if latest.params is None else replace(latest.params, position=output_lens)
         sampled = self._sample(logits, params=params, masks=masks[0], mask_of_row=masks[1], before=before)
+        sampled = self._group.broadcast(sampled)
         tokens = self._rows.accept(sampled, latest.entries, positions, batch.most_drafts)
         self._count(tokens, drafted, batch, sent)  # on the device: the host does not know the ids yet
         logprobs = None
@@ -183,3 +186,26 @@ class Sampler:
             self._penalties.count(tokens, drafted, sent)
         if len(batch.ruled):
             self._rules.push(tokens, drafted, sent)
+
+
+class ReceivingSampler(Sampler):
+    """The sampler of ranks other than 0: takes what rank 0 samples, and has no state of penalties and rules."""
+
+    def start(self, row: int, known: RowTokens) -> None:
+        """See `Sampler`."""
+
+    def release(self, row: int) -> None:
+        """See `Sampler`."""
+
+    def pack(self, batch: SampleBatch, upload: Upload) -> None:
+        """See `Sampler`."""
+        upload.add("sample_entries", batch.entries.ravel())
+
+    def sample(
+        self, logits: torch.Tensor, positions: torch.Tensor, batch: SampleBatch, sent: dict[str, torch.Tensor],
+        bitmasks: RowBitmasks | None = None,
+    ) -> Sampled:
+        """See `Sampler`; of the logits only the number counts."""
+        sampled = self._group.broadcast(torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device))
+        entries = sent["sample_entries"].view(2, -1)
+        return Sampled(self._rows.accept(sampled, entries, positions, batch.most_drafts), None)

@@ -9,6 +9,8 @@ import torch
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.batch import StepContext
 from headrace.layers.quantization import SchemeChain, default_chain
+from headrace.parallel.cut import Dim, ShardedParameter
+from headrace.parallel.group import Group
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Build:
     checkpoint's own limit); position tables have that length. ``moe_experts``: name of the experts implementation
     (``auto``: the best that supports the model here). ``schemes``: quantization schemes that checkpoint tensors pass
     through during loading. ``keeps_blocks``: layers keep a checkpoint's quantised blocks where they can. ``step``: see
-    `StepContext`; each model has its own."""
+    `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
+    ``divides_experts``: each of these ranks has some of the experts whole, instead of a part of each."""
 
     device: torch.device
     dtype: torch.dtype
@@ -26,6 +29,8 @@ class Build:
     schemes: SchemeChain = field(default_factory=default_chain)
     keeps_blocks: bool = False
     step: StepContext = field(default_factory=StepContext)
+    tensor: Group = field(default_factory=Group)
+    divides_experts: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -36,9 +41,9 @@ class Build:
         """The query for choosing a kernel: this device and dtype, and ``shape``."""
         return KernelQuery(self.device.type, str(self.dtype).removeprefix("torch."), self.capability, shape)
 
-    def parameter(self, *shape: int) -> torch.nn.Parameter:
-        """An uninitialised parameter of that shape."""
-        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: Dim) -> ShardedParameter:
+        """An uninitialised parameter: this rank's part of one of that shape."""
+        return ShardedParameter.allocate(shape, self.dtype, self.device)
 
     def in_float32(self) -> Build:
         """A copy for a layer that computes in float32 in a model of any dtype; shares ``step`` and ``schemes``."""

@@ -60,10 +60,11 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, spec: EncoderSpec, build: Build):
         super().__init__()
-        self.num_heads = spec.num_heads
         size = spec.hidden_size
-        self.qkv = Linear(build, size, {"q": size, "k": size, "v": size}, bias=True)
-        self.output = Linear(build, size, size, bias=True)
+        heads, _ = build.tensor.share_heads(spec.num_heads, spec.num_heads)
+        self.num_heads, own = heads.length, heads.times(size // spec.num_heads)
+        self.qkv = Linear(build, size, {"q": own, "k": own, "v": own}, bias=True)
+        self.output = Linear(build, own, size, bias=True)
         self.attention_norm = LayerNorm(build, size, spec.norm_eps)
         self.mlp = Mlp(spec.mlp, size, build)
         self.mlp_norm = LayerNorm(build, size, spec.norm_eps)

@@ -23,6 +23,7 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.self_attention import AttentionLayer
 from headrace.layers.spec import LatentAttentionSpec, LayerSpec, NormSpec
+from headrace.parallel.share import Share
 
 
 class LatentAttention(AttentionLayer):
@@ -35,21 +36,23 @@ class LatentAttention(AttentionLayer):
         self, spec: LatentAttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec,
         rotary: RotaryTable | None, build: Build
     ):
-        super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window), build)
+        heads, _ = build.tensor.share_heads(spec.num_heads, 1)  # all ranks cache the latent, which all heads read
+        super().__init__(heads.length, AttentionParams(spec.scale, layer.window), build)
         assert layer.rope is not None and rotary is not None, "latent attention rotates a part of each head"
         self.spec, self.rotary = spec, rotary
-        heads_width = spec.num_heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim)
-        self.widths = (spec.q_lora_rank or heads_width, spec.kv_lora_rank, spec.qk_rope_head_dim)
-        self.down = Linear(build, hidden_size, {"q": self.widths[0], "kv": spec.kv_lora_rank + spec.qk_rope_head_dim})
+        heads_width = heads.times(spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        q_width = Share.whole(spec.q_lora_rank) if spec.q_lora_rank else heads_width
+        self.widths = (q_width.length, spec.kv_lora_rank, spec.qk_rope_head_dim)
+        self.down = Linear(build, hidden_size, {"q": q_width, "kv": spec.kv_lora_rank + spec.qk_rope_head_dim})
         self.q_norm = RmsNorm(build, spec.q_lora_rank, spec.norm_eps) if spec.q_lora_rank else None
         self.q_up = Linear(build, spec.q_lora_rank, heads_width) if spec.q_lora_rank else None
         self.kv_norm = RmsNorm(build, spec.kv_lora_rank, spec.norm_eps)
         # not storable: `_attend_absorbed` reads the plain weight
         self.kv_up = Linear(
-            build, spec.kv_lora_rank, spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
+            build, spec.kv_lora_rank, heads.times(spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
-        self.output = Linear(build, spec.num_heads * spec.v_head_dim, hidden_size)
-        shape = dict(num_heads=spec.num_heads, kv_lora_rank=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
+        self.output = Linear(build, heads.times(spec.v_head_dim), hidden_size)
+        shape = dict(num_heads=self.num_heads, kv_lora_rank=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +63,7 @@ class LatentAttention(AttentionLayer):
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
-        q_nope, q_rope = q.unflatten(-1, (spec.num_heads, -1)).split(
+        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1
         )
         # before any attention: tokens of one step read each other's rows from the pages
@@ -77,7 +80,7 @@ class LatentAttention(AttentionLayer):
         """``q_nope`` [T, H, N] and ``q_rope`` [T, H, E] to [T, H * V]."""
         spec = self.spec
         # [H, N, L] and [H, V, L]
-        to_keys, to_values = self.kv_up.weight.unflatten(0, (spec.num_heads, -1)).split(
+        to_keys, to_values = self.kv_up.weight.unflatten(0, (self.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=1
         )
         # q.(W c) = (W' q).c: [H, T, N] by [H, N, L]
@@ -90,10 +93,10 @@ class LatentAttention(AttentionLayer):
         """``q`` [T, H, N + E] to [T, H * V], over the page rows [T, L + E] that this step has written: these hold the
         normalised latents and rotated keys. Each request attends to its own tokens only."""
         spec, rows = self.spec, pages.k.flatten(0, 2).index_select(0, inputs.slots).to(q.dtype)
-        k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (spec.num_heads, -1)).split(
+        k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (self.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
         )
-        k = torch.cat((k_nope, rows[:, None, spec.kv_lora_rank :].expand(-1, spec.num_heads, -1)), dim=-1)
+        k = torch.cat((k_nope, rows[:, None, spec.kv_lora_rank :].expand(-1, self.num_heads, -1)), dim=-1)
         # rows of q, k and v are in step order, so requests are consecutive spans; [query_len, H, N + E] each
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [

@@ -15,6 +15,8 @@ from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Norm, Residual
+from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.share import Share, as_share
 
 
 def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
@@ -32,19 +34,27 @@ def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any]
 
 class Linear(StorableLayer):
     """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their sizes in order; O is their sum.
-    ``is_storable``: see `StorableLayer`."""
+    ``is_storable``: see `StorableLayer`.
+
+    Of sizes given as a `Share`, this rank has a part. With shared outputs it computes its own; with shared inputs,
+    which the layer before it computed here, the product is a partial sum, which all ranks of ``build.tensor`` add up.
+    """
 
     def __init__(
-        self, build: Build, in_features: int, parts: dict[str, int] | int, *, bias: bool = False,
+        self, build: Build, inputs: int | Share, parts: dict[str, int | Share] | int | Share, *, bias: bool = False,
         is_storable: bool = True
     ):
         super().__init__()
         self.is_storable = is_storable
         # parts are consecutive rows of one weight [O, I], so that inputs are read once for all of them
-        sizes = {"": parts} if isinstance(parts, int) else parts
-        self.rows, out_features = stack_rows(sizes), sum(sizes.values())
-        self.weight = build.parameter(out_features, in_features)
-        self.bias = build.parameter(out_features) if bias else None
+        sizes = parts if isinstance(parts, dict) else {"": parts}
+        self.shares = {name: as_share(size) for name, size in sizes.items()}
+        self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
+        outputs, columns = tuple(self.shares.values()), as_share(inputs)
+        self.weight = build.parameter(outputs, columns)
+        self.bias = build.parameter(outputs) if bias else None
+        self.group = None if columns.is_whole else build.tensor
+        in_features, out_features = columns.length, sum(share.length for share in outputs)
         query = build.query(in_features=in_features, out_features=out_features)
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
@@ -55,23 +65,39 @@ class Linear(StorableLayer):
         """See `StorableLayer.part`; of ``weight`` or ``bias``."""
         return parameter[self.rows[name]]
 
+    def part_cut(self, parameter: torch.Tensor, name: str) -> Cut:
+        """See `StorableLayer.part_cut`."""
+        return cut_of(parameter).with_rows(self.shares[name])
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.compute_share(x)
+        return out if self.group is None else self.group.all_reduce(out)
+
+    def compute_share(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
         # Look for the parameter before `stored`, in this order: see `quantization.storage`.
         weight = plain_weight(self)
         if weight is not None:
-            return self._linear(x, weight, self.bias)
+            return self._linear(x, weight, self._own_bias)
         assert self.stored is not None
-        return self.stored.multiply(x, self.bias)
+        return self.stored.multiply(x, self._own_bias)
 
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
         accumulated into the stream, whichever is faster. Nothing else may be pending."""
         weight = plain_weight(self)
         if weight is not None:
-            residual.pending = self._linear_sums(x, weight, self.bias, residual.stream)
+            # what other ranks must be added to cannot go into the stream, which all of them have
+            stream = residual.stream if self.group is None else None
+            residual.pending = self._linear_sums(x, weight, self._own_bias, stream)
         else:
-            assert self.stored is not None
-            residual.pending = self.stored.multiply(x, self.bias)
+            residual.pending = self.compute_share(x)
+        residual.group = self.group
+
+    @property
+    def _own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds: of partial sums, one rank adds it."""
+        return self.bias if self.group is None or self.group.rank == 0 else None
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two kernels are as fast."""
@@ -88,8 +114,8 @@ class Linear(StorableLayer):
         # A fused kernel exists on CUDA only, where weights are never stored: `weight` is present.
         x = residual.pending
         if (
-            self._norm_linear is None or x is None or x.dim() != 2 or not fits(x.shape[0])
-            or not isinstance(norm, RmsNorm)
+            self._norm_linear is None or x is None or x.dim() != 2 or residual.group is not None
+            or not fits(x.shape[0]) or not isinstance(norm, RmsNorm)
         ):
             return None
         out, residual.stream = self._norm_linear(

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from headrace.base.errors import WeightError
-from headrace.layers.quantization.blocks import BlockIntake, BlockTensor
+from headrace.layers.quantization.blocks import BlockIntake, BlockTensor, keep_blocks
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
+from headrace.parallel.cut import Cut, cut_of
 
 NUM_NAMED = 6
 """Most tensors that an error lists per fault."""
@@ -27,9 +28,25 @@ logger = logging.getLogger(__name__)
 class Targets(dict[str, torch.Tensor]):
     """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: collectors of
     quantised blocks for weights that may be stored packed, by the address of the parameter's storage, which views of
-    its parts share."""
+    its parts share. ``cuts``: which part of the tensor a target takes, for targets that take less than all of it.
+    ``elsewhere``: names of tensors that only other ranks need."""
 
-    intakes: dict[int, BlockIntake]
+    def __init__(self) -> None:
+        super().__init__()
+        self.intakes: dict[int, BlockIntake] = {}
+        self.cuts: dict[str, Cut] = {}
+        self.elsewhere: set[str] = set()
+
+    def put(self, name: str, target: torch.Tensor, cut: Cut) -> None:
+        """Add a target."""
+        self[name] = target
+        if cut.shape != cut.full_shape:
+            self.cuts[name] = cut
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What the target takes of a checkpoint's tensor; the tensor itself if its shape is not the expected one."""
+        cut = self.cuts.get(name)
+        return tensor if cut is None or tuple(tensor.shape) != cut.full_shape else keep_blocks(tensor, cut)
 
     def take_blocks(self, name: str, tensor: torch.Tensor) -> bool:
         """Pass a `BlockTensor` on to its layer undequantised; False if it is a plain tensor, or the layer cannot keep
@@ -47,35 +64,40 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     family's table is found at once and not as garbage in the output."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
-    targets.intakes = {
-        weight.weight.untyped_storage().data_ptr(): BlockIntake(weight) for weight in find_storable(model)
-    }
+    targets.intakes.update(
+        (weight.weight.untyped_storage().data_ptr(), BlockIntake(weight)) for weight in find_storable(model)
+    )
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
             name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
             if path in parameters:
-                targets[name] = parameters[path]
+                targets.put(name, parameters[path], cut_of(parameters[path]))
             else:
-                targets.update(_module_targets(name, path, modules))
+                _add_module_targets(targets, name, path, modules)
     num_filled, num_needed = (sum(t.numel() for t in tensors) for tensors in (targets.values(), model.parameters()))
     assert num_filled == num_needed, f"the table of names fills {num_filled} of {num_needed} parameter elements"
     return targets
 
 
-def _module_targets(name: str, path: str, modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping[str, nn.Module]) -> None:
     path, _, part = path.partition("#")
     module = modules.get(path)
     if module is None or isinstance(module, EncodedWeight):  # has no parameters; its model fills the codes
-        return {}
-    parameters = dict(module.named_parameters(recurse=False))
-    if not part:
-        return {f"{name}.{kind}": parameter for kind, parameter in parameters.items()}
-    assert isinstance(module, StorableLayer), f"{path} has no parts"
-    numbers = [str(x) for x in range(module.num_stacked)] if "{x}" in name else [""]  # one target per expert
-    return {
-        f"{name.replace('{x}', x)}.{kind}": module.part(parameter, part.replace("{x}", x))
-        for kind, parameter in parameters.items() for x in numbers
-    }
+        return
+    for kind, parameter in module.named_parameters(recurse=False):
+        if not part:
+            targets.put(f"{name}.{kind}", parameter, cut_of(parameter))
+            continue
+        assert isinstance(module, StorableLayer), f"{path} has no parts"
+        if "{x}" not in name:
+            targets.put(f"{name}.{kind}", module.part(parameter, part), module.part_cut(parameter, part))
+            continue
+        for x in range(module.stack.size):  # one target per expert
+            own, own_part = f"{name.replace('{x}', str(x))}.{kind}", part.replace("{x}", str(x))
+            if module.stack.start <= x < module.stack.stop:
+                targets.put(own, module.part(parameter, own_part), module.part_cut(parameter, own_part))
+            else:
+                targets.elsewhere.add(own)
 
 
 def fill_targets(
@@ -94,6 +116,8 @@ def fill_targets(
     }
     for name, tensor in tensors:
         target = targets.get(name)
+        if target is None and name in targets.elsewhere:
+            continue
         if target is None:
             if not name.endswith(harmless or ("\0",)):
                 faults["not expected"].append(name)
@@ -102,8 +126,10 @@ def fill_targets(
             faults["given twice"].append(name)
             continue
         filled.add(name)
+        tensor = targets.keep(name, tensor)
         if tensor.shape != target.shape:
-            faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
+            expected = targets.cuts[name].full_shape if name in targets.cuts else target.shape
+            faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(expected)}")
         elif target.is_floating_point() and not tensor.is_floating_point():
             faults["stored as no floats"].append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
         else:

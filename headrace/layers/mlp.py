@@ -23,9 +23,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Of MLPs without a gate."""
 
 
-def choose_activation(spec: MlpSpec, build: Build) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The gated activation ``[T, 2 * F] -> [T, F]``, gate first."""
-    query = build.query(width=spec.intermediate_size)
+def choose_activation(spec: MlpSpec, build: Build, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gated activation ``[T, 2 * F] -> [T, F]``, gate first; ``width`` is F, which may be a rank's share."""
+    query = build.query(width=width)
     if spec.clamp is not None:
         return partial(CLAMPED_SWIGLU.choose(query), **asdict(spec.clamp))
     return GATED_ACTIVATIONS[spec.activation].choose(query)
@@ -37,14 +37,18 @@ class GatedMlp(Branch):
 
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
-        size = spec.intermediate_size
+        size = build.tensor.share(spec.intermediate_size, "intermediate dims")
         self.gate_up = Linear(build, hidden_size, {"gate": size, "up": size}, bias=spec.bias)
         self.down = Linear(build, size, hidden_size, bias=spec.bias)
-        self._activate = choose_activation(spec, build)
+        self._activate = choose_activation(spec, build, width=size.length)
         self.activation = "" if spec.clamp is not None else spec.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._gate(x))
+
+    def compute_share(self, x: torch.Tensor) -> torch.Tensor:
+        """``forward`` without the sum over ranks."""
+        return self.down.compute_share(self._gate(x))
 
     def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
         return self.down(self._gate_after(norm, residual))
@@ -68,8 +72,9 @@ class Mlp(Branch):
 
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
-        self.up = Linear(build, hidden_size, spec.intermediate_size, bias=spec.bias)
-        self.down = Linear(build, spec.intermediate_size, hidden_size, bias=spec.bias)
+        size = build.tensor.share(spec.intermediate_size, "intermediate dims")
+        self.up = Linear(build, hidden_size, size, bias=spec.bias)
+        self.down = Linear(build, size, hidden_size, bias=spec.bias)
         self._activate = ACTIVATIONS[spec.activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

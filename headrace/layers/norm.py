@@ -9,17 +9,18 @@ from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual
 from headrace.layers.spec import NormSpec
+from headrace.parallel.share import Share, as_share
 
 
 class RmsNorm(Norm):
     """``x / rms(x) * (weight + offset)`` over the last dim, [T, D], fused with the addition to the residual before it.
     Zhang and Sennrich, arXiv:1910.07467."""
 
-    def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0):
+    def __init__(self, build: Build, size: int | Share, eps: float, offset: float = 0.0):
         super().__init__()
         self.weight = build.parameter(size)
         self.eps, self.offset = eps, offset
-        query = build.query(width=size)
+        query = build.query(width=as_share(size).length)
         self._norm = RMS_NORM.choose(query)
         self._add_norm = ADD_RMS_NORM.choose(query)
 
@@ -27,6 +28,16 @@ class RmsNorm(Norm):
         return self._norm(x, self.weight, self.eps, self.offset)
 
     def add(self, residual: Residual) -> torch.Tensor:
+        group, pending = residual.group, residual.pending
+        if group is not None and pending is not None:
+            fused = group.reduce_add_norm(
+                pending, residual.stream, self.weight, eps=self.eps, offset=self.offset
+            )
+            if fused is not None:
+                residual.pending = residual.group = None
+                x, residual.stream = fused
+                return x
+            residual.gather()
         if residual.pending is None:
             return self._norm(residual.stream, self.weight, self.eps, self.offset)
         # the sum may be written into the old stream's memory: use only the returned tensor

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headrace.parallel.group import Group
+
 
 class Residual:
     """The stream [T, D] and the latest branch's output, which the next norm adds to it. One object a step.
@@ -19,17 +21,29 @@ class Residual:
     - [S, T, D] float32: partial sums of the output, as a product split over its inputs leaves them, one from each
       program. They are added up in this order and rounded to the stream's dtype before the addition.
 
+    ``group``: ranks whose pending outputs must be added up to make the output; None where each rank has all of it.
+    All of them have the same stream.
+
     Hazard: norms and products overwrite ``stream`` in place. Code that needs an older value must copy it, and a
     branch must have read its input before it adds its output: `NoNorm` returns the stream itself.
     """
 
-    __slots__ = ("pending", "stream")
+    __slots__ = ("group", "pending", "stream")
 
     def __init__(self, stream: torch.Tensor, pending: torch.Tensor | None = None):
         self.stream, self.pending = stream, pending
+        self.group: Group | None = None
+
+    def gather(self) -> None:
+        """Add up what is pending on several ranks, if it is, by a collective of its own."""
+        group, x = self.group, self.pending
+        self.group = None
+        if group is not None and x is not None:
+            self.pending = group.all_reduce(x if x.dim() == 2 else x.sum(0).to(self.stream.dtype))
 
     def add_pending(self) -> torch.Tensor:
         """The stream after the pending output has been added, by a kernel of its own; for norms without a fused one."""
+        self.gather()
         x, self.pending = self.pending, None
         if x is not None:
             # partial sums are added up in float32 and rounded, as the product of an unsplit kernel would be
@@ -37,7 +51,8 @@ class Residual:
         return self.stream
 
     def copy_sum(self, out: torch.Tensor) -> None:
-        """Write the stream with the pending output added into ``out`` [T, D]; the residual is left as it is."""
+        """Write the stream with the pending output added into ``out`` [T, D]; the sum stays as it is."""
+        self.gather()
         x = self.pending
         if x is None:
             out.copy_(self.stream)

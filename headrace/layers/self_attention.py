@@ -18,6 +18,9 @@ from headrace.layers.norm import RmsNorm
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
+from headrace.parallel.cut import cut_of
+from headrace.parallel.group import Group
+from headrace.parallel.share import Share
 
 
 class AttentionLayer(Branch):
@@ -42,6 +45,34 @@ class AttentionLayer(Branch):
         self.pages, self.group = pages, -1 if group is None else group
 
 
+class NormOverRanks:
+    """RMS norms of queries and of keys over the heads of all ranks, where each rank has some of them."""
+
+    def __init__(self, q_norm: RmsNorm, k_norm: RmsNorm, kv_heads: Share, group: Group):
+        self._norms, self._group = (q_norm, k_norm), group
+        self._sizes = [cut_of(norm.weight).full_shape[0] for norm in self._norms]
+        # a KV head that several ranks hold counts once
+        is_counted = group.rank == 0 or group.share_kv_heads(kv_heads.size, group.rank - 1).stop <= kv_heads.start
+        self._counts = (1.0, float(is_counted))
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """``qkv`` [T, (H + 2K) * E] with queries and keys normalised; v is left as it is."""
+        parts = [part.float() for part in qkv.split([len(n.weight) for n in self._norms] + [self._rest(qkv)], -1)[:2]]
+        squares = torch.stack(
+            [part.square().sum(-1) * count for part, count in zip(parts, self._counts, strict=True)], dim=-1
+        )
+        squares = self._group.all_reduce(squares)  # [T, 2] float32
+        at = 0
+        for part, norm, size, square in zip(parts, self._norms, self._sizes, squares.unbind(-1), strict=True):
+            scale = torch.rsqrt(square / size + norm.eps).unsqueeze(-1)
+            qkv[:, at : at + part.shape[1]] = (part * scale * (norm.weight.float() + norm.offset)).to(qkv.dtype)
+            at += part.shape[1]
+        return qkv
+
+    def _rest(self, qkv: torch.Tensor) -> int:
+        return qkv.shape[1] - sum(len(norm.weight) for norm in self._norms)
+
+
 class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
     ``bind`` gives it before the first step. ``input_size``: last dim of ``x`` where that is not D."""
@@ -52,12 +83,13 @@ class Attention(AttentionLayer):
         self, spec: AttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec, rotary: RotaryTable | None,
         build: Build, input_size: int | None = None
     ):
-        sinks = build.parameter(spec.num_heads) if spec.sinks else None
-        super().__init__(spec.num_heads, AttentionParams(spec.scale, layer.window, spec.softcap, sinks), build)
-        self.spec, self.rope, self.sinks = spec, layer.rope, sinks
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        heads, kv_heads = build.tensor.share_heads(spec.num_heads, spec.num_kv_heads)
+        sinks = build.parameter(heads) if spec.sinks else None
+        super().__init__(heads.length, AttentionParams(spec.scale, layer.window, spec.softcap, sinks), build)
+        self.spec, self.rope, self.sinks, self.num_kv_heads = spec, layer.rope, sinks, kv_heads.length
+        q_size, kv_size = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
         # one product for all three; `ROPE_WRITE` expects them in this order
-        parts = {"q": q_size, "k": kv_size, "v": kv_size}
+        parts: dict[str, int | Share] = {"q": q_size, "k": kv_size, "v": kv_size}
         self.qkv = Linear(build, input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.output = Linear(build, q_size, hidden_size, bias=spec.output_bias)
         self.q_norm = self.k_norm = None
@@ -65,16 +97,19 @@ class Attention(AttentionLayer):
             is_full = spec.qk_norm == "full"  # over all heads together, else per head with a shared weight [E]
             self.q_norm = RmsNorm(build, q_size if is_full else spec.head_dim, norm.eps, norm.offset)
             self.k_norm = RmsNorm(build, kv_size if is_full else spec.head_dim, norm.eps, norm.offset)
+        self._norm_over_ranks: NormOverRanks | None = None
+        if spec.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None and not heads.is_whole:
+            self._norm_over_ranks = NormOverRanks(self.q_norm, self.k_norm, kv_heads, build.tensor)
         self.rotary = rotary
         self._rope_write = self._choose_rope_write(norm, layer, build)
 
     def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
         spec, rope = self.spec, layer.rope
         weights = {}
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self._norm_over_ranks is None:
             weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
         shape = dict(
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=spec.head_dim,
             rotary_dim=rope.rotary_dim if rope else 0
         )
         return partial(
@@ -102,6 +137,8 @@ class Attention(AttentionLayer):
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         batch, pages = self.step.batch, self.pages
         assert pages is not None, "bind comes first"
+        if self._norm_over_ranks is not None:
+            qkv = self._norm_over_ranks(qkv)
         step = batch.groups[self.group]
         cos_sin = self.rotary.cos_sin if self.rotary else None
         codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only

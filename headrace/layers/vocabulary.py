@@ -12,21 +12,33 @@ from torch import nn
 from headrace.kernels.linear import LINEAR_FLOAT
 from headrace.layers.build import Build
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
+from headrace.parallel.group import Group
 
 
 class Embedding(StorableLayer):
-    """``token_ids [T] -> [T, D]``, times ``scale``, which is rounded to the model's dtype as in training."""
+    """``token_ids [T] -> [T, D]``, times ``scale``, which is rounded to the model's dtype as in training. Each rank of
+    ``build.tensor`` has the rows of some tokens."""
 
     looks_up_rows = is_vocabulary = True
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, scale: float = 1.0):
         super().__init__()
-        self.weight = build.parameter(vocab_size, hidden_size)
+        self.vocab = build.tensor.share(vocab_size, "tokens of the vocabulary")
+        self.weight = build.parameter(self.vocab, hidden_size)
+        self.group = build.tensor
         self.dtype = build.dtype  # of the result, also once the weight is stored packed
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
 
     def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The rows without the scale, as a copy."""
+        if self.group.is_single:
+            return self._look_up_own(token_ids)
+        local = token_ids - self.vocab.start
+        is_elsewhere = (local < 0) | (local >= self.vocab.length)
+        rows = self._look_up_own(local.masked_fill(is_elsewhere, 0))
+        return self.group.all_reduce(rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+
+    def _look_up_own(self, token_ids: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
         if weight is not None:
             return F.embedding(token_ids, weight)
@@ -40,7 +52,8 @@ class Embedding(StorableLayer):
 
 class Head(StorableLayer):
     """``hidden [S, D] -> logits [S, V]`` float32: plus the bias, divided by ``divisor``, then ``softcap * tanh(logits /
-    softcap)``. The caller passes only the rows it samples from.
+    softcap)``. The caller passes only the rows it samples from. Each rank of ``build.tensor`` computes the logits of
+    some tokens and gets those of all; with ``is_shared`` unset, each computes all.
 
     ``weight`` [V, D] is the embedding's own parameter when the two are tied; None makes one.
     """
@@ -49,13 +62,18 @@ class Head(StorableLayer):
 
     def __init__(
         self, build: Build, vocab_size: int, hidden_size: int, *, weight: nn.Parameter | None = None,
-        divisor: float = 1.0, softcap: float = 0.0, bias: bool = False
+        divisor: float = 1.0, softcap: float = 0.0, bias: bool = False, is_shared: bool = True
     ):
         super().__init__()
-        self.weight = build.parameter(vocab_size, hidden_size) if weight is None else weight
-        self.bias = build.parameter(vocab_size) if bias else None
+        self.group = build.tensor if is_shared else Group()
+        self.shares = [
+            self.group.share(vocab_size, "tokens of the vocabulary", rank) for rank in range(self.group.size)
+        ]
+        own = self.shares[self.group.rank]
+        self.weight = build.parameter(own, hidden_size) if weight is None else weight
+        self.bias = build.parameter(own) if bias else None
         self.divisor, self.softcap = divisor, softcap
-        self._linear = LINEAR_FLOAT.choose(build.query(in_features=hidden_size, out_features=vocab_size))
+        self._linear = LINEAR_FLOAT.choose(build.query(in_features=hidden_size, out_features=own.length))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
@@ -70,4 +88,4 @@ class Head(StorableLayer):
             logits.div_(self.divisor)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
+        return self.group.all_gather(logits, [share.length for share in self.shares])

@@ -286,9 +286,13 @@ def test_automatic_choice_passes_over_what_cannot_serve(strangers: None):
     assert choose_pair(QUERY) == ("none", "grouped")
 
 
-def test_experts_on_several_devices_need_a_dispatcher_that_moves_tokens():
-    with pytest.raises(ConfigError, match=r"the experts are on 4.*can be joined here: none$"):
-        choose_pair(KernelQuery("cpu", "float32", shape={"ranks": 4}))
+def test_experts_on_several_ranks_need_a_dispatcher_that_knows_them():
+    query = KernelQuery("cpu", "float32", shape={"ranks": 4})
+    assert choose_pair(query)[0] == "replicated"
+    with pytest.raises(ConfigError, match="the experts are on 4"):
+        choose_pair(query, dispatcher="none")
+    with pytest.raises(ConfigError, match="there is one"):
+        choose_pair(QUERY, dispatcher="replicated")
 
 
 def test_start_up_error_names_the_option():

@@ -61,7 +61,7 @@ class Decoder(ServedModel):
                 divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap, bias=vocabulary.head_bias,
             )
         elif spec.num_classes > 0:  # 0: a bare decoder, for embeddings
-            self.scores = Head(build, spec.num_classes, spec.hidden_size)
+            self.scores = Head(build, spec.num_classes, spec.hidden_size, is_shared=False)
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
         self._decodes: FusedDecode | None = None

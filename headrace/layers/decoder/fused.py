@@ -147,6 +147,7 @@ def _is_alike(norm: object, other: RmsNorm | Norms) -> bool:
 def _describe_product(linear: Linear) -> Product:
     if type(linear) is not Linear or not isinstance(linear.stored, PanelWeight):
         raise NotFusable("a weight that is not packed")
+    _require(linear.group is None, "a product that several ranks add up")
     return Product(linear.stored.matrix, _data(linear.bias))
 
 
@@ -162,6 +163,7 @@ def _describe_mlp(mlp: GatedMlp) -> Mlp:
 def _describe_mixture(mixture: MoeMlp) -> Mixture:
     experts, router = mixture.experts, mixture.router
     _require(mixture.shared is None, "an MLP beside the experts")
+    _require(mixture.group is None, "experts that several ranks have")
     logits = Product(pack_floats(router.logits.weight.data), _data(router.logits.bias))
     stacks = Mlp(_describe_stack(experts.gate_up), _describe_stack(experts.down), mixture.gate)
     return Mixture(stacks, logits, _data(router.choice_bias), router.shape)

@@ -16,6 +16,11 @@ def reason_against_many_ranks(query: KernelQuery) -> str | None:
     return f"keeps tokens on one device, and the experts are on {ranks}" if ranks > 1 else None
 
 
+def reason_against_one_rank(query: KernelQuery) -> str | None:
+    """For dispatchers among several ranks."""
+    return None if query.shape.get("ranks", 1) > 1 else "divides experts among ranks, and there is one"
+
+
 def reason_against_encoded(query: KernelQuery) -> str | None:
     """For experts that take plain matrices."""
     return "takes plain matrices, and the experts are kept in 4 bits" if query.shape.get("mxfp4") else None
@@ -45,6 +50,11 @@ def reason_against_stored(query: KernelQuery) -> str | None:
 DISPATCHERS.add(
     "none", "headrace.layers.moe.reference:LocalDispatcher", speaks=CHOICES, supports=reason_against_many_ranks,
     doc="every expert is on this device",
+)
+DISPATCHERS.add(
+    "replicated", "headrace.layers.moe.reference:ReplicatedDispatcher", speaks=CHOICES,
+    supports=reason_against_one_rank,
+    doc="every rank has all tokens and some experts; what it computes is a part of the sum",
 )
 EXPERTS.add(
     "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=reason_against_encoded,

@@ -22,14 +22,14 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down = weights.gate_up, weights.down
-        hidden_size, size = weights.down.weight.shape[1], spec.intermediate_size
+        _, hidden_size, size = weights.down.weight.shape
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
-        self._activate = choose_activation(spec, build)
+        self._activate = choose_activation(spec, build, width=size)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
-        x = self._first(tokens.hidden, self._gate_up.weight, self._gate_up.bias, tokens.ends, tokens.experts)
-        return self._second(self._activate(x), self._down.weight, self._down.bias, tokens.ends, tokens.experts)
+        x = self._first(tokens.hidden, self._gate_up.weight, self._gate_up.own_bias, tokens.ends, tokens.experts)
+        return self._second(self._activate(x), self._down.weight, self._down.own_bias, tokens.ends, tokens.experts)
 
 
 class FusedExperts:
@@ -38,8 +38,8 @@ class FusedExperts:
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
-        num_experts, hidden_size, _ = weights.down.weight.shape
-        query = build.query(width=hidden_size, expert_width=spec.intermediate_size, num_experts=num_experts)
+        num_experts, hidden_size, size = weights.down.weight.shape
+        query = build.query(width=hidden_size, expert_width=size, num_experts=num_experts)
         self._run, self._group, self._sum = (
             RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
         )
@@ -52,7 +52,7 @@ class FusedExperts:
             return self._run_grouped(tokens)
         gate_up, down = self._gate_up, self._down
         return self._run(
-            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias),
+            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.own_bias), (down.weight, down.own_bias),
             self._gate
         )
 

@@ -17,8 +17,9 @@ from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
-from headrace.layers.residual import Branch
+from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.spec import MoeSpec, RoutingSpec
+from headrace.parallel.share import Share
 
 
 class Router(nn.Module):
@@ -41,22 +42,43 @@ class Router(nn.Module):
 
 
 class MoeMlp(Branch):
-    """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, plus the shared MLP's output if it has one."""
+    """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, plus the shared MLP's output if it has one.
+
+    The ranks of ``build.tensor`` have a part of each expert, or with ``build.divides_experts`` some experts each, and a
+    part of the shared MLP; all have all tokens. What a rank computes is a partial sum.
+    """
 
     def __init__(self, spec: MoeSpec, hidden_size: int, build: Build):
         super().__init__()
         routing = spec.routing
         self.num_experts, self.gate = routing.num_experts, describe_gate(spec.expert)
         self.router = Router(routing, hidden_size, build)
-        self.experts = ExpertWeights(routing.num_experts, spec.expert, hidden_size, build)
+        group = build.tensor
+        self.group = None if group.is_single else group
+        experts, size = Share.whole(routing.num_experts), Share.whole(spec.expert.intermediate_size)
+        if build.divides_experts:
+            experts = group.share_experts(experts.size)
+        else:
+            size = group.share(size.size, "intermediate dims of experts")
+        self.experts = ExpertWeights(experts, spec.expert, hidden_size, build, size=size)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, build)
         query = build.query(
-            width=hidden_size, expert_width=spec.expert.intermediate_size, num_experts=routing.num_experts,
-            top_k=routing.top_k, ranks=1,
+            width=hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
+            ranks=1 if experts.is_whole else group.size,
         )
         self._run_experts = pair_experts(self.experts, spec.expert, build, query)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.compute_share(x)
+        return out if self.group is None else self.group.all_reduce(out)
+
+    def add(self, norm: Norm, residual: Residual) -> None:
+        residual.pending = self.compute_share(norm.add(residual))
+        residual.group = self.group
+
+    def compute_share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the output."""
         ids, weights = self.router(x)
         out = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts))
-        return out if self.shared is None else out.add_(self.shared(x))  # experts return memory of their own
+        # experts return memory of their own
+        return out if self.shared is None else out.add_(self.shared.compute_share(x))

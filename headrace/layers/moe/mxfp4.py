@@ -94,7 +94,7 @@ class Mxfp4Experts:
 
     def __init__(self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build):
         self._weights = weights
-        self._activate = choose_activation(spec, build)
+        self._activate = choose_activation(spec, build, width=spec.intermediate_size)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
         gate_up, down = self._weights.gate_up, self._weights.down

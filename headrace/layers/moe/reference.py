@@ -24,6 +24,23 @@ class LocalDispatcher:
         return results
 
 
+class ReplicatedDispatcher:
+    """See `Dispatcher`; speaks `CHOICES`. Each rank of ``build.tensor`` has all tokens and computes those choices that
+    are its own experts; the layer adds the ranks' results up."""
+
+    def __init__(self, build: Build):
+        self._group = build.tensor
+
+    def dispatch(self, tokens: ChosenTokens) -> ChosenTokens:
+        own = self._group.share_experts(tokens.num_experts)
+        is_own = (tokens.ids >= own.start) & (tokens.ids < own.stop)
+        ids = torch.where(is_own, tokens.ids - own.start, -1)
+        return ChosenTokens(tokens.hidden, ids, tokens.weights, own.length, has_padding=True)
+
+    def combine(self, results: torch.Tensor) -> torch.Tensor:
+        return results
+
+
 class ReferenceExperts:
     """See `Experts`; speaks `CHOICES`. One expert at a time, only those that were chosen; sums in float32. On a GPU it
     waits for the choices."""
@@ -35,6 +52,6 @@ class ReferenceExperts:
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         gate_up, down = self._gate_up, self._down
         return self._run(
-            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.bias), (down.weight, down.bias),
+            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.own_bias), (down.weight, down.own_bias),
             self._gate
         )

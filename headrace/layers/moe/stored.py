@@ -32,11 +32,11 @@ class StoredExperts:
             gate_up, down = self._gate_up.stored, self._down.stored
             assert gate_up is not None and down is not None
             return self._run_packed(
-                *choices, (gate_up.matrix, self._gate_up.bias), (down.matrix, self._down.bias), self._gate
+                *choices, (gate_up.matrix, self._gate_up.own_bias), (down.matrix, self._down.own_bias), self._gate
             )
         dtype = tokens.hidden.dtype
         operands = (
-            (stack.unpack(dtype) if weight is None else weight, stack.bias)
+            (stack.unpack(dtype) if weight is None else weight, stack.own_bias)
             for stack, weight in zip(stacks, plain, strict=True)
         )
         return self._run_plain(*choices, *operands, self._gate)

@@ -14,6 +14,8 @@ from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
 from headrace.layers.quantization.storage import StorableLayer
 from headrace.layers.spec import MlpSpec
+from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.share import Share, as_share
 
 
 def describe_gate(spec: MlpSpec) -> Gate:
@@ -24,22 +26,45 @@ def describe_gate(spec: MlpSpec) -> Gate:
 
 class StackedLinear(StorableLayer):
     """``weight`` [X, O, I] and, if wanted, ``bias`` [X, O]; kernels multiply with it. ``parts`` names the stacked
-    outputs and their sizes in order. The weight may be ``stored`` as one matrix [X * O, I] if its experts allow."""
+    outputs and their sizes in order. The weight may be ``stored`` as one matrix [X * O, I] if its experts allow. Sizes
+    may be a rank's `Share`, as those of `Linear`; of X it is the experts that are here."""
 
     is_storable = False  # set by the experts that have kernels for packed stacks, see `moe.stored`
     stored: PanelWeight | None
 
-    def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int], *, bias: bool):
+    def __init__(
+        self, build: Build, stacked: int | Share, inputs: int | Share, parts: dict[str, int | Share], *, bias: bool
+    ):
         super().__init__()
-        self.num_stacked, self.rows, out_features = num_stacked, stack_rows(parts), sum(parts.values())
-        self.weight = build.parameter(num_stacked, out_features, in_features)
-        self.bias = build.parameter(num_stacked, out_features) if bias else None
+        self.experts, columns = as_share(stacked), as_share(inputs)
+        self.num_stacked = self.experts.length
+        self.shares = {name: as_share(size) for name, size in parts.items()}
+        self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
+        outputs = tuple(self.shares.values())
+        self.weight = build.parameter(self.experts, outputs, columns)
+        self.bias = build.parameter(self.experts, outputs) if bias else None
+        self._adds_bias = columns.is_whole or build.tensor.rank == 0
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds: of partial sums, one rank adds it."""
+        return self.bias if self._adds_bias else None
+
+    @property
+    def stack(self) -> Share:
+        """See `StorableLayer`."""
+        return self.experts
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of ``weight`` or ``bias`` called ``name``: ``"3/gate"`` is expert 3's gate."""
         expert, _, rows = name.partition("/")
         # a view [rows, I] of one expert's matrix; its storage is the whole stack's
-        return parameter[int(expert), self.rows[rows]]
+        return parameter[int(expert) - self.experts.start, self.rows[rows]]
+
+    def part_cut(self, parameter: torch.Tensor, name: str) -> Cut:
+        """See `StorableLayer.part_cut`."""
+        _, *dims = cut_of(parameter).dims
+        return Cut(tuple(dims)).with_rows(self.shares[name.partition("/")[2]])
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """The stored weight as a new plain tensor, [X, O, I]."""
@@ -48,10 +73,13 @@ class StackedLinear(StorableLayer):
 
 
 class ExpertWeights(nn.Module):
-    """``gate_up`` [X, 2F, D], the gate's rows first, and ``down`` [X, D, F]."""
+    """``gate_up`` [X, 2F, D], the gate's rows first, and ``down`` [X, D, F]. ``experts``: those that are here;
+    ``size``: what is here of their intermediate dims, by default all."""
 
-    def __init__(self, num_experts: int, spec: MlpSpec, hidden_size: int, build: Build):
+    def __init__(
+        self, experts: int | Share, spec: MlpSpec, hidden_size: int, build: Build, *, size: Share | None = None
+    ):
         super().__init__()
-        size = spec.intermediate_size
-        self.gate_up = StackedLinear(build, num_experts, hidden_size, {"gate": size, "up": size}, bias=spec.bias)
-        self.down = StackedLinear(build, num_experts, size, {"down": hidden_size}, bias=spec.bias)
+        width = size or spec.intermediate_size
+        self.gate_up = StackedLinear(build, experts, hidden_size, {"gate": width, "up": width}, bias=spec.bias)
+        self.down = StackedLinear(build, experts, width, {"down": hidden_size}, bias=spec.bias)

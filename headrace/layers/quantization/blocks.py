@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
+from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.quantization.storage import StorableWeight
+from headrace.parallel.cut import Cut
 
 
 class BlockTensor(torch.Tensor):
@@ -61,6 +62,19 @@ class BlockTensor(torch.Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(BlockTensor, lambda tensor: tensor.make_plain(), (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def keep_blocks(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """`Cut.keep`; of a `BlockTensor` a matrix stays one unless the cut goes through blocks: then it is dequantised."""
+    if not isinstance(tensor, BlockTensor) or tensor.dim() != 2 or any(len(parts) > 1 for parts in cut.dims):
+        return cut.keep(tensor)
+    (rows,), (columns,) = cut.dims
+    raw, block = tensor.blocks.raw, BLOCK_TYPES[tensor.blocks.kind]
+    if columns.start % block.inputs or columns.stop % block.inputs:
+        return cut.keep(tensor)
+    first, last = (at // block.inputs * block.num_bytes for at in (columns.start, columns.stop))
+    kept = WeightBlocks(tensor.blocks.kind, raw[rows.start : rows.stop, first:last].contiguous())
+    return BlockTensor(kept, tensor.dtype, lambda: cut.keep(tensor.make_plain()))
 
 
 class BlockIntake:

@@ -23,6 +23,8 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
 from headrace.kernels.packed_linear.choice import NATIVE_FORM, FormChoice
 from headrace.kernels.packed_linear.forms import StoredWeight
+from headrace.parallel.cut import Cut
+from headrace.parallel.share import Share
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +42,24 @@ class StorableLayer(nn.Module):
     looks_up_rows: ClassVar[bool] = False
     is_vocabulary: ClassVar[bool] = False
     num_stacked: int = 1
+    """Matrices in one parameter."""
     weight: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
         self.stored: StoredWeight | None = None
 
+    @property
+    def stack(self) -> Share:
+        """Which matrices of the checkpoint's stack the parameter has."""
+        return Share.whole(self.num_stacked)
+
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of a parameter that holds the part called ``name``; for layers with stacked weights."""
+        raise NotImplementedError
+
+    def part_cut(self, parameter: torch.Tensor, name: str) -> Cut:
+        """Which part of the checkpoint's tensor `part` is filled with."""
         raise NotImplementedError
 
 

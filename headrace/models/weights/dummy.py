@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headrace.layers.quantization.storage import EncodedWeight
+from headrace.parallel.cut import cut_of
 
 DEFAULT_STD = 0.02
 
@@ -26,7 +27,15 @@ def fill_dummy_weights(model: nn.Module, seed: int, *, std: float = DEFAULT_STD)
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _randomise(parameter.data, 1.0 if _is_norm(name, parameter) else 0.0, std, on(parameter.device))
+            mean = 1.0 if _is_norm(name, parameter) else 0.0
+            cut = cut_of(parameter)
+            if cut.shape == cut.full_shape:
+                _randomise(parameter.data, mean, std, on(parameter.device))
+                continue
+            # all ranks draw the same whole parameter, which makes them parts of one model
+            whole = torch.empty(cut.full_shape, dtype=parameter.dtype, device=parameter.device)
+            _randomise(whole, mean, std, on(parameter.device))
+            parameter.copy_(cut.keep(whole))
         for module in model.modules():
             if isinstance(module, EncodedWeight):
                 module.randomise(std, on(next(module.buffers()).device))

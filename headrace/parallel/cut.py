@@ -1,0 +1,71 @@
+"""Which part of a checkpoint tensor a rank's parameter holds: `ShardedParameter` and `Cut`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from headrace.parallel.share import Share, as_share
+
+Dim = int | Share | Sequence[Share]
+"""A dimension: whole, this rank's share of it, or several parts one behind the other with a share of each."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """For each dim of a checkpoint tensor its consecutive parts, and which positions of each are kept."""
+
+    dims: tuple[tuple[Share, ...], ...]
+
+    @classmethod
+    def of(cls, dims: Sequence[Dim]) -> Cut:
+        """From dims as `headrace.layers.build.Build.parameter` takes them."""
+        return cls(tuple((as_share(d),) if isinstance(d, int | Share) else tuple(d) for d in dims))
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        return tuple(sum(share.size for share in parts) for parts in self.dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is kept."""
+        return tuple(sum(share.length for share in parts) for parts in self.dims)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The kept part of a tensor of ``full_shape``; a view where that is possible."""
+        for dim, parts in enumerate(self.dims):
+            if all(share.is_whole for share in parts):
+                continue
+            pieces, at = [], 0
+            for share in parts:
+                pieces.append(tensor.narrow(dim, at + share.start, share.length))
+                at += share.size
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return tensor
+
+    def with_rows(self, share: Share) -> Cut:
+        """The cut of a view of some rows, of which ``share`` is kept."""
+        return Cut(((share,), *self.dims[1:]))
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that knows its ``cut`` of the checkpoint's tensor."""
+
+    cut: Cut
+
+    @staticmethod
+    def allocate(dims: Sequence[Dim], dtype: torch.dtype, device: torch.device) -> ShardedParameter:
+        """Uninitialised."""
+        cut = Cut.of(dims)
+        made = ShardedParameter(torch.empty(cut.shape, dtype=dtype, device=device), requires_grad=False)
+        made.cut = cut
+        return made
+
+
+def cut_of(parameter: torch.Tensor) -> Cut:
+    """A parameter's cut; plain ones are whole."""
+    return parameter.cut if isinstance(parameter, ShardedParameter) else Cut.of(tuple(parameter.shape))

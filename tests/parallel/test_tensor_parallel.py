@@ -1,0 +1,114 @@
+"""Several ranks compute what one does: the same tokens, logprobs alike, for every family, on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel.rank_processes import RankProcesses
+from service import random_models
+
+from headrace import LLM, SamplingParams
+from headrace.service import build
+
+FAMILIES = (*random_models.DENSE, *random_models.MIXTURES)
+COUNTS = ("num_attention_heads", "num_local_experts", "num_experts", "n_routed_experts")
+"""Numbers in a config.json that must not be below that of the ranks."""
+PARAMS = [
+    SamplingParams(max_tokens=10, ignore_eos=True, logprobs=2, prompt_logprobs=1, **own)
+    for own in (
+        {"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}, {"temperature": 0, "min_tokens": 3},
+    )
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
+    made = RankProcesses(request.param)
+    yield made
+    made.close()
+
+
+def draw_config(family: str, size: int) -> dict[str, Any]:
+    """A random configuration of a family that ``size`` ranks can divide."""
+    for seed in range(10_000):
+        config = random_models.draw_config(random.Random(seed))
+        counts = [config[name] for name in COUNTS if config.get(name)]
+        if config["architectures"] == [family] and min(counts) >= size:
+            return config
+    raise AssertionError(f"no seed draws {family}")
+
+
+def generate(options: dict[str, Any], vocab_size: int) -> list[Any]:
+    """Tokens and logprobs of a few requests that share a prefix, in two rounds: the second hits the prefix cache."""
+    prompts = [[(7 * i * j + 3) % vocab_size for j in range(5 + 9 * i)] for i in range(1, len(PARAMS))]
+    prompts.append(prompts[-1] + [1, 2, 3])
+    llm = LLM(**options)
+    try:
+        rounds = [llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS) for _ in range(2)]
+    finally:
+        llm.close()
+    return [output.outputs[0] for outputs in rounds for output in outputs]
+
+
+def compare(
+    ranks: RankProcesses, config: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, **own: Any
+) -> None:
+    """Generate on one rank and on all."""
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
+        "max_model_len": 256, "kv_pages": 64, "max_step_tokens": 24,
+    }
+    alone = generate(options, config["vocab_size"])
+    monkeypatch.setattr(build, "build_executor", ranks.builder({**options, **own}))
+    together = generate(options, config["vocab_size"])
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    for one, other in zip(alone, together, strict=True):
+        assert [entry.top_ids for entry in other.logprobs] == [entry.top_ids for entry in one.logprobs]
+        for entry, expected in zip(other.logprobs, one.logprobs, strict=True):
+            assert entry.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_several_ranks_are_those_of_one(
+    ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if ranks.group.size > 2 and family not in ("LlamaForCausalLM", "Olmo2ForCausalLM", "DeepseekV3ForCausalLM"):
+        pytest.skip("four ranks serve three families here")
+    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("family", random_models.MIXTURES)
+def test_divided_experts_compute_what_those_of_one_rank_do(
+    ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch, enable_expert_parallel=True)
+
+
+def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = {
+        "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 97, "hidden_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "max_position_embeddings": 64,
+        "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer": True, "dtype": "float32"}
+    prompts = [{"prompt_token_ids": [3 + i] * (5 + i)} for i in range(3)]
+
+    def embed() -> list[list[float]]:
+        llm = LLM(**options)
+        try:
+            return [list(embedding) for embedding in llm.embed(prompts)]
+        finally:
+            llm.close()
+
+    alone = embed()
+    monkeypatch.setattr(build, "build_executor", ranks.builder(options))
+    for one, other in zip(alone, embed(), strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
