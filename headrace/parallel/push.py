@@ -1,0 +1,209 @@
+"""`PushGroup`: a group of GPUs of one host that adds up and exchanges small tensors by stores into each other's memory,
+and larger ones as its base group does.
+
+`open_push_group` tests every pair of ranks first, and returns the base group where one cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from headrace.base.errors import HeadraceError, PluginError
+from headrace.kernels.collective import COLLECTIVES, Collectives
+from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
+from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
+from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.operation import KernelQuery
+from headrace.parallel.group import Group
+
+logger = logging.getLogger(__name__)
+
+TEST_SECONDS = 0.25
+"""Budget of each call of the start-up test."""
+TEST_BYTES = 64 << 10
+REASON_BYTES = 240
+
+
+class PeerTimeout(HeadraceError):
+    """A rank waited for another longer than the budget, so results are meaningless; the group must be started anew."""
+
+    kind = "peer_timeout"
+    status = 503
+
+
+class PushGroup(Group):
+    """See `Group`. ``base`` has the same ranks; ``mailbox`` is closed with the group."""
+
+    def __init__(self, base: Group, collectives: Collectives, mailbox: Mailbox | None = None):
+        self.rank, self.size = base.rank, base.size
+        self._base, self.collectives, self._mailbox = base, collectives, mailbox
+        self._is_muted = False
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Group`."""
+        out = None if self._is_muted else self.collectives.all_reduce(x)
+        return self._base.all_reduce(x) if out is None else out
+
+    def reduce_add_norm(
+        self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Group`."""
+        if self._is_muted:
+            return None
+        return self.collectives.reduce_add_norm(x, stream, weight, eps=eps, offset=offset)
+
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """See `Group`."""
+        is_here = not self._is_muted and min(sizes) == max(sizes)
+        out = self.collectives.all_gather(x.contiguous()) if is_here else None
+        return self._base.all_gather(x, sizes) if out is None else out
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Group`."""
+        out = None if self._is_muted else self.collectives.broadcast(x)
+        return self._base.broadcast(x) if out is None else out
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """See `Group`."""
+        return self._base.agree(values)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """See `Group`."""
+        was_muted, self._is_muted = self._is_muted, True
+        try:
+            with self._base.muted():
+                yield
+        finally:
+            self._is_muted = was_muted
+
+    def set_budget(self, seconds: float) -> None:
+        """How long a collective waits for the other ranks, from now on."""
+        self.collectives.set_budget(seconds)
+
+    def check(self) -> None:
+        """Raise `PeerTimeout` if results are meaningless because a peer came too late. Does not wait for the device.
+        """
+        if failure := self.collectives.failure:
+            raise PeerTimeout(f"{failure}; the ranks must be restarted")
+
+    def abort(self) -> None:
+        """End all calls on the device, whose results are meaningless."""
+        self.collectives.abort()
+
+    def close(self) -> None:
+        """See `Group`. All ranks must have finished their calls."""
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._base.close()
+
+
+def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> Group:
+    """A `PushGroup` over ``base``, or ``base`` itself with one line in the log that says which ranks cannot and why.
+    All ranks must call this."""
+    if base.is_single or device.type != "cuda":
+        return base
+    mailbox, handle, reason = _make_mailbox(base, device, room)
+    if not _all_can(base, device, reason):
+        return _give_up(base, mailbox)
+    assert mailbox is not None, "the others would have been told the reason"
+    addresses, reason = _open_mailboxes(base, device, mailbox, handle)
+    if not _all_can(base, device, reason):
+        return _give_up(base, mailbox)
+    collectives, reason = _make_collectives(base, device, addresses, room)
+    if not _all_can(base, device, reason):
+        return _give_up(base, mailbox)
+    collectives.set_budget(TEST_SECONDS)
+    if not _all_can(base, device, _test(base, device, collectives)):
+        return _give_up(base, mailbox)
+    collectives.set_budget(BUDGET_SECONDS)
+    return PushGroup(base, collectives, mailbox)
+
+
+def _give_up(base: Group, mailbox: Mailbox | None) -> Group:
+    if mailbox is not None:
+        mailbox.close()
+    return base
+
+
+def _make_mailbox(base: Group, device: torch.device, room: Room) -> tuple[Mailbox | None, bytes, str]:
+    query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": base.size})
+    try:
+        COLLECTIVES.choose(query)
+        mailbox = Mailbox(device, room.mailbox)
+        return mailbox, mailbox.handle(), ""
+    except (PluginError, CudaSourceError, OSError, AttributeError) as error:
+        return None, bytes(HANDLE_BYTES), str(error)
+
+
+def _open_mailboxes(
+    base: Group, device: torch.device, mailbox: Mailbox, handle: bytes
+) -> tuple[list[int], str]:
+    """The addresses of all ranks' mailboxes here."""
+    handles = _gather_bytes(base, device, handle, HANDLE_BYTES)
+    addresses = []
+    for rank, data in enumerate(handles):
+        try:
+            addresses.append(mailbox.address if rank == base.rank else mailbox.open(data))
+        except CudaSourceError as error:
+            return [], f"cannot write the memory of rank {rank}: {error}"
+    return addresses, ""
+
+
+def _make_collectives(
+    base: Group, device: torch.device, addresses: list[int], room: Room
+) -> tuple[Collectives, str]:
+    query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": base.size})
+    collectives = COLLECTIVES.choose(query)(addresses, base.rank, device, room=room)
+    try:
+        collectives.prepare(torch.bfloat16)
+        return collectives, ""
+    except (CudaSourceError, OSError, AttributeError) as error:
+        return collectives, f"cannot compile: {error}"
+
+
+def _make_pattern(rank: int, device: torch.device) -> torch.Tensor:
+    """What a rank sends in the test: whole numbers up to 250, with zeros among them."""
+    return (torch.arange(TEST_BYTES // 2, device=device) * (2 * rank + 3) % 251).to(torch.bfloat16)
+
+
+def _test(base: Group, device: torch.device, collectives: Collectives) -> str:
+    """Copies and flags between every pair, then a sum, with known numbers; what is wrong, or an empty string."""
+    patterns = [_make_pattern(rank, device) for rank in range(base.size)]
+    for turn in range(4):  # both halves of the mailboxes, twice
+        gathered, total = collectives.all_gather(patterns[base.rank]), collectives.all_reduce(patterns[base.rank])
+        torch.cuda.synchronize(device)
+        if collectives.failure:
+            return f"{collectives.failure} ({TEST_SECONDS} s, turn {turn})"
+        if gathered is None or total is None:
+            return "a small tensor was refused"
+        parts = gathered.view(base.size, -1)
+        wrong = [rank for rank in range(base.size) if not torch.equal(parts[rank], patterns[rank])]
+        if wrong:
+            return f"received wrong bytes from rank {', '.join(map(str, wrong))}"
+        if not torch.equal(total, torch.stack(patterns).float().sum(0).to(torch.bfloat16)):
+            return "a sum over all ranks is wrong"
+    return ""
+
+
+def _gather_bytes(base: Group, device: torch.device, data: bytes, size: int) -> list[bytes]:
+    """``data``, padded to ``size`` bytes, of every rank."""
+    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)[None].to(device)
+    gathered = bytes(base.all_gather(own, [size] * base.size)[0].tolist())
+    return [gathered[at : at + size] for at in range(0, len(gathered), size)]
+
+
+def _all_can(base: Group, device: torch.device, reason: str) -> bool:
+    """Whether no rank has a reason against. Otherwise rank 0 logs them."""
+    encoded = reason.encode(errors="replace")[:REASON_BYTES]
+    reasons = [
+        data.rstrip(b"\0").decode(errors="replace") for data in _gather_bytes(base, device, encoded, REASON_BYTES)
+    ]
+    if any(reasons) and base.rank == 0:
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        logger.warning("all collectives run on NCCL, which is slower for small tensors: %s", told)
+    return not any(reasons)

@@ -1,0 +1,180 @@
+"""A group that pushes small tensors: which calls go where, and the start-up test with its fallback; on two GPUs with
+real processes, which share one GPU or have one each."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from headrace.kernels.collective import reference
+from headrace.parallel import push
+from headrace.parallel.group import Group, Rendezvous, find_store, join_group, serve_rendezvous
+from headrace.parallel.push import PeerTimeout, PushGroup, open_push_group
+
+
+class Recorder(Group):
+    """Notes its calls; plays both the library and the kernels. ``serves``: the most elements that kernels take."""
+
+    def __init__(self, serves: int | None = None):
+        self.rank, self.size, self.calls, self.serves, self.failure = 0, 2, [], serves, ""
+
+    def _take(self, name, x):
+        if self.serves is not None and x.numel() > self.serves:
+            return None
+        self.calls.append(name)
+        return x
+
+    def all_reduce(self, x):
+        return self._take("all_reduce", x)
+
+    def reduce_add_norm(self, x, stream, weight, *, eps, offset):
+        return None if self._take("reduce_add_norm", x) is None else (x, stream)
+
+    def all_gather(self, x, sizes=()):
+        return self._take("all_gather", x)
+
+    def broadcast(self, x):
+        return self._take("broadcast", x)
+
+
+def test_small_tensors_are_pushed_and_large_ones_left_to_the_library():
+    library, kernels = Recorder(), Recorder(serves=8)
+    group = PushGroup(library, kernels)
+    small, large = torch.zeros(8), torch.zeros(9)
+    for x in (small, large):
+        group.all_reduce(x), group.all_gather(x, [8, 8]), group.broadcast(x)
+    assert kernels.calls == library.calls == ["all_reduce", "all_gather", "broadcast"]
+    assert group.reduce_add_norm(large, large, large, eps=1.0, offset=0.0) is None
+    assert group.reduce_add_norm(small, small, small, eps=1.0, offset=0.0) is not None
+    group.all_gather(small, [8, 7])
+    assert library.calls[-1] == "all_gather", "parts of different sizes are not pushed"
+
+
+def test_a_muted_group_waits_for_nobody():
+    library, kernels = Recorder(), Recorder()
+    group = PushGroup(library, kernels)
+    with group.muted():
+        group.all_reduce(torch.zeros(8))
+        assert group.reduce_add_norm(*[torch.zeros(8)] * 3, eps=1.0, offset=0.0) is None
+    assert not kernels.calls and library.calls == ["all_reduce"]
+    group.all_reduce(torch.zeros(8))
+    assert kernels.calls == ["all_reduce"]
+
+
+def test_a_late_peer_is_a_typed_error():
+    kernels = Recorder()
+    group = PushGroup(Recorder(), kernels)
+    group.check()
+    kernels.failure = "rank 0 waited in vain for rank 1"
+    with pytest.raises(PeerTimeout, match="rank 1; the ranks must be restarted"):
+        group.check()
+
+
+def test_without_gpus_the_group_stays_as_it_is():
+    for group in (Group(), Recorder()):
+        assert open_push_group(group, torch.device("cpu")) is group
+
+
+def test_one_line_says_who_cannot_and_why(caplog):
+    class Both(Group):
+        rank, size = 0, 2
+
+        def all_gather(self, x, sizes):
+            other = bytearray(b"no peer access".ljust(x.shape[1], b"\0"))
+            return torch.cat((x, torch.frombuffer(other, dtype=torch.uint8)[None]), dim=1)
+
+    with caplog.at_level(logging.WARNING):
+        assert not push._all_can(Both(), torch.device("cpu"), "")
+    assert [record.message for record in caplog.records] == [
+        "all collectives run on NCCL, which is slower for small tensors: rank 1: no peer access"
+    ]
+
+
+class OverHost(Group):
+    """A base group of ranks that share a GPU, which NCCL refuses: all goes through Gloo."""
+
+    def __init__(self, cpus: Group):
+        self.rank, self.size, self._cpus = cpus.rank, cpus.size, cpus
+
+    def all_reduce(self, x):
+        return self._cpus.all_reduce(x.cpu()).to(x.device)
+
+    def all_gather(self, x, sizes):
+        return self._cpus.all_gather(x.cpu(), sizes).to(x.device)
+
+    def broadcast(self, x):
+        return x.copy_(self._cpus.broadcast(x.cpu()))
+
+    def agree(self, values):
+        return self._cpus.agree(values)
+
+    def close(self):
+        self._cpus.close()
+
+
+def _join(rank: int, size: int, port: int):
+    own_gpus = torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank if own_gpus else 0)
+    torch.cuda.set_device(device)
+    meeting = Rendezvous("127.0.0.1", port)
+    store = serve_rendezvous(meeting.address, size, port)[0] if rank == 0 else find_store(meeting, size)
+    library = join_group(rank, size, device if own_gpus else torch.device("cpu"), store)
+    return device, library if own_gpus else OverHost(library)
+
+
+def _check_values(rank: int, size: int, port: int) -> None:
+    device, library = _join(rank, size, port)
+    group = open_push_group(library, device)
+    assert isinstance(group, PushGroup)
+    group.set_budget(30)
+    rng = torch.Generator().manual_seed(0)
+    for turn, rows in enumerate((1, 3, 200, 1, 2000, 64)):
+        parts = [torch.randn(rows, 1024, generator=rng).to(device, torch.bfloat16) for _ in range(size)]
+        stream = torch.randn(rows, 1024, generator=rng).to(device, torch.bfloat16)
+        assert torch.equal(group.all_reduce(parts[rank].clone()), reference.all_reduce(parts))
+        assert torch.equal(group.all_gather(parts[rank], [1024] * size), reference.all_gather(parts))
+        assert torch.equal(group.broadcast(parts[rank].clone()), parts[0])
+        normed, total = group.reduce_add_norm(parts[rank], stream.clone(), stream[0], eps=1e-5, offset=0.0)
+        expected = reference.reduce_add_norm(parts, stream, stream[0], eps=1e-5, offset=0.0)
+        assert torch.equal(total, expected[1]), turn
+        assert (normed.float() - expected[0].float()).norm() < 1e-2 * expected[0].float().norm()
+    x = torch.ones(4, 2048, device=device, dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(5):
+            out = group.all_reduce(out)
+    for value in (1.0, 0.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert (out == value * size**5).all()
+        assert (group.all_reduce(torch.full_like(x, value)) == value * size).all()
+    group.check()
+    group.set_budget(0.1)
+    assert group.agree([rank + 5]) == [5]
+    if rank == 0:  # the others never come
+        group.all_reduce(x)
+        torch.cuda.synchronize()
+        with pytest.raises(PeerTimeout):
+            group.check()
+    group.agree([0])
+    group.close()
+
+
+def _check_fallback(rank: int, size: int, port: int) -> None:
+    device, library = _join(rank, size, port)
+    make, push._test = push._test, lambda *_: "broken for a test" if rank == size - 1 else ""
+    assert open_push_group(library, device) is library
+    push._test = make
+    assert (library.all_reduce(torch.ones(8, device=device)) == size).all()
+    library.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("check,port", [(_check_values, 29711), (_check_fallback, 29712)])
+def test_processes_on_gpus(check, port):
+    size = max(2, torch.cuda.device_count())
+    torch.multiprocessing.spawn(check, (size, port), nprocs=size)
