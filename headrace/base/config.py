@@ -193,6 +193,10 @@ class DeviceConfig(Section):
 class ParallelConfig(Section):
     """Several devices."""
 
+    tensor_parallel_size: int = option(
+        1, "ranks that divide each layer among them, one device each (on a CPU: one part of the cores each)", low=1,
+        high=64, alias="tp"
+    )
     enable_expert_parallel: bool = option(
         False, "divide a mixture's experts among the ranks of tensor_parallel_size, whole ones, instead of each of them"
     )

@@ -131,6 +131,10 @@ class EngineUnavailable(HeadraceError):
     kind = "engine_unavailable"
 
 
+class EngineBroken(EngineUnavailable):
+    """The engine cannot be trusted any more and ends, to be started again: something failed on some of its ranks."""
+
+
 class EngineGivenUp(EngineUnavailable):
     """The engine has crashed too often and is not started again."""
 

@@ -19,14 +19,17 @@ _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or 
 
 def option(
     default: Any, doc: str, *, choices: tuple[Any, ...] | None = None, low: float | None = None,
-    high: float | None = None, metavar: str | None = None, letter: str | None = None
+    high: float | None = None, metavar: str | None = None, letter: str | None = None,
+    alias: str | None = None
 ) -> Any:
     """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive. ``letter``: of a short flag.
+    ``alias``: a second long flag, without its dashes.
     """
     return dataclasses.field(
         default=default,
         metadata={
-            "doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar, "letter": letter
+            "doc": doc, "choices": choices, "low": low, "high": high, "metavar": metavar, "letter": letter,
+            "alias": alias
         }
     )
 
@@ -46,6 +49,7 @@ class OptionInfo:
     high: float | None
     metavar: str | None
     letter: str | None = None
+    alias: str | None = None
 
     @property
     def flag(self) -> str:
@@ -96,7 +100,7 @@ def options_of(section_type: type, section: str = "") -> Iterator[OptionInfo]:
             section=section, name=item.name, type=typing.get_origin(hint) or hint, optional=optional,
             default=item.default,
             doc=meta["doc"], choices=meta["choices"], low=meta["low"], high=meta["high"], metavar=meta["metavar"],
-            letter=meta["letter"],
+            letter=meta["letter"], alias=meta["alias"],
         )
 
 

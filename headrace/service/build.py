@@ -1,4 +1,4 @@
-"""`build_engine`: from configuration to a ready `Engine` in this process."""
+"""`build_engine`: from configuration to a ready `Engine` in this process. One of several ranks: service/ranks/build."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from headrace.base.grammar import Vocabulary
 from headrace.base.hooks import HOOKS, RequestUpdate, load_hooks
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
-from headrace.execution.executor import build_executor
+from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.parallel.group import Group
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
-from headrace.service.executor import Progress
+from headrace.service.executor import Executor, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,28 @@ def read_vocabulary(config: ModelConfig) -> Vocabulary:
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> Engine:
     """Load the model onto its device and build the scheduler and engine; raises the typed errors of base/errors."""
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("an engine in this process has one rank; start it in its own", param="tensor_parallel_size")
+    prepare_process()
+    return assemble_engine(build_rank_0(config, progress))
+
+
+def prepare_process() -> None:
+    """What comes before any executor is built."""
     # First: a compiler of torch extensions waits for ever for a lock that a killed process has left.
     sweep_stale_locks(env.torch_extensions_dir())
     start_plugins()
-    executor = build_executor(config, progress)
+
+
+def build_rank_0(config: EngineConfig, progress: Progress, group: Group | None = None) -> LocalExecutor:
+    """The executor of this process: the only one, or that of rank 0, which alone needs grammars."""
+    executor = build_executor(config, progress, group)
     executor.serve_grammars(partial(read_vocabulary, config.model))
+    return executor
+
+
+def assemble_engine(executor: Executor) -> Engine:
+    """The scheduler and engine over an executor."""
     hooks = load_hooks(executor.config)
     drafting = build_drafting(executor.config.speculation.options, executor.speculation)
     scheduler = Scheduler(

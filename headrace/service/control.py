@@ -20,7 +20,7 @@ from headrace.base.admin import (
     StartProfile,
     StopProfile,
 )
-from headrace.base.errors import Conflict, HeadraceError, ModelError, RequestError
+from headrace.base.errors import Conflict, EngineBroken, HeadraceError, ModelError, RequestError
 from headrace.base.messages import Call, ErrorInfo, Reply
 from headrace.service.engine import Engine
 
@@ -43,10 +43,13 @@ class Control:
         }
 
     def answer(self, call: Call) -> Reply:
-        """Run a call. Typed errors are sent as its reply; any other exception means a broken engine."""
+        """Run a call. Typed errors are sent as its reply; any other exception, and `EngineBroken`, means a broken
+        engine."""
         try:
             plain = self._plain.get(call.method)
             return Reply(call.call_id, plain() if plain is not None else self._administer(_read(call)))
+        except EngineBroken:
+            raise
         except (HeadraceError, AssertionError) as error:
             return Reply(call.call_id, error=ErrorInfo.of(error))
         except OSError as error:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import Conflict, EngineAsleep, HeadraceError, OutOfDeviceMemory, StepFailed
+from headrace.base.errors import Conflict, EngineAsleep, EngineBroken, HeadraceError, OutOfDeviceMemory, StepFailed
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
@@ -70,7 +70,7 @@ class Engine:
     plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
     are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests
     resume, in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and must be
-    thrown away.
+    thrown away; an executor whose failures cannot be contained raises `EngineBroken`.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None):
@@ -187,6 +187,8 @@ class Engine:
         began = time.monotonic()
         try:
             pending, is_launched = self.executor.execute(plan), True
+        except EngineBroken:
+            raise
         except Exception as error:  # whatever the device or a kernel raises stays inside its step
             pending, is_launched = _FailedLaunch(error), False
         self._in_flight.append((plan, pending, began))
@@ -196,6 +198,8 @@ class Engine:
         plan, pending, began = self._in_flight.popleft()
         try:
             result = pending.result()
+        except EngineBroken:
+            raise
         except Exception as error:  # as above; asynchronous failures surface here
             self._fail([plan, *(p for p, _, _ in self._in_flight)], error, outputs)
         else:

@@ -9,21 +9,17 @@ when the client is slow, the writer of the channel.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import logging
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
-
-import psutil
+from typing import Any
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
@@ -43,6 +39,7 @@ from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
+from headrace.service.ending import LAST_WORD, continue_when_orphaned, die_with_parent, leave
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering
@@ -57,9 +54,6 @@ IDLE_PAUSE_MS = 5
 PAUSED_WAIT_MS = 20
 """Wait per round while paused with requests: bounds how late a deadline is noticed, without a busy loop."""
 STATS_PERIOD_S = 0.25
-PARENT_POLL_S = 1.0
-PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal which a process gets when its parent dies."""
 START_UP_TOKENS = 16
 """Prompt length of the warm-up request. The time of a one-token step would be a poor bound for a full step, see
 `headrace.service.engine.StepTimes`."""
@@ -163,38 +157,6 @@ def produce_token(engine: Engine) -> None:
     engine.reset_prefix_cache()  # the warm-up prompt must not stay there
 
 
-def die_with_parent(channel: EngineChannel, parent: int) -> None:
-    """Watch the line to the parent from a thread; when the parent is gone, end the process at once."""
-
-    def watch() -> None:
-        # Two signs: a hang-up of the socket, which a copy of the descriptor in another child of the parent would hide,
-        # and the parent id, which changes when the process is reparented.
-        while os.getppid() == parent and not channel.await_end(PARENT_POLL_S):
-            pass
-        logger.warning("the parent process is gone; the engine ends")
-        leave(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def continue_when_orphaned() -> None:
-    """On Linux, have the system continue this process when its parent dies: one that was stopped (SIGSTOP) would
-    otherwise hold its memory and device for ever, as `die_with_parent` cannot run. SIGCONT and not SIGKILL, because
-    the system sends it as well when only the thread that started this process has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
-
-
-def leave(code: int) -> NoReturn:
-    """Kill all child processes (kernel compilers) and exit without finalizers: a normal exit would wait for them and
-    for threads."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    logging.shutdown()
-    os._exit(code)
-
-
 def _leave_before_serving(_: int, __: FrameType | None) -> None:
     leave(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
@@ -238,6 +200,11 @@ def _open_channel() -> tuple[EngineChannel, EngineConfig]:
     leave(1)  # a normal exit would wait for the import thread, for seconds
 
 
+def _tell(channel: EngineChannel, error: Exception) -> None:
+    channel.send(Fatal(ErrorInfo.of(error)))
+    channel.flush()
+
+
 def _log_options(name: str) -> dict[str, Any]:
     return {"level": env.log_level().upper(), "format": f"%(asctime)s %(levelname)s {name}: %(message)s"}
 
@@ -258,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     # takes seconds; the configuration comes meanwhile
     builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)
     channel, config = _open_channel()
-    die_with_parent(channel, parent)
+    die_with_parent(channel.await_end, parent)
+    LAST_WORD.goes_to(partial(_tell, channel))
     if config.parallel.data_parallel_size > 1:
         logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
@@ -268,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
             logger.debug("the engine ends: %s", error, exc_info=error)
         else:
             logger.error("the engine ends: %s", error, exc_info=error)
-        channel.send(Fatal(ErrorInfo.of(error)))
+        _tell(channel, error)
         return 1
     finally:
         channel.flush()

@@ -1,4 +1,5 @@
 """`spawn_engine`: starts an engine process, which imports what it needs and waits for its configuration.
+`spawn_process`: the same for any module of Headrace.
 
 Imports only the standard library and base/env: a command calls this first, and both processes then import in parallel.
 """
@@ -11,13 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.base import env
 
 ENGINE_MODULE = "headrace.service.process"
-ENGINE_BUILDER = "headrace.service.build:build_engine"
+ENGINE_BUILDER = "headrace.service.ranks.build:build_ranked_engine"
 END_SIGNAL = signal.SIGUSR1
 """The signal that ends an engine process. Not SIGTERM: service managers send that to all processes of a server at once,
 and only the parent knows how long running requests may still take."""
@@ -61,19 +63,27 @@ class SpareDescriptors:
 
 
 def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
-    """Start an engine process; it ends by itself when our end of the socket is closed. It gets this process's
-    ``sys.path``, with ``-P`` so that the working directory is not added. Raises `OSError` when the system has no
-    process, memory or file descriptor for it."""
+    """Start an engine process; it ends by itself when our end of the socket is closed. Raises `OSError` as
+    `spawn_process` does."""
+    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder]))
+
+
+def spawn_process(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module of Headrace in a process whose standard input is one end of a socket pair; returns the process and
+    the other end. It gets this process's ``sys.path``, with ``-P`` so that the working directory is not added, and
+    inherits ``descriptors``. Raises `OSError` when the system has no process, memory or file descriptor for it."""
     environment = env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
-    command = [sys.executable, "-P", "-m", ENGINE_MODULE, "--builder", builder]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     with contextlib.ExitStack() as undo:
         ours, its = socket.socketpair()
         undo.enter_context(ours)
-        with its:  # our copy of its end must be closed, or the end of the engine process would not be seen
+        with its:  # our copy of its end must be closed, or the end of the process would not be seen
             for end in (ours, its):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            process = subprocess.Popen(command, stdin=its.fileno(), env=environment)
+            process = subprocess.Popen(command, stdin=its.fileno(), env=environment, pass_fds=tuple(descriptors))
         undo.pop_all()  # open from here on
-        return SpawnedEngine(process, ours)
+        return process, ours

@@ -9,16 +9,24 @@ import subprocess
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, engine_config, resolve_for_device
-from headrace.base.errors import WeightError
+from headrace.base.errors import HeadraceError, WeightError
 from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
+from headrace.service.ranks.commands import Assignment
+from headrace.service.ranks.executor import RankedExecutor
+from headrace.service.ranks.launch import LocalLauncher
+from headrace.service.ranks.workers import Workers
 
 PATIENCE_S = 200.0
 """What never comes is waited for so long: less than a test may take, and far more than anything takes on a machine that
@@ -150,7 +158,7 @@ def fake_engine(*, delay_s: float = 0.0, **options: object) -> Engine:
     return engine_over(FakeExecutor(engine_config(**options), delay_s=delay_s))
 
 
-def engine_over(executor: FakeExecutor) -> Engine:
+def engine_over(executor: FakeExecutor | RankedExecutor) -> Engine:
     """The engine as `headrace.service.build` makes it."""
     return Engine(Scheduler(executor.config.scheduler, executor.config.cache, executor.layout), executor)
 
@@ -205,3 +213,76 @@ class PickyExecutor(FakeExecutor):
 def build_picky(config: EngineConfig, progress: Progress) -> Engine:
     """The second of several replicas takes no other weights."""
     return engine_over(PickyExecutor(config)) if config.replica else build_fake_engine(config, progress)
+
+
+class RecordingExecutor(FakeExecutor):
+    """Of one rank; writes the commands that it gets to a file beside the model, one a line. A model called as a number
+    is refused by the rank of that number, one called ``all`` by every rank."""
+
+    def __init__(self, config: EngineConfig, rank: int):
+        super().__init__(config, delay_s=config.model.seed / 1000)
+        self.speculation = Speculation()
+        self.rank, self.path = rank, Path(config.model.model) / f"rank-{rank}"
+
+    def note(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{text}\n")
+
+    def execute(self, plan: StepPlan) -> FakePending:
+        self.note(f"execute {plan.step_id} {sum(map(len, (s.token_ids for s in plan.starts)))}")
+        return super().execute(plan)
+
+    def use_idle_moment(self) -> bool:
+        self.note("idle")
+        return super().use_idle_moment()
+
+    def reset(self) -> None:
+        self.note("reset")
+        super().reset()
+
+    def release_memory(self, parts, *, discards_weights: bool = False) -> None:
+        self.note(f"release {sorted(parts)} {discards_weights}")
+        super().release_memory(parts)
+
+    def acquire_memory(self, parts) -> None:
+        self.note(f"acquire {sorted(parts)}")
+        super().acquire_memory(parts)
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        self.note(f"replace {model} {load_format}")
+        if model in ("all", str(self.rank)):
+            raise WeightError("the checkpoint does not fit the model")
+
+    def close(self) -> None:
+        self.note("close")
+
+
+def build_fake_rank(assignment: Assignment, progress: Progress) -> RecordingExecutor:
+    """As `headrace.service.ranks.build.build_rank`. Revisions of models say how the start fails on rank 1."""
+    progress("drawing fakes", 0.5)
+    revision = assignment.config.model.revision if assignment.rank == 1 else None
+    if revision == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if revision == "raises":
+        raise WeightError("a tensor is missing", param="model")
+    if revision == "breaks":
+        raise Boom("no such kernel")
+    return RecordingExecutor(assignment.config, assignment.rank)
+
+
+def start_ranks(config: EngineConfig, **options: Any) -> tuple[Workers, RankedExecutor]:
+    """As `headrace.service.ranks.build.build_ranked_engine`."""
+    size = config.parallel.tensor_parallel_size
+    workers = Workers(config, size, launcher=LocalLauncher("fakes:build_fake_rank"), **options)
+    try:
+        workers.assign("127.0.0.1", 1)
+        workers.await_ready()
+    except HeadraceError:
+        workers.close()
+        raise
+    return workers, RankedExecutor(RecordingExecutor(config, 0), workers, ExitStack())
+
+
+def build_fake_ranks(config: EngineConfig, progress: Progress) -> Engine:
+    """As `headrace.service.build.build_engine`, with several ranks."""
+    return engine_over(start_ranks(config)[1])

@@ -230,6 +230,7 @@ def _epilog(command: Command) -> str | None:
 def _add_flag(group: Any, info: OptionInfo) -> None:
     help_text = describe(info).replace("%", "%%")
     names = [f"-{info.letter}", info.flag] if info.letter else [info.flag]
+    names += [f"--{info.alias}"] if info.alias else []
     if info.type is bool:
         group.add_argument(*names, dest=info.name, action=argparse.BooleanOptionalAction, help=help_text)
     else:

@@ -71,7 +71,7 @@ def _discard_output() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    from headrace.service.process import leave
+    from headrace.service.ending import leave
 
     with contextlib.suppress(OSError):  # the reader is gone
         sys.stdout.flush()

@@ -1,0 +1,89 @@
+"""What rank 0 sends to workers and what they answer, as msgspec records.
+
+An `Assignment` comes first, over the worker's socket; then every `Command` over the ring, to all workers alike. Replies
+come over the socket. On the socket each message has a length prefix, as in service/transport.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights
+from headrace.base.config import EngineConfig
+from headrace.base.messages import ErrorInfo, Starting
+from headrace.base.step import StepPlan
+from headrace.service.ranks.ring import RingPlace
+
+
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
+    """Which rank a worker is, and where it meets the others: ``address`` and ``port`` of the store of rank 0.
+    ``heartbeats``: the inherited descriptor of their memory."""
+
+    config: EngineConfig
+    rank: int
+    size: int
+    address: str
+    port: int
+    ring: RingPlace
+    heartbeats: int
+
+
+class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):
+    """Launch a plan."""
+
+    plan: StepPlan
+
+
+class RecordNext(msgspec.Struct, frozen=True, array_like=True, tag="record_next"):
+    """Use an idle moment, see `Executor.use_idle_moment`."""
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+    """Wait for the device and forget all rows."""
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """Take parts off the device. Answered by `Done`, as are the next two."""
+
+    call: ReleaseMemory
+
+
+class Acquire(msgspec.Struct, frozen=True, array_like=True, tag="acquire"):
+    """Bring parts back."""
+
+    call: AcquireMemory
+
+
+class Replace(msgspec.Struct, frozen=True, array_like=True, tag="replace"):
+    """Load other weights."""
+
+    call: ReplaceWeights
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Free the device and end."""
+
+
+Command = Execute | RecordNext | Reset | Release | Acquire | Replace | Close
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The worker's executor is built."""
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """A call was carried out, or changed nothing because of ``error``."""
+
+    error: ErrorInfo | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The worker cannot start or go on; it ends after this."""
+
+    error: ErrorInfo
+
+
+FromWorker = Starting | RankReady | Done | Failed
+
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_reply = msgspec.msgpack.Decoder(FromWorker).decode

@@ -1,0 +1,147 @@
+"""`RankedExecutor`: the executor of rank 0 together with those of the workers.
+
+Every command that changes a device goes to the workers first and is then carried out here, so that all ranks do the
+same in the same order; whether to do something is decided here alone. A failed step cannot be contained: ranks may
+differ after it, so it raises `EngineBroken`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.admin import AcquireMemory, DevicePart, ReleaseMemory, ReplaceWeights, StartProfile
+from headrace.base.cache import CacheLayout
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineBroken, HeadraceError
+from headrace.base.grammar import Grammar
+from headrace.base.messages import ErrorInfo
+from headrace.base.step import StepPlan, StepResult
+from headrace.service.executor import Executor, PendingStep
+from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
+from headrace.service.ranks.workers import Workers
+
+
+@dataclass(frozen=True)
+class _PendingRanks:
+    """A launched step of rank 0."""
+
+    step_id: int
+    pending: PendingStep
+
+    def result(self) -> StepResult:
+        """Raises `EngineBroken` for whatever the step raises."""
+        try:
+            return self.pending.result()
+        except Exception as error:  # whatever the device or a kernel raises, see the module
+            raise _broken(self.step_id, error) from error
+
+
+def _broken(step_id: int, error: Exception) -> EngineBroken:
+    return EngineBroken(
+        f"step {step_id} failed on rank 0, which can then differ from the others; the engine restarts: "
+        f"{type(error).__name__}: {error}", retry_after=1.0
+    )
+
+
+class RankedExecutor:
+    """See `headrace.service.executor.Executor`. ``resources`` are closed after the workers, such as their group."""
+
+    def __init__(self, executor: Executor, workers: Workers, resources: ExitStack):
+        self.facts, self.memory, self.speculation = executor.facts, executor.memory, executor.speculation
+        self._executor, self._workers, self._resources = executor, workers, resources
+        self._may_record = True  # graphs may be missing; alike on all ranks
+
+    @property
+    def config(self) -> EngineConfig:
+        """That of rank 0."""
+        return self._executor.config
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The same on all ranks."""
+        return self._executor.layout
+
+    @property
+    def released(self) -> frozenset[DevicePart]:
+        """The same on all ranks."""
+        return self._executor.released
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch a plan on all ranks."""
+        self._may_record = True
+        self._workers.send(Execute(plan))
+        try:
+            return _PendingRanks(plan.step_id, self._executor.execute(plan))
+        except Exception as error:  # as above
+            raise _broken(plan.step_id, error) from error
+
+    def use_idle_moment(self) -> bool:
+        """On all ranks, unless there was nothing left to do since the last command."""
+        if not self._may_record:
+            return False
+        self._workers.send(RecordNext())
+        self._may_record = self._executor.use_idle_moment()
+        return self._may_record
+
+    def prepare_grammar(self, grammar: Grammar) -> Future[Any]:
+        """On rank 0, which alone samples."""
+        return self._executor.prepare_grammar(grammar)
+
+    def reset(self) -> None:
+        """On all ranks."""
+        self._may_record = True
+        self._workers.send(Reset())
+        self._executor.reset()
+
+    def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
+        """On all ranks; see `_call` for errors, here and below."""
+        self._call(
+            Release(ReleaseMemory(list(parts), discards_weights)),
+            lambda: self._executor.release_memory(parts, discards_weights=discards_weights),
+        )
+
+    def acquire_memory(self, parts: Collection[DevicePart]) -> None:
+        """On all ranks."""
+        self._call(Acquire(AcquireMemory(list(parts))), lambda: self._executor.acquire_memory(parts))
+
+    def replace_weights(self, model: str, load_format: str) -> None:
+        """On all ranks."""
+        self._call(
+            Replace(ReplaceWeights(model, load_format)), lambda: self._executor.replace_weights(model, load_format)
+        )
+
+    def start_profile(self, options: StartProfile) -> None:
+        """Of rank 0."""
+        self._executor.start_profile(options)
+
+    def stop_profile(self) -> str:
+        """Of rank 0."""
+        return self._executor.stop_profile()
+
+    def close(self) -> None:
+        """Free the devices and end the workers; idempotent."""
+        self._workers.close()
+        self._executor.close()
+        self._resources.close()
+
+    def _call(self, command: Command, change: Callable[[], None]) -> None:
+        """Change all ranks. Where all refuse, this rank's error is raised; where some do, `EngineBroken`."""
+        self._may_record = True
+        self._workers.send(command)
+        own: HeadraceError | OSError | None = None
+        try:
+            change()
+        except (HeadraceError, OSError) as error:
+            own = error
+        failures: dict[int, ErrorInfo] = {0: ErrorInfo.of(own)} if own is not None else {}
+        answers = self._workers.await_answers()
+        failures |= {rank: error for rank, error in enumerate(answers, 1) if error is not None}
+        if own is not None and len(failures) == 1 + len(answers):
+            raise own
+        if failures:
+            texts = "; ".join(f"rank {rank}: {error.message}" for rank, error in failures.items())
+            raise EngineBroken(f"not all ranks could change, and the engine restarts: {texts}", retry_after=1.0)

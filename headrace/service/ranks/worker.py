@@ -1,0 +1,202 @@
+"""A worker: ``python -m headrace.service.ranks.worker``, the process of one rank other than 0, started by the engine
+process with a socket as its standard input.
+
+Builds the same executor as rank 0 and carries out the same commands, in the same order. It reads no results: rank 0
+samples. Whatever raises ends it with exit code 1, after a `Failed`; rank 0 then ends the engine. It ends with its
+parent too, and kills a parent that was stopped, as nothing would answer or restart while its workers wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.base import env
+from headrace.base.config import EngineConfig
+from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.messages import ErrorInfo, Starting
+from headrace.base.registry import load_target
+from headrace.service.bytecode import keep_bytecode
+from headrace.service.ending import continue_when_orphaned, die_with_parent, leave
+from headrace.service.executor import Executor, Progress
+from headrace.service.ranks.commands import (
+    Acquire,
+    Assignment,
+    Close,
+    Command,
+    Done,
+    Execute,
+    Failed,
+    FromWorker,
+    RankReady,
+    RecordNext,
+    Release,
+    Replace,
+    Reset,
+    decode_command,
+)
+from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
+from headrace.service.ranks.ring import SPIN_CPU_S, SPIN_GPU_S, RingReader
+from headrace.service.transport import LENGTH, engine_line, frame
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_S = 60.0
+WORKER_MODULE = "headrace.service.ranks.worker"
+RANK_BUILDER = "headrace.service.ranks.build:build_rank"
+
+RankBuilder = Callable[[Assignment, Progress], Executor]
+"""Joins the other ranks and builds the executor of one."""
+
+
+class RankLine:
+    """The worker's end of the socket: one assignment comes in, replies go out, from any thread."""
+
+    def __init__(self, line: socket.socket):
+        self._line, self._lock = line, threading.Lock()
+
+    def read_assignment(self) -> Assignment | None:
+        """Wait for it; None when the other end closes before."""
+        header = self._line.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(header) < LENGTH.size:
+            return None
+        length = LENGTH.unpack(header)[0]
+        payload = self._line.recv(length, socket.MSG_WAITALL)
+        return msgspec.msgpack.decode(payload, type=Assignment) if len(payload) == length else None
+
+    def send(self, reply: FromWorker) -> None:
+        """Send it; what a dead parent does not take is lost."""
+        with self._lock, contextlib.suppress(OSError):
+            self._line.sendall(frame(reply))
+
+    def await_end(self, wait_s: float) -> bool:
+        """Wait at most so long for the other end to close; returns whether it has."""
+        ended = select.poll()
+        ended.register(self._line, 0)  # poll reports POLLHUP whatever the mask
+        return bool(ended.poll(wait_s * 1e3))
+
+
+class CommandLoop:
+    """Carries out commands on this rank's executor."""
+
+    def __init__(self, executor: Executor, line: RankLine, ring: RingReader):
+        self._executor, self._line, self._ring = executor, line, ring
+
+    def run(self) -> None:
+        """Until `Close`; raises what a command raises that cannot be undone."""
+        while True:
+            message = self._ring.receive(RECEIVE_S)
+            if message is None:
+                continue
+            command = decode_command(message)
+            if isinstance(command, Close):
+                self._executor.close()
+                return
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        executor = self._executor
+        match command:
+            case Execute(plan):
+                executor.execute(plan)
+            case RecordNext():
+                executor.use_idle_moment()
+            case Reset():
+                executor.reset()
+            case Release(release):
+                discards = release.discards_weights
+                self._answer(lambda: executor.release_memory(release.parts, discards_weights=discards))
+            case Acquire(acquire):
+                self._answer(lambda: executor.acquire_memory(acquire.parts))
+            case Replace(replace):
+                self._answer(lambda: executor.replace_weights(replace.model, replace.load_format))
+
+    def _answer(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except (HeadraceError, OSError) as error:  # those that leave the executor as it was
+            self._line.send(Done(ErrorInfo.of(error)))
+        else:
+            self._line.send(Done())
+
+
+def watch_rank_0(heartbeats: Heartbeats, parent: int) -> None:
+    """From a thread, kill the engine process when its heartbeat stands still."""
+    silence = Silence(BEAT_S)
+
+    def watch() -> None:
+        while not silence.note(heartbeats.count(0)):
+            time.sleep(BEAT_S)
+        if os.getppid() == parent:
+            logger.error("rank 0 (pid %d) gives no sign of life; it is killed, so that the engine restarts", parent)
+            os.kill(parent, signal.SIGKILL)
+        leave(1)
+
+    threading.Thread(target=watch, name="rank-0-watch", daemon=True).start()
+
+
+def serve(assignment: Assignment, line: RankLine, build: Callable[[], RankBuilder], parent: int) -> None:
+    """Build the executor and carry out commands until told to end."""
+    heartbeats = Heartbeats(assignment.size, assignment.heartbeats)
+    heartbeats.start(assignment.rank)
+    line.send(Starting("importing", 0.0))
+    with keep_bytecode():
+        executor = build()(assignment, lambda stage, fraction: line.send(Starting(stage, fraction)))
+    is_cpu = executor.facts.device == "cpu"
+    ring = RingReader(assignment.ring, SPIN_CPU_S if is_cpu else SPIN_GPU_S)
+    watch_rank_0(heartbeats, parent)
+    line.send(RankReady())
+    CommandLoop(executor, line, ring).run()
+
+
+def _start_logging(config: EngineConfig, rank: int) -> None:
+    replica = f"engine {config.replica} " if config.parallel.data_parallel_size > 1 else ""
+    logging.basicConfig(
+        force=True, level=env.log_level().upper(),
+        format=f"%(asctime)s %(levelname)s {replica}rank {rank}: %(message)s"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the worker until the end; returns the exit code."""
+    parser = argparse.ArgumentParser(prog=WORKER_MODULE, description=__doc__)
+    parser.add_argument("--builder", default=RANK_BUILDER, help="module:function that builds the executor")
+    arguments = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C and service managers reach the whole group; the parent decides when we end
+        signal.signal(number, signal.SIG_IGN)
+    continue_when_orphaned()
+    parent = os.getppid()
+    try:
+        line = RankLine(engine_line())
+    except ConfigError as error:  # started by hand
+        sys.stderr.write(f"{error}\n")
+        return 1
+    die_with_parent(line.await_end, parent)
+    assignment = line.read_assignment()
+    if assignment is None:
+        return 1
+    _start_logging(assignment.config, assignment.rank)
+    try:
+        serve(assignment, line, lambda: load_target(arguments.builder), parent)
+    except Exception as error:  # process main: tell rank 0 why, then end
+        level = logging.DEBUG if isinstance(error, HeadraceError) else logging.ERROR
+        logger.log(level, "the worker ends: %s", error, exc_info=error)
+        line.send(Failed(ErrorInfo.of(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,265 @@
+"""`Workers`: the workers of one engine, as rank 0 sees them: their start, commands to all of them, and their death.
+
+A thread watches their sockets, processes and heartbeats. A worker that dies, fails or stops ends the engine process at
+once and from that thread, because the engine's own thread may wait in a collective for a rank that will never come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import EngineBroken, HeadraceError, ModelError
+from headrace.base.messages import ErrorInfo, Starting, encode
+from headrace.service.ending import end_with
+from headrace.service.executor import Progress
+from headrace.service.ranks.commands import (
+    Assignment,
+    Close,
+    Command,
+    Done,
+    Failed,
+    FromWorker,
+    RankReady,
+    decode_reply,
+)
+from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
+from headrace.service.ranks.launch import Launcher, LocalLauncher, WorkerHandle
+from headrace.service.ranks.ring import RingWriter
+from headrace.service.transport import READ_BYTES, Frames, frame
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 10.0
+"""How often the log says which ranks a start waits for."""
+LAST_WORDS_S = 1.0
+"""How long a dying worker has to disappear, and a failed start waits for a worker's own reason."""
+CLOSE_S = 5.0
+
+
+@dataclass
+class _Worker:
+    rank: int
+    handle: WorkerHandle
+    stage: str = "starting its process"
+    since: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+    failure: HeadraceError | None = None
+    silence: Silence = field(default_factory=lambda: Silence(BEAT_S))
+    answers: queue.SimpleQueue[ErrorInfo | None] = field(default_factory=queue.SimpleQueue)
+    frames: Frames[FromWorker] = field(default_factory=lambda: Frames(decode_reply))
+
+    def enter(self, stage: str) -> None:
+        if stage != self.stage:
+            self.stage, self.since = stage, time.monotonic()
+
+
+class Workers:
+    """Ranks 1 to ``size`` - 1. ``on_failure`` is called once, from the watching thread, with the typed error of the
+    first one that failed; by default it ends this process. Close it from the engine's thread."""
+
+    def __init__(
+        self, config: EngineConfig, size: int, *, launcher: Launcher | None = None,
+        on_failure: Callable[[HeadraceError], Any] = end_with
+    ):
+        self.failure: HeadraceError | None = None
+        self._config, self._size, self._on_failure = config, size, on_failure
+        self._stage, self._since = "importing", time.monotonic()  # of rank 0
+        self._is_serving, self._doing = False, "idle"
+        self._is_closing = threading.Event()
+        self._changed = threading.Event()  # something changed that `await_ready` waits for
+        self._workers: list[_Worker] = []
+        self._watcher = threading.Thread(target=self._watch, name="worker-watch", daemon=True)
+        self._ring = RingWriter(size - 1)
+        self._heartbeats = Heartbeats(size)
+        self._heartbeats.start(0)
+        try:
+            for rank in range(1, size):
+                place = self._ring.place(rank - 1)
+                handle = (launcher or LocalLauncher()).start(
+                    rank, (place.memory, place.waker, self._heartbeats.memory)
+                )
+                self._workers.append(_Worker(rank, handle))
+        except OSError:
+            self.close()
+            raise
+        self._watcher.start()
+
+    def assign(self, address: str, port: int) -> None:
+        """Send each worker its assignment; ``address`` and ``port`` are those of the store where ranks meet."""
+        for worker in self._workers:
+            assignment = Assignment(
+                self._config, worker.rank, self._size, address, port, self._ring.place(worker.rank - 1),
+                self._heartbeats.memory,
+            )
+            with contextlib.suppress(OSError):  # it is dead; the watcher says so
+                worker.handle.line.sendall(frame(assignment))
+
+    def note_progress(self, progress: Progress) -> Progress:
+        """A `Progress` that also tells the log what rank 0 does."""
+
+        def report(stage: str, fraction: float) -> None:
+            if stage != self._stage:
+                self._stage, self._since = stage, time.monotonic()
+            progress(stage, fraction)
+
+        return report
+
+    def await_ready(self) -> None:
+        """Wait until all workers have built their executors; raises the typed error of one that could not."""
+        self._stage, self._since = "ready", time.monotonic()
+        while not all(worker.is_ready for worker in self._workers):
+            self._check()
+            self._changed.wait(BEAT_S)
+            self._changed.clear()
+        self._check()
+        self._is_serving = True
+
+    def explain(self) -> None:
+        """Called when rank 0 failed to start: raises the error of a worker that failed before, if there is one. A
+        broken connection to a dead rank is only a consequence."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(BEAT_S / 4)
+
+    def send(self, command: Command) -> None:
+        """Have all workers carry out a command; returns at once. Raises `EngineBroken` when one is dead."""
+        self._check()
+        self._doing = f"carrying out {type(command).__name__}"
+        self._ring.write(encode(command), self._check)
+
+    def await_answers(self) -> list[ErrorInfo | None]:
+        """The answers of all workers to the last call, None for success; raises `EngineBroken` when one dies."""
+        answers: list[ErrorInfo | None] = []
+        for worker in self._workers:
+            while len(answers) < worker.rank:
+                self._check()
+                with contextlib.suppress(queue.Empty):
+                    answers.append(worker.answers.get(timeout=BEAT_S))
+        return answers
+
+    def close(self) -> None:
+        """End all workers, by force if they take long; idempotent."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        if self._is_serving and self.failure is None:
+            with contextlib.suppress(HeadraceError):  # of a worker that does not read: it is killed
+                self._ring.write(encode(Close()), timeout_s=CLOSE_S)
+            deadline = time.monotonic() + CLOSE_S
+            for worker in self._workers:
+                worker.handle.wait(max(0.0, deadline - time.monotonic()))
+        for worker in self._workers:
+            worker.handle.kill()
+            worker.handle.wait(CLOSE_S)
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for worker in self._workers:
+            worker.handle.line.close()
+        self._ring.close()
+        self._heartbeats.close()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        by_line = {worker.handle.line.fileno(): worker for worker in self._workers}
+        for line in by_line:
+            poll.register(line, select.POLLIN)
+        looked_at = reported_at = time.monotonic()
+        while not self._is_closing.is_set():
+            ended = [by_line[line] for line, _ in poll.poll(BEAT_S * 1e3) if not self._read(by_line[line])]
+            now = time.monotonic()
+            if now - looked_at >= BEAT_S:
+                looked_at = now
+                ended += [worker for worker in self._workers if not worker.handle.is_alive()]
+                ended += [worker for worker in self._workers if self._is_silent(worker)]
+            if ended and not self._is_closing.is_set():
+                self._fail(ended[0])
+                return
+            if not self._is_serving and now - reported_at >= REPORT_S:
+                reported_at = now
+                self._report(now)
+
+    def _read(self, worker: _Worker) -> bool:
+        """Take what a worker sent; False when its end is closed, or it has failed."""
+        try:
+            data = worker.handle.line.recv(READ_BYTES)
+        except ConnectionResetError:
+            data = b""
+        for reply in worker.frames.feed(data):
+            match reply:
+                case Starting(stage, _):
+                    worker.enter(stage)
+                case RankReady():
+                    worker.is_ready = True
+                    worker.enter("ready")
+                    self._changed.set()
+                case Done(error):
+                    worker.answers.put(error)
+                case Failed(error):
+                    worker.failure = error.to_error()
+        return bool(data) and worker.failure is None
+
+    def _is_silent(self, worker: _Worker) -> bool:
+        if not worker.is_ready or not worker.silence.note(self._heartbeats.count(worker.rank)):
+            return False
+        worker.failure = self._broken(f"rank {worker.rank} (pid {worker.handle.pid}) gives no sign of life")
+        worker.handle.kill()
+        return True
+
+    def _fail(self, worker: _Worker) -> None:
+        if worker.failure is None and not worker.handle.is_alive():
+            self._read_rest(worker)
+        error = worker.failure or self._describe_death(worker)
+        if not isinstance(error, EngineBroken) and self._is_serving:
+            error = self._broken(f"rank {worker.rank} (pid {worker.handle.pid}) failed: {error}")
+        self.failure = error
+        self._changed.set()
+        self._on_failure(error)
+
+    def _read_rest(self, worker: _Worker) -> None:
+        poll = select.poll()
+        poll.register(worker.handle.line, select.POLLIN)
+        while poll.poll(0) and self._read(worker):
+            pass
+
+    def _describe_death(self, worker: _Worker) -> HeadraceError:
+        code = worker.handle.wait(LAST_WORDS_S)
+        how = "closed its line" if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
+            f"ended with exit code {code}"
+        )
+        who = f"rank {worker.rank} (pid {worker.handle.pid}) {how}"
+        if self._is_serving:
+            return self._broken(f"{who} while {self._doing}")
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return ModelError(f"{who}{hint} while {worker.stage}; the engine cannot start without it")
+
+    def _broken(self, what: str) -> EngineBroken:
+        return EngineBroken(f"{what}; the engine restarts", retry_after=1.0)
+
+    def _report(self, now: float) -> None:
+        states = [(0, self._stage, self._since)]
+        states += [(worker.rank, worker.stage, worker.since) for worker in self._workers]
+        logger.info(
+            "starting: %s", ", ".join(f"rank {rank} {stage} for {now - since:.0f} s" for rank, stage, since in states)
+        )
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,308 @@
+"""Workers of ranked engines: the ring, the order of commands, and what a dead, failed or stopped rank does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes import PATIENCE_S, Boom, FakeExecutor, continuation, engine_over, start_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.base.config import EngineConfig, engine_config
+from headrace.base.errors import EngineBroken, EngineUnavailable, HeadraceError, ModelError, WeightError
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.ranks.heartbeats import SILENCE_S, Heartbeats, Silence
+from headrace.service.ranks.ring import RingPlace, RingReader, RingWriter
+
+
+def ring_reader(writer: RingWriter, reader: int = 0) -> RingReader:
+    """In this process, with descriptors of its own."""
+    place = writer.place(reader)
+    return RingReader(
+        RingPlace(os.dup(place.memory), os.dup(place.waker), reader, place.num_readers, place.capacity)
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(0, 700), max_size=40), capacity=st.sampled_from([128, 160, 512, 4096]),
+    num_readers=st.integers(1, 3), slow=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_reader_gets_every_message(sizes: list[int], capacity: int, num_readers: int, slow: bool):
+    """Of any size, also several rings long, in order, with the ring wrapping around under readers of other speeds."""
+    writer = RingWriter(num_readers, capacity)
+    messages = [bytes((index + i * 7) % 256 for i in range(size)) for index, size in enumerate(sizes)]
+    received: list[list[bytes | None]] = [[] for _ in range(num_readers)]
+    readers = [ring_reader(writer, index) for index in range(num_readers)]
+
+    def read(index: int) -> None:
+        for place in range(len(messages)):
+            if slow and index == 0 and place % 8 == 3:
+                time.sleep(0.003)
+            received[index].append(readers[index].receive(PATIENCE_S))
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(num_readers)]
+    for thread in threads:
+        thread.start()
+    for message in messages:
+        writer.write(message, timeout_s=PATIENCE_S)
+    for thread in threads:
+        thread.join()
+    assert received == [messages] * num_readers
+    assert [reader.receive(0.0) for reader in readers] == [None] * num_readers
+    for end in (*readers, writer):
+        end.close()
+
+
+def test_a_writer_waits_for_the_slowest_reader_no_longer_than_told():
+    writer, num_checks = RingWriter(2, 128), 0
+    quick, dead = ring_reader(writer, 0), ring_reader(writer, 1)
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+
+    for _ in range(4):
+        writer.write(b"x" * 20)
+        assert quick.receive(1.0) == b"x" * 20
+    with pytest.raises(EngineUnavailable, match="has read no command"):
+        writer.write(b"x" * 20, check, timeout_s=0.2)
+    assert num_checks > 5
+
+    def refuse() -> None:
+        raise Boom("rank 1 is dead")
+
+    with pytest.raises(Boom):
+        writer.write(b"x" * 20, refuse)
+    assert [dead.receive(0.0) for _ in range(5)] == [b"x" * 20] * 4 + [None]
+    for end in (quick, dead, writer):
+        end.close()
+
+
+def test_a_sleeping_reader_is_woken():
+    """At once by its eventfd, and by itself where the wake-up is lost."""
+    writer = RingWriter(1)
+    reader, arrivals = ring_reader(writer), queue.SimpleQueue[float]()
+
+    def read() -> None:
+        while reader.receive(PATIENCE_S):
+            arrivals.put(time.monotonic())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    delays = []
+    for _ in range(20):
+        time.sleep(0.02)  # far longer than it polls
+        began = time.monotonic()
+        writer.write(b"wake up")
+        delays.append(arrivals.get(timeout=PATIENCE_S) - began)
+    assert sorted(delays)[10] < 0.005, delays
+    writer._wakers, wakers = [], writer._wakers
+    writer.write(b"lost wake-up")
+    assert arrivals.get(timeout=PATIENCE_S)
+    writer._wakers = wakers
+    writer.write(b"")
+    thread.join()
+    reader.close()
+    writer.close()
+
+
+def test_a_frame_that_is_not_all_visible_yet_is_not_taken():
+    writer = RingWriter(1, 4096)
+    reader = ring_reader(writer)
+    writer.write(b"first words")
+    broken = writer._map.data[8]
+    writer._map.data[8] = broken ^ 1
+    threading.Timer(0.1, lambda: writer._map.data.__setitem__(8, broken)).start()
+    assert reader.receive(1.0) == b"first words"
+    writer.write(b"second words")
+    writer._map.data[32] ^= 1
+    with pytest.raises(RuntimeError, match="broken"):
+        reader.receive(1.0)
+    reader.close()
+    writer.close()
+
+
+def test_silence_counts_looks_and_not_time():
+    silence = Silence(0.2, limit_s=1.0)
+    assert not any(silence.note(count) for count in range(10))
+    assert [silence.note(9) for _ in range(5)] == [False] * 4 + [True]
+    assert not silence.note(10)
+    beats = Heartbeats(3)
+    beats.start(2, beat_s=0.005)
+    deadline = time.monotonic() + PATIENCE_S
+    while not beats.count(2) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert beats.count(2) and not beats.count(0) and not beats.count(1)
+    beats.close()
+
+
+def ranked_config(folder: Path, size: int = 3, **options: object) -> EngineConfig:
+    return engine_config(model=str(folder), skip_tokenizer=True, tensor_parallel_size=size, **options)
+
+
+def run(engine, prompt: list[int], count: int) -> list[int]:
+    engine.submit(EngineRequest("r", prompt, SamplingSpec(), StopSpec(max_tokens=count)))
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish is None or output.finish.error is None
+            tokens += output.token_ids
+    return tokens
+
+
+def test_all_ranks_carry_out_the_same_commands(config_only: Path):
+    _, executor = start_ranks(ranked_config(config_only))
+    engine = engine_over(executor)
+    prompt = list(range(100)) * 20
+    assert run(engine, prompt, 5) == continuation(prompt, 5)
+    while executor.use_idle_moment():
+        pass
+    assert not executor.use_idle_moment()  # sends nothing
+    engine.drain()
+    executor.release_memory(["kv_cache", "weights"], discards_weights=True)
+    assert executor.released == {"kv_cache", "weights"}
+    executor.acquire_memory(["kv_cache", "weights"])
+    executor.replace_weights("7", "dummy")
+    with pytest.raises(WeightError, match="does not fit"):
+        executor.replace_weights("all", "auto")  # all ranks still have the old ones
+    assert run(engine, prompt, 3)
+    executor.close()
+    own, *others = [(config_only / f"rank-{rank}").read_text().splitlines() for rank in range(3)]
+    assert own == others[0] == others[1]
+    kinds = [line.split()[0] for line in own]
+    assert kinds.count("idle") == 3 and kinds[-1] == "close" and kinds.count("execute") >= 8
+
+
+def test_ranks_that_end_in_different_states_break_the_engine(config_only: Path):
+    _, executor = start_ranks(ranked_config(config_only))
+    for model in ("0", "2"):
+        with pytest.raises(EngineBroken, match=f"rank {model}: the checkpoint does not fit"):
+            executor.replace_weights(model, "auto")
+    executor.close()
+
+
+@pytest.mark.parametrize("poison", [FakeExecutor.FAIL_LAUNCH, FakeExecutor.FAIL_RESULT])
+def test_failed_steps_are_not_contained(config_only: Path, poison: int):
+    failures = queue.SimpleQueue[HeadraceError]()
+    _, executor = start_ranks(ranked_config(config_only, 2), on_failure=failures.put)
+    with pytest.raises(EngineBroken):
+        run(engine_over(executor), [1, poison], 4)
+    if poison == FakeExecutor.FAIL_LAUNCH:
+        error = failures.get(timeout=PATIENCE_S)
+        assert isinstance(error, EngineBroken) and "rank 1 (pid" in error.message and "launch failed" in error.message
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("revision", "kind", "text"),
+    [
+        ("dies", ModelError, r"rank 1 \(pid \d+\) died with signal 9 \(SIGKILL\).* while drawing fakes"),
+        ("raises", WeightError, "a tensor is missing"), ("breaks", HeadraceError, "Boom: no such kernel"),
+    ],
+)
+def test_a_start_that_fails_says_why(config_only: Path, revision: str, kind: type[HeadraceError], text: str):
+    failures: list[HeadraceError] = []
+    with pytest.raises(HeadraceError, match=text) as caught:
+        start_ranks(ranked_config(config_only, revision=revision), on_failure=failures.append)
+    assert failures == [caught.value]
+    # errors cross processes by their kind: the class is that which defines it
+    assert caught.value.kind == kind.kind
+
+
+def test_a_killed_worker_is_noticed_within_a_second(config_only: Path):
+    failures = queue.SimpleQueue[HeadraceError]()
+    workers, executor = start_ranks(ranked_config(config_only), on_failure=failures.put)
+    run(engine_over(executor), [1, 2, 3], 2)
+    pid = next(c.pid for c in psutil.Process().children() if "headrace.service.ranks.worker" in c.cmdline())
+    os.kill(pid, signal.SIGKILL)
+    error = failures.get(timeout=1.0)
+    assert f"(pid {pid}) died with signal 9 (SIGKILL) while carrying out Execute; the engine restarts" in error.message
+    with pytest.raises(EngineBroken):
+        for _ in range(1000):
+            executor.reset()
+    assert workers.failure is error
+    executor.close()
+    assert failures.empty()
+
+
+def test_a_stopped_worker_is_killed(config_only: Path):
+    failures = queue.SimpleQueue[HeadraceError]()
+    _, executor = start_ranks(ranked_config(config_only), on_failure=failures.put)
+    process = next(c for c in psutil.Process().children() if "headrace.service.ranks.worker" in c.cmdline())
+    began = time.monotonic()
+    process.suspend()
+    assert "gives no sign of life" in failures.get(timeout=SILENCE_S + 5).message
+    assert time.monotonic() - began > SILENCE_S / 2
+    executor.close()
+    assert not process.is_running()
+
+
+def test_nothing_is_left_behind(config_only: Path):
+    """After a few starts that settle what is made once."""
+    me = psutil.Process()
+
+    def cycle(**options: object) -> None:
+        try:
+            _, executor = start_ranks(ranked_config(config_only, **options), on_failure=lambda _: None)
+        except HeadraceError as error:
+            assert "tensor" in error.message
+            return
+        executor.close()
+
+    cycle()
+    before = me.num_fds(), len(me.children()), threading.active_count()
+    for index in range(20):
+        cycle(size=2, revision="raises" if index % 5 == 4 else None)
+    assert (me.num_fds(), len(me.children()), threading.active_count()) == before
+    assert not [m.path for m in me.memory_maps(grouped=False) if "headrace-" in m.path]
+
+
+def engine_and_workers() -> tuple[psutil.Process, list[psutil.Process]]:
+    engine = next(c for c in psutil.Process().children() if "headrace.service.process" in c.cmdline())
+    return engine, [c for c in engine.children() if "headrace.service.ranks.worker" in c.cmdline()]
+
+
+async def _await_gone(processes: list[psutil.Process], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"{alive} still run after {limit_s} s"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(("victim", "number", "limit_s"), [
+    ("worker", signal.SIGKILL, 2.0), ("engine", signal.SIGKILL, 3.0), ("engine", signal.SIGSTOP, SILENCE_S + 6),
+])
+async def test_the_whole_group_is_restarted(start_client, victim: str, number: int, limit_s: float):
+    client = await start_client(builder="fakes:build_fake_ranks", tensor_parallel_size=3)
+    engine, workers = engine_and_workers()
+    assert len(workers) == 2
+    (workers[1] if victim == "worker" else engine).send_signal(number)
+    await _await_gone([engine, *workers], limit_s)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
+            replacement, workers = engine_and_workers()
+            if replacement.pid != engine.pid and len(workers) == 2:
+                return
+        except (StopIteration, EngineUnavailable, psutil.NoSuchProcess):
+            pass
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def test_a_closed_client_leaves_no_worker(start_client):
+    client = await start_client(builder="fakes:build_fake_ranks", tensor_parallel_size=3)
+    engine, workers = engine_and_workers()
+    await client.close()
+    await _await_gone([engine, *workers], 3.0)
