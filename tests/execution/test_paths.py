@@ -51,7 +51,7 @@ def test_paths_of_decodes_cover_no_prefill():
 
 def test_graphs_of_mixed_steps_know_one_text_a_row():
     left = [feature for feature in EVERY if feature not in MixedGraphPath.covers]
-    assert left == [StepFeature.DRAFTING, StepFeature.TEXT_PAIRS]
+    assert left == [StepFeature.TEXT_PAIRS]
 
 
 def test_the_first_that_covers_the_features_wins():
