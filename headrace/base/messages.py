@@ -89,7 +89,9 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New output of one request since the last one; the last carries ``finish`` and there is exactly one such.
     ``pooled`` is the result of a request with ``pooling``, as in `StepResult`. ``queued_s`` comes with the first token
-    and with the last output: the seconds that the request waited for its first step, None when it had none."""
+    and with the last output: the seconds that the request waited for its first step, None when it had none.
+    ``num_draft_tokens`` were verified to make ``token_ids``, of which ``num_accepted_tokens`` are accepted drafts: the
+    others took a step each."""
 
     request_id: str
     token_ids: list[int]
@@ -99,6 +101,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     pooled: bytes | None = None
     queued_s: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class MemoryLine(msgspec.Struct, frozen=True, array_like=True):

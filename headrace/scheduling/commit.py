@@ -102,9 +102,15 @@ class Committer:
             logprobs = None if result.logprobs is None else result.logprobs[begin : begin + len(new_ids)]
             entries = None if logprobs is None or logprobs[0] is None else [e for e in logprobs if e is not None]
             if finish is not None:
-                outputs.append(self._lifecycle.finish(request, finish, new_ids, logprobs=entries))
+                last = self._lifecycle.finish(request, finish, new_ids, logprobs=entries, num_draft_tokens=length - 1)
+                outputs.append(last)
             else:
-                outputs.append(RequestOutput(request.request_id, new_ids, None, request.num_cached_tokens, entries))
+                outputs.append(
+                    RequestOutput(
+                        request.request_id, new_ids, None, request.num_cached_tokens, entries,
+                        num_draft_tokens=length - 1, num_accepted_tokens=count - 1
+                    )
+                )
 
     def _commit_prefills(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:
         """Chunks of prompts: store their pages, and append what was sampled."""

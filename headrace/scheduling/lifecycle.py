@@ -45,9 +45,11 @@ class Lifecycle:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         pooled: bytes | None = None,
+        num_draft_tokens: int = 0,
     ) -> RequestOutput:
         """End a request in any state; the returned output is its last. ``keep_pages`` stores its computed pages in the
-        prefix tree; it must be False for a request whose step failed, as the content of its pages is unknown."""
+        prefix tree; it must be False for a request whose step failed, as the content of its pages is unknown. Of
+        ``token_ids`` made with drafts all but the first are accepted ones."""
         # Hooks first, while the request still has its row.
         if self._hooks:
             self._hooks.dispatch("request_finished", update_of(request), finish.reason)
@@ -63,7 +65,8 @@ class Lifecycle:
             self._counters.aborted += 1
         num_cached = max(0, request.num_cached_tokens)
         return RequestOutput(
-            request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s
+            request.request_id, token_ids, finish, num_cached, logprobs, prompt_logprobs, pooled, request.queued_s,
+            num_draft_tokens, len(token_ids) - 1 if num_draft_tokens else 0
         )
 
     def retract(self, request: Request, *, keeps_turn: bool = True) -> None:

@@ -247,6 +247,7 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
         [entry for output in outputs for entry in output.logprobs or ()] or None,
         [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled,
         first.queued_s if first.queued_s is not None else last.queued_s,
+        sum(output.num_draft_tokens for output in outputs), sum(output.num_accepted_tokens for output in outputs),
     )
 
 

@@ -42,7 +42,12 @@ class StreamingLLM:
         for end in range(1, len(answer) + 1):
             yield GenerationOutput(
                 "r", None, prompt,
-                [CompletionOutput(0, answer[:end], prompt[:end], "stop" if end == len(answer) else None)]
+                [
+                    CompletionOutput(
+                        0, answer[:end], prompt[:end], "stop" if end == len(answer) else None,
+                        num_accepted_tokens=end // 2 if answer == "drafted!" else 0
+                    )
+                ]
             )
             if answer.startswith("interrupt") and end == 4:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -75,6 +80,11 @@ def test_answers_stream_and_are_remembered():
     assert "hello [bold]\n" in talked.text and "tokens" in talked.text
     assert talked.llm.params[0].temperature == 0.0
     assert talked.llm.params[0].max_tokens == 400 - len(talked.llm.prompts[0])
+
+
+def test_tokens_a_step_are_shown_where_drafts_were_accepted():
+    assert "a step" not in talk(["hello"]).text
+    assert ", 2.0 a step\n" in talk(["drafted!"]).text
 
 
 def test_commands():

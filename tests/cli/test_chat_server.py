@@ -99,6 +99,16 @@ def test_answers_stream_and_only_given_options_are_sent():
     assert [turn["content"] for turn in server.requests[1]["messages"]] == ["Hi", "Bonjour", "Again"]
 
 
+def test_tokens_a_step_are_asked_of_this_server_alone():
+    end = event({"content": "jour"}, "stop", timings={"accepted_tokens": 4})
+    pieces = [event({"content": "Bon"}), end, USAGE, DONE]
+    ours = Server(pieces, models={"data": [{"id": "base", "owned_by": "headrace"}]})
+    assert ", 2.3 a step\n" in talk(ours, ["Hi"]).text and ours.requests[0]["return_timings"] is True
+    models = {"data": [{"id": "base", "owned_by": "vllm"}]}
+    other = Server([event({"content": "x"}, "stop"), USAGE, DONE], models=models)
+    assert "a step" not in talk(other, ["Hi"]).text and "return_timings" not in other.requests[0]
+
+
 def test_fields_that_other_servers_leave_empty():
     pieces = [
         event({"role": "assistant", "content": None}), event({"content": "x"}),

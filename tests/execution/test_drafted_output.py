@@ -82,6 +82,9 @@ def test_output_is_that_of_no_drafts(folder: Path, other: Path, options: dict[st
         assert [(e.token_id, e.rank, e.top_ids) for e in mine] == [(e.token_id, e.rank, e.top_ids) for e in its], name
         assert [e.logprob for e in mine] == pytest.approx([e.logprob for e in its], abs=1e-4), name
         assert 0 <= counters.num_accepted_tokens <= counters.num_draft_tokens, name
+        # the counters also know drafts behind the end of a request
+        assert 0 <= counters.num_accepted_tokens - sum(o.num_accepted_tokens for o in drafted) <= len(drafted) * DRAFTS
+        assert all(o.num_accepted_tokens <= o.num_draft_tokens for o in drafted), name
         assert counters.num_accepted_tokens or "num_speculative_tokens" not in config, name
         assert counters.num_accepted_tokens == sum(counters.num_accepted_tokens_per_position), name
         if name == "same model":

@@ -251,6 +251,7 @@ class FakeEngine:
         self.prompt_positions: dict[str, list[int]] = {}
         self.finishes: dict[str, RequestOutput] = {}
         self.plans: list[StepPlan] = []
+        self.num_accepted = 0  # drafts among all outputs
 
     def add(self, ask: EngineRequest) -> None:
         self.scheduler.add(ask)
@@ -264,6 +265,9 @@ class FakeEngine:
         for output in outputs:
             assert output.request_id not in self.finishes, "output after the last"
             assert output.token_ids or output.finish or output.prompt_logprobs, "an output without content"
+            assert len(output.token_ids) - output.num_accepted_tokens == bool(output.token_ids), "one token is no draft"
+            assert 0 <= output.num_accepted_tokens <= output.num_draft_tokens
+            self.num_accepted += output.num_accepted_tokens
             self.tokens[output.request_id] += output.token_ids
             self.prompt_positions[output.request_id] += [entry.token_id for entry in output.prompt_logprobs or []]
             if output.finish is not None:

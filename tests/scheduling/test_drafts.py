@@ -30,6 +30,8 @@ def test_outputs_are_those_of_single_steps_in_fewer_steps(depth: int, pages: int
     engine.check_outputs()
     engine.scheduler.check()
     assert engine.runner.num_accepted > 60
+    # of the drafts that were right, the device also counts those behind the end of a request
+    assert 60 < engine.num_accepted <= engine.runner.num_accepted
     steps = sum(sum(1 for length in plan.lengths[: plan.num_decodes] if length) for plan in engine.plans)
     assert steps < sum(map(len, engine.tokens.values()))
     assert engine.scheduler.stats().generation_tokens_total == sum(map(len, engine.tokens.values()))

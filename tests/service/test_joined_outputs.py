@@ -16,8 +16,8 @@ def entry(token: int) -> TokenLogprobs:
 OUTPUTS = [
     RequestOutput("r", [], None, 4, None, [entry(1), entry(2)]),
     RequestOutput("r", [3], None, 4, [entry(3)], [entry(4)], queued_s=0.25),
-    RequestOutput("r", [5, 6], None, 4, [entry(5), entry(6)]),
-    RequestOutput("r", [7], Finish("stop", 7), 4, [entry(7)], queued_s=0.25),
+    RequestOutput("r", [5, 6], None, 4, [entry(5), entry(6)], num_draft_tokens=3, num_accepted_tokens=1),
+    RequestOutput("r", [7], Finish("stop", 7), 4, [entry(7)], queued_s=0.25, num_draft_tokens=2),
 ]
 
 
@@ -29,6 +29,7 @@ def test_nothing_is_lost_or_moved(count: int):
     assert [p.token_id for part in parts for p in part.logprobs or ()] == [3, 5, 6, 7]
     assert [p.token_id for part in parts for p in part.prompt_logprobs or ()] == [1, 2, 4]
     assert [part.finish for part in parts] == [None] * (len(parts) - 1) + [Finish("stop", 7)]
+    assert sum(part.num_draft_tokens for part in parts) == 5 and sum(part.num_accepted_tokens for part in parts) == 1
     assert all(part.num_cached_tokens == 4 for part in parts) and parts[-1].queued_s == 0.25
 
 

@@ -113,9 +113,15 @@ async def test_a_waiting_reader_is_woken():
 def test_merging_keeps_everything():
     first, second = TokenLogprobs(1, -0.5, 1), TokenLogprobs(2, -1.5, 3)
     merged = merge_deltas(
-        ChoiceDelta(0, "a", [1], [first], num_cached_tokens=4, prompt_logprobs=[None]),
-        ChoiceDelta(0, "b", [2], [second], finish_reason="stop", stop_reason="x"),
+        ChoiceDelta(
+            0, "a", [1], [first], num_cached_tokens=4, prompt_logprobs=[None], num_draft_tokens=3, num_accepted_tokens=1
+        ),
+        ChoiceDelta(
+            0, "b", [2], [second], finish_reason="stop", stop_reason="x", num_draft_tokens=2, num_accepted_tokens=2
+        ),
     )
+    assert (merged.num_draft_tokens, merged.num_accepted_tokens) == (5, 3)
+    merged.num_draft_tokens = merged.num_accepted_tokens = 0
     assert merged == ChoiceDelta(0, "ab", [1, 2], [first, second], "stop", "x", None, 4, [None])
 
 
@@ -123,9 +129,17 @@ def test_collector_adds_up_and_snapshots_do_not_change():
     collector = Collector("r", "hi", [1], 2)
     collector.add(ChoiceDelta(1, "a", [5], [TokenLogprobs(5, -0.25, 1)], num_cached_tokens=16))
     early = collector.snapshot()
-    collector.add(ChoiceDelta(1, "b", [6], [TokenLogprobs(6, -0.5, 1)], finish_reason="stop", stop_reason=6))
+    collector.add(
+        ChoiceDelta(
+            1, "b", [6], [TokenLogprobs(6, -0.5, 1)], finish_reason="stop", stop_reason=6, num_draft_tokens=4,
+            num_accepted_tokens=1
+        )
+    )
     collector.add(ChoiceDelta(0, "", [], finish_reason="error", error=ErrorInfo("step_failed", "boom")))
     output = collector.output
+    assert [(o.num_draft_tokens, o.num_accepted_tokens) for o in (*early.outputs, *output.outputs)] == [
+        (0, 0), (0, 0), (0, 0), (4, 1)
+    ]
     assert (early.outputs[1].text, early.outputs[1].token_ids, early.outputs[1].finish_reason) == ("a", [5], None)
     assert (output.outputs[1].text, output.outputs[1].token_ids, output.outputs[1].stop_reason) == ("ab", [5, 6], 6)
     assert output.outputs[1].cumulative_logprob == -0.75 and output.num_cached_tokens == 16 and output.prompt == "hi"

@@ -59,6 +59,17 @@ def test_a_stop_string_ends_the_choice_and_the_engine_is_told_once():
     assert assembler.feed(RequestOutput("r", [5], Finish("stop"))) is None
 
 
+def test_drafts_behind_a_stop_string_are_not_counted():
+    tokenizer = byte_level()
+    ids = [tokenizer._backend.token_to_id(c) for c in "abxyz"]
+    for kept, stop in ((4, "y"), (1, "a")):
+        assembler = assemble(tokenizer, stop=[stop])
+        delta = assembler.feed(RequestOutput("r", ids, num_draft_tokens=6, num_accepted_tokens=4))
+        assert (len(delta.token_ids), delta.num_draft_tokens, delta.num_accepted_tokens) == (kept, 6, kept - 1)
+    whole = assemble(tokenizer).feed(RequestOutput("r", ids, num_draft_tokens=6, num_accepted_tokens=4))
+    assert (whole.num_draft_tokens, whole.num_accepted_tokens) == (6, 4)
+
+
 def test_a_stop_string_in_the_last_output_needs_no_abort():
     tokenizer = byte_level()
     ids = ids_of(tokenizer, "abc")

@@ -88,7 +88,8 @@ class _Choice:
             return None
         delta = ChoiceDelta(
             self._index, "", output.token_ids, output.logprobs, num_cached_tokens=output.num_cached_tokens,
-            queued_s=output.queued_s
+            queued_s=output.queued_s, num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=output.num_accepted_tokens
         )
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if self._text is not None:
@@ -124,6 +125,8 @@ class _Choice:
         delta.token_ids = delta.token_ids[:kept]
         if delta.logprobs is not None:
             delta.logprobs = delta.logprobs[:kept]
+        # the first token of a step is no draft
+        delta.num_accepted_tokens = min(delta.num_accepted_tokens, max(0, kept - 1))
 
     def _stop_reason(self, finish: Finish) -> str | int | None:
         """The stop string or id the user named; None for the model's own end of text."""

@@ -19,7 +19,8 @@ class ChoiceDelta(msgspec.Struct):
     ``matched_stop`` is the same, or the id of the model's own end of text. ``logprobs`` is aligned with ``token_ids``.
     The first delta carries the prompt facts and ``queued_s``, the seconds
     waited for the first step. ``pooled`` is the result of a pooling request
-    (`headrace.base.pooling.unpack_floats`)."""
+    (`headrace.base.pooling.unpack_floats`). ``num_accepted_tokens`` of ``token_ids`` were drafts, of
+    ``num_draft_tokens`` that were verified."""
 
     index: int
     text: str
@@ -33,11 +34,15 @@ class ChoiceDelta(msgspec.Struct):
     pooled: bytes | None = None
     queued_s: float | None = None
     matched_stop: str | int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished choice, in the shape vLLM's users know. ``error`` is set when ``finish_reason`` is ``error``."""
+    """One finished choice, in the shape vLLM's users know. ``error`` is set when ``finish_reason`` is ``error``. With
+    speculation ``num_accepted_tokens`` of ``token_ids`` were drafts, of ``num_draft_tokens`` that were verified; the
+    other tokens took a step each."""
 
     index: int
     text: str
@@ -49,6 +54,8 @@ class CompletionOutput:
     error: ErrorInfo | None = None
     pooled: bytes | None = None
     matched_stop: str | int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -81,6 +88,8 @@ class Collector:
         output, choice = self._output, self._output.outputs[delta.index]
         choice.text += delta.text
         choice.token_ids += delta.token_ids
+        choice.num_draft_tokens += delta.num_draft_tokens
+        choice.num_accepted_tokens += delta.num_accepted_tokens
         if delta.logprobs is not None:
             choice.logprobs = (choice.logprobs or []) + delta.logprobs
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(p.logprob for p in delta.logprobs)

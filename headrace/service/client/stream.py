@@ -40,6 +40,8 @@ def merge_deltas(earlier: ChoiceDelta, later: ChoiceDelta) -> ChoiceDelta:
     later.text = earlier.text + later.text
     later.token_ids = earlier.token_ids + later.token_ids
     later.num_cached_tokens = max(earlier.num_cached_tokens, later.num_cached_tokens)
+    later.num_draft_tokens += earlier.num_draft_tokens
+    later.num_accepted_tokens += earlier.num_accepted_tokens
     if later.queued_s is None:
         later.queued_s = earlier.queued_s
     if later.prompt_logprobs is None:

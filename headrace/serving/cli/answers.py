@@ -22,11 +22,13 @@ Messages = list[dict[str, str]]
 @dataclass(frozen=True)
 class Piece:
     """A part of an answer as it arrives: ``text``, or ``reasoning`` before it. ``num_tokens``: those of the answer so
-    far, 0 while unknown. ``finish_reason`` is set at the end."""
+    far, 0 while unknown; ``num_accepted``: how many of them were accepted drafts. ``finish_reason`` is set at the end.
+    """
 
     text: str = ""
     reasoning: str = ""
     num_tokens: int = 0
+    num_accepted: int = 0
     finish_reason: str | None = None
 
 
@@ -60,7 +62,8 @@ class LocalModel:
         length = 0
         async for output in llm.generate(prompt, params):
             choice = output.outputs[0]
-            yield Piece(choice.text[length:], "", len(choice.token_ids), choice.finish_reason)
+            num_tokens, num_accepted = len(choice.token_ids), choice.num_accepted_tokens
+            yield Piece(choice.text[length:], "", num_tokens, num_accepted, choice.finish_reason)
             length = len(choice.text)
 
     async def close(self) -> None:
@@ -77,12 +80,25 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
+class _Timings(msgspec.Struct):
+    accepted_tokens: int = 0
+
+
 class _Event(msgspec.Struct):
     """The parts of a streamed chunk that a chat shows."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
+    timings: _Timings | None = None
     error: Any = None
+
+
+class _Model(msgspec.Struct):
+    owned_by: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -96,6 +112,7 @@ class ServerModel:
         address = url.rstrip("/").removesuffix("/chat/completions")
         self._http = HttpClient(address if "://" in address else f"http://{address}", api_key=api_key)
         self._model = model or ""
+        self._has_timings = False  # a field of this server alone; others may refuse it
 
     @property
     def title(self) -> str:
@@ -113,6 +130,7 @@ class ServerModel:
         if response.status != 200:
             raise ConfigError(f"{self._http.root}: {_refusal(response)}", param="url")
         self._model = self._model or _only_model(response.body, self._http.root)
+        self._has_timings = _is_headrace(response.body)
 
     async def answer(self, messages: Messages, sampling: SamplingOptions) -> AsyncGenerator[Piece, None]:
         """Stream ``/v1/chat/completions``. Options that were not given are left to the server."""
@@ -121,7 +139,7 @@ class ServerModel:
         given = {name: value for name, value in values.items() if value is not None and value is not False}
         body = {
             "model": self._model, "messages": messages, "stream": True, "stream_options": {"include_usage": True},
-            **given
+            **given, **({"return_timings": True} if self._has_timings else {})
         }
         response, splitter = HttpResponse(), EventSplitter()
         is_finished = False
@@ -165,6 +183,14 @@ def _refusal(response: HttpResponse) -> str:
     return f"the server answered {response.status}: {message}{hint.get(response.status, '')}"
 
 
+def _is_headrace(models: bytes) -> bool:
+    """Whether the server that lists ``models`` is one of this package's."""
+    try:
+        return any(model.owned_by == "headrace" for model in msgspec.json.decode(models, type=_Models).data)
+    except msgspec.DecodeError:
+        return False
+
+
 def _only_model(body: bytes, root: str) -> str:
     try:
         models = msgspec.json.decode(body)["data"]
@@ -186,9 +212,10 @@ def _read_piece(data: bytes) -> Piece:
         detail = event.error.get("message", event.error) if isinstance(event.error, dict) else event.error
         raise HeadraceError(f"the server stopped: {detail}")
     num_tokens = (event.usage and event.usage.completion_tokens) or 0
+    num_accepted = event.timings.accepted_tokens if event.timings else 0
     if not event.choices:
-        return Piece(num_tokens=num_tokens)
+        return Piece(num_tokens=num_tokens, num_accepted=num_accepted)
     choice = event.choices[0]
     delta = choice.delta or {}
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return Piece(delta.get("content") or "", reasoning, num_tokens, choice.finish_reason)
+    return Piece(delta.get("content") or "", reasoning, num_tokens, num_accepted, choice.finish_reason)

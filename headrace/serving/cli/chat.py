@@ -86,7 +86,8 @@ class Terminal:
 
     async def _answer(self) -> None:
         """Stream one answer. Output before Ctrl-C is kept."""
-        text, num_tokens, began, note, is_reasoning = "", 0, time.perf_counter(), "", False
+        text, num_tokens, num_accepted, note, is_reasoning = "", 0, 0, "", False
+        began = time.perf_counter()
         try:
             async for piece in self._model.answer(self._conversation.messages(), self._sampling):
                 if piece.reasoning:
@@ -96,12 +97,15 @@ class Terminal:
                     self._show("\n\n" + piece.text if is_reasoning else piece.text)
                     is_reasoning = False
                 text, num_tokens = text + piece.text, piece.num_tokens or num_tokens
+                num_accepted = piece.num_accepted or num_accepted
                 note = ", cut at --max-tokens" if piece.finish_reason == "length" else note
         # `asyncio.Runner` turns the first Ctrl-C into a cancellation of this task; the second raises KeyboardInterrupt.
         except asyncio.CancelledError:
             note = ", stopped"
         seconds = time.perf_counter() - began
         speed = f"{num_tokens} tokens, {num_tokens / seconds:.1f} per second" if num_tokens else f"{seconds:.1f} s"
+        if num_accepted and num_accepted < num_tokens:  # drafts were used, and the answer has its number of tokens
+            speed += f", {num_tokens / (num_tokens - num_accepted):.1f} a step"
         self._console.print(f"\n{speed}{note}", style="dim", highlight=False)
         self._conversation.add("assistant", text)
 

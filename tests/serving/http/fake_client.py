@@ -157,7 +157,8 @@ class FakeAssembler:
         self._ids[index] += output.token_ids
         delta = ChoiceDelta(
             index, "", output.token_ids, output.logprobs, queued_s=output.queued_s,
-            num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs
+            num_cached_tokens=output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs,
+            num_draft_tokens=output.num_draft_tokens, num_accepted_tokens=output.num_accepted_tokens
         )
         text = bytes(i for i in self._ids[index] if i < 256).decode(errors="ignore")
         end = len(text) - self._hold
@@ -184,7 +185,8 @@ class FakeClient:
     """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with
     ``uniqueItems``; one with ``BREAK3`` fails after three tokens, one with ``HOLD`` yields nothing until aborted.
     ``delay_s`` passes before each token. ``script`` is what the model answers, to everything, instead of sampled
-    letters."""
+    letters. ``drafts`` tokens more come in each step after the first token, as far as the answer goes, of half as many
+    again that were verified."""
 
     delay_s: float = 0.0
     state: str = "ready"
@@ -202,6 +204,7 @@ class FakeClient:
     pooling: PoolingFacts | None = None
     num_tokens: int = 0
     script: bytes = b""
+    drafts: int = 0
     prompts: list[str | list[int]] = field(default_factory=list)
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -323,6 +326,7 @@ class FakeClient:
                 error=ErrorInfo("invalid_request_error", f"{kind}: the keyword 'uniqueItems' cannot be enforced", kind)
             )
         tokens: list[int] = []
+        new: list[int] = []  # made and not yet sent; what follows the first of them is accepted drafts
         while finish is None:
             await asyncio.sleep(self.delay_s)
             if ended.is_set():
@@ -341,8 +345,17 @@ class FakeClient:
                 )
                 num_top = params.logprobs_or_named
                 logprobs = None if num_top is None else [token_logprobs(token, num_top, params.logprob_token_ids)]
-                stream.feed(RequestOutput(request.request_id, [token], finish, logprobs=logprobs, **facts))
-                facts = {}
+                new.append(token)
+                if finish is None and len(tokens) > 1 and len(new) <= self.drafts:
+                    continue
+                accepted, verified = len(new) - 1, self.drafts + self.drafts // 2 if len(tokens) > 1 else 0
+                stream.feed(
+                    RequestOutput(
+                        request.request_id, new, finish, logprobs=logprobs, num_draft_tokens=verified,
+                        num_accepted_tokens=accepted, **facts
+                    )
+                )
+                facts, new = {}, []
                 if finish is not None:
                     break
         else:

@@ -175,6 +175,23 @@ async def test_timings_are_told_on_request(http):
     assert all(one["meta_info"]["timings"]["queue_s"] == QUEUED_S for one in native.json())
 
 
+async def test_timings_count_accepted_drafts(http, client):
+    client.drafts = 2
+    asked = {"max_tokens": 8, "return_timings": True}
+    for path, body in ((CHAT, {"messages": [USER]}), (TEXT, {"prompt": "hello"})):
+        for stream in (False, True):
+            answer = await http.post(path, json={**body, **asked, "n": 2, "stream": stream})
+            told = json.loads(events_of(answer.text)[-2]) if stream else answer.json()
+            # of each choice: the first token, two steps of three tokens, and the last
+            assert (told["timings"]["draft_tokens"], told["timings"]["accepted_tokens"]) == (2 * 9, 2 * 4)
+    sampling = {"max_new_tokens": 8}
+    native = await http.post("/generate", json={"text": "a", "return_timings": True, "sampling_params": sampling})
+    assert native.json()["meta_info"]["timings"]["accepted_tokens"] == 4
+    client.drafts = 0
+    plain = await http.post(TEXT, json={"prompt": "hello", **asked})
+    assert plain.json()["timings"]["draft_tokens"] == plain.json()["timings"]["accepted_tokens"] == 0
+
+
 async def test_templates_of_requests_need_a_flag(http, client):
     bodies = {
         CHAT: {"messages": [USER], "max_tokens": 1}, "/tokenize": {"messages": [USER]},

@@ -88,6 +88,22 @@ async def choose(page: Page, **values: object) -> None:
         )
 
 
+async def test_tokens_a_step_are_shown_where_there_are_drafts(page, client, width):
+    await choose(page, max_tokens=40)
+    await say(page, "plain")
+    await page.until(f"{IDLE} === 1")
+    assert "tokens/step" not in await page.text(".turn.assistant .figures")
+    client.drafts = 2
+    await say(page, "drafted")
+    await page.until(f"{IDLE} === 2")
+    # one token, then thirteen steps of three
+    assert re.search(r"40 tokens[\d.,]+ tokens/s2\.9 tokens/step", await page.text(".turn:last-child .figures"))
+    client.drafts = 0
+    await page.click(".turn:last-child [aria-label='Answer again']")
+    await page.until(f"{IDLE} === 2 && document.querySelector('.turn:last-child .figures').textContent.includes('40')")
+    assert "tokens/step" not in await page.text(".turn:last-child .figures")
+
+
 async def test_a_conversation(page, client, width):
     assert await page.run(f"document.getElementById('model').getBoundingClientRect().right <= {width}")
     await choose(page, max_tokens=40, system="Be kind.")
@@ -149,7 +165,7 @@ Last *paragraph*."""
 
 
 async def test_markdown_grows_without_being_made_anew(page, client):
-    client.script = MARKDOWN.encode()
+    client.script, client.delay_s = MARKDOWN.encode(), 0.02  # slow enough to be painted on a busy machine
     # it folds as soon as the answer begins, so an observer watches: a look now and then might miss it
     await page.run("""new MutationObserver(() => {
         const reasoning = document.querySelector('.reasoning');

@@ -101,7 +101,7 @@ class Generation:
         context.running[request.request_id] = streams
         if any(isinstance(p, SamplingParams) and p.wants_all_logprobs for p in request.params):
             context.wide.add(request.request_id)
-        self._num_completion = 0
+        self._num_completion = self._num_drafted = self._num_accepted = 0
         self._num_cached = [0] * len(streams)
         self._watch = None if is_detached else asyncio.create_task(self._watch_client(http_request))
 
@@ -149,7 +149,8 @@ class Generation:
         queue = min((t.queued_s for t in self.timers if t.queued_s is not None), default=0.0)
         first = max(queue, *(t.first_token_s for t in self.timers))
         end = max(t.end_s or t.elapsed_s for t in self.timers)
-        return Timings(queue, first - queue, max(end - first, 0.0), sum(self._num_cached))
+        cached = sum(self._num_cached)
+        return Timings(queue, first - queue, max(end - first, 0.0), cached, self._num_drafted, self._num_accepted)
 
     def num_cached(self, prompt_index: int) -> int:
         """Prompt tokens of one prompt that came from the prefix cache."""
@@ -249,6 +250,8 @@ class Generation:
             # the engine may have stopped at the one token that the client did not ask for
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         self._num_completion += len(delta.token_ids)
+        self._num_drafted += delta.num_draft_tokens
+        self._num_accepted += delta.num_accepted_tokens
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
 
     def _name_field(self, error: ErrorInfo, params: SamplingParams | PoolingSpec) -> ErrorInfo:

@@ -22,6 +22,7 @@ export function requestBody(turns, { system = "", ...sampling }, isContinued) {
     ...(isContinued ? { add_generation_prompt: false, continue_final_message: true } : {}),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_timings: true,
   };
 }
 
@@ -98,7 +99,7 @@ export class Run {
   }
 
   /* Adds an event to the turn; returns why the answer ended, once it has. */
-  take({ choices: [choice], usage }) {
+  take({ choices: [choice], usage, timings }) {
     const { turn } = this,
       now = performance.now(),
       delta = choice?.delta ?? {},
@@ -109,10 +110,12 @@ export class Run {
       turn.content += delta.content ?? "";
       if (wasThinking && turn.content) turn.thinkS = (now - this.begun) / 1000;
     }
+    this.timings = timings ?? this.timings; // with the end alone
     if (usage && this.begun) {
       // The prompt of a continued answer holds its beginning; figures are of what came now.
       turn.stats = {
         usage,
+        timings: this.timings,
         contextLen: this.contextLen,
         firstS: (this.begun - this.start) / 1000,
         decodeS: (now - this.begun) / 1000,

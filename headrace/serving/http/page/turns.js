@@ -11,13 +11,17 @@ const ENDINGS = {
 
 const formatRate = (rate) => (rate < 100 ? rate.toFixed(1) : formatCount(Math.round(rate)));
 
-/* What is shown below an answer, each where its figures are known. `stats`: `usage` as the server sent it, seconds to
-   the first token and while tokens came, and the model's context. */
+/* What is shown below an answer, each where its figures are known. `stats`: `usage` and, at the end, `timings` as the
+   server sent them, seconds to the first token and while tokens came, and the model's context. */
 const FIGURES = [
   ({ usage }) =>
     usage && `${formatCount(usage.completion_tokens)} ${usage.completion_tokens === 1 ? "token" : "tokens"}`,
   ({ usage, decodeS }) =>
     usage?.completion_tokens > 1 && decodeS > 0 && `${formatRate((usage.completion_tokens - 1) / decodeS)} tokens/s`,
+  ({ usage, timings }) =>
+    usage &&
+    timings?.draft_tokens > 0 &&
+    `${(usage.completion_tokens / (usage.completion_tokens - timings.accepted_tokens)).toFixed(1)} tokens/step`,
   ({ firstS }) => firstS > 0 && `first token ${firstS < 10 ? firstS.toFixed(2) : firstS.toFixed(0)} s`,
   ({ usage }) =>
     usage?.prompt_tokens_details?.cached_tokens > 0 &&

@@ -38,12 +38,16 @@ class Usage(Struct):
 
 class Timings(Struct):
     """Where a request's time went: seconds in the queue, from there to the first token, and from there to the end or so
-    far; and prompt tokens from the prefix cache. Of several prompts: until the first began, until all had a token."""
+    far; and prompt tokens from the prefix cache. Of several prompts: until the first began, until all had a token.
+    ``draft_tokens`` were verified, and ``accepted_tokens`` of the output were drafts; its other tokens took a step
+    each."""
 
     queue_s: float
     prefill_s: float
     decode_s: float
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class PromptLogprob(Struct):
