@@ -34,6 +34,14 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
         return error_from_kind(self.kind, self.message, param=self.param, retry_after=self.retry_after)
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A rank is the one numbered ``index`` of ``count`` on its machine, those of other replicas counted in: it takes
+    that GPU, or that part of the cores."""
+
+    index: int = 0
+    count: int = 1
+
+
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """One sequence to generate, or with ``pooling`` one to pool; validated and tokenized. The client splits a request
     with ``n > 1`` into n of these.

@@ -19,7 +19,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig, resolve_for_device
 from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
-from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.messages import MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.assembly import Assembly
@@ -148,22 +148,23 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 
 def build_executor(
-    config: EngineConfig, progress: Progress = ignore_progress, group: Group | None = None
+    config: EngineConfig, progress: Progress = ignore_progress, group: Group | None = None, place: Place | None = None
 ) -> LocalExecutor:
     """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors. All ranks of
-    a ``group`` do so at the same time, each with its part of the model.
+    a ``group`` do so at the same time, each with its part of the model. ``place`` None: the replicas are on this
+    machine, each with one rank.
 
     The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
     free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
     """
     group = group or Group()
-    place, num_sharing = config.replica * group.size + group.rank, config.parallel.data_parallel_size * group.size
-    device = resolve_device(config.device.device, place)
+    place = place or Place(config.replica, config.parallel.data_parallel_size)
+    device = resolve_device(config.device.device, place.index)
     if device.type == "cpu":
-        take_cores(place, num_sharing)
+        take_cores(place.index, place.count)
     else:
         torch.cuda.set_device(device)
-    threads = set_threads(config.device.threads, num_sharing)
+    threads = set_threads(config.device.threads, place.count)
     config = resolve_for_device(config, device.type)
     start_triton(device)
     loaded = load_with_draft(config, device, progress, group)
@@ -174,7 +175,7 @@ def build_executor(
         measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
     # Processes on the CPU share its memory; each GPU has its own.
-    free = free_bytes(device) // (num_sharing if device.type == "cpu" else 1)
+    free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
     reserve = assembly.graph_reserve(measured.captured)
     # What torch holds from the measurement counts as taken: the largest step will need it again.
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)

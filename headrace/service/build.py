@@ -14,6 +14,7 @@ from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError
 from headrace.base.grammar import Vocabulary
 from headrace.base.hooks import HOOKS, RequestUpdate, load_hooks
+from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
 from headrace.execution.executor import LocalExecutor, build_executor
@@ -67,9 +68,11 @@ def prepare_process() -> None:
     start_plugins()
 
 
-def build_rank_0(config: EngineConfig, progress: Progress, group: Group | None = None) -> LocalExecutor:
+def build_rank_0(
+    config: EngineConfig, progress: Progress, group: Group | None = None, place: Place | None = None
+) -> LocalExecutor:
     """The executor of this process: the only one, or that of rank 0, which alone needs grammars."""
-    executor = build_executor(config, progress, group)
+    executor = build_executor(config, progress, group, place)
     executor.serve_grammars(partial(read_vocabulary, config.model))
     return executor
 

@@ -1,5 +1,5 @@
 """`spawn_engine`: starts an engine process, which imports what it needs and waits for its configuration.
-`spawn_process`: the same for any module of Headrace.
+`spawn_process`, `start_process`: the same for any module of Headrace.
 
 Imports only the standard library and base/env: a command calls this first, and both processes then import in parallel.
 """
@@ -71,19 +71,27 @@ def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
 def spawn_process(
     module: str, arguments: Sequence[str], descriptors: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a module of Headrace in a process whose standard input is one end of a socket pair; returns the process and
-    the other end. It gets this process's ``sys.path``, with ``-P`` so that the working directory is not added, and
-    inherits ``descriptors``. Raises `OSError` when the system has no process, memory or file descriptor for it."""
-    environment = env.worker_environment() | {
-        "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
-    }
-    command = [sys.executable, "-P", "-m", module, *arguments]
+    """`start_process` with a new socket pair; returns the process and our end. Raises `OSError` too when the system has
+    no file descriptor for it."""
     with contextlib.ExitStack() as undo:
         ours, its = socket.socketpair()
         undo.enter_context(ours)
         with its:  # our copy of its end must be closed, or the end of the process would not be seen
             for end in (ours, its):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            process = subprocess.Popen(command, stdin=its.fileno(), env=environment, pass_fds=tuple(descriptors))
+            process = start_process(module, arguments, its, descriptors)
         undo.pop_all()  # open from here on
         return process, ours
+
+
+def start_process(
+    module: str, arguments: Sequence[str], line: socket.socket, descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Run a module of Headrace in a process whose standard input is ``line``, which the caller closes. It gets this
+    process's ``sys.path``, with ``-P`` so that the working directory is not added, and inherits ``descriptors``. Raises
+    `OSError` when the system has no process or memory for it."""
+    environment = env.worker_environment() | {
+        "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
+    }
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(command, stdin=line.fileno(), env=environment, pass_fds=tuple(descriptors))

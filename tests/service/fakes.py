@@ -273,9 +273,9 @@ def build_fake_rank(assignment: Assignment, progress: Progress) -> RecordingExec
 def start_ranks(config: EngineConfig, **options: Any) -> tuple[Workers, RankedExecutor]:
     """As `headrace.service.ranks.build.build_ranked_engine`."""
     size = config.parallel.tensor_parallel_size
-    workers = Workers(config, size, launcher=LocalLauncher("fakes:build_fake_rank"), **options)
+    workers = Workers(config, size, LocalLauncher(config, size, "fakes:build_fake_rank"), **options)
     try:
-        workers.assign("127.0.0.1", 1)
+        workers.assign(1)
         workers.await_ready()
     except HeadraceError:
         workers.close()

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from headrace.base.config import EngineConfig
+from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
@@ -18,9 +19,8 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
+from headrace.service.ranks.launch import LOOPBACK, LocalLauncher
 from headrace.service.ranks.workers import Workers
-
-ADDRESS = "127.0.0.1"
 
 
 def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
@@ -29,17 +29,18 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return build_engine(config, progress)
-    workers, resources = Workers(config, size), ExitStack()  # first: they import what is imported here already
+    launcher, resources = LocalLauncher(config, size), ExitStack()
+    workers = Workers(config, size, launcher)  # first: they import what is imported here already
     with ExitStack() as undo:
         undo.callback(resources.close)
         undo.callback(workers.close)
         undo.callback(workers.explain)  # called first: raises the error of a worker instead
         prepare_process()
-        store, rendezvous = serve_rendezvous(ADDRESS, size)
-        workers.assign(rendezvous.address, rendezvous.port)
-        group = join_group(0, size, _device_of(config, 0), store)
+        store, rendezvous = serve_rendezvous(LOOPBACK, size)
+        workers.assign(rendezvous.port)
+        group = join_group(0, size, _device_of(config, launcher.place), store)
         resources.callback(group.close)
-        executor = build_rank_0(config, workers.note_progress(progress), group)
+        executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
         workers.await_ready()
         undo.pop_all()  # it stands
     return assemble_engine(RankedExecutor(executor, workers, resources))
@@ -47,13 +48,12 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
 
 def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
     """In a worker: meet the other ranks and build this one's executor."""
-    config, rank, size = assignment.config, assignment.rank, assignment.size
+    config, rank, size, place = assignment.config, assignment.rank, assignment.size, assignment.place
     start_plugins()
     progress("meeting the other ranks", 0.0)
     store = find_store(Rendezvous(assignment.address, assignment.port), size)
-    return build_executor(config, progress, join_group(rank, size, _device_of(config, rank), store))
+    return build_executor(config, progress, join_group(rank, size, _device_of(config, place), store), place)
 
 
-def _device_of(config: EngineConfig, rank: int) -> torch.device:
-    """Ranks of a replica take neighbouring GPUs, and replicas one after the other."""
-    return resolve_device(config.device.device, config.replica * config.parallel.tensor_parallel_size + rank)
+def _device_of(config: EngineConfig, place: Place) -> torch.device:
+    return resolve_device(config.device.device, place.index)

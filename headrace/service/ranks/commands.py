@@ -1,7 +1,8 @@
 """What rank 0 sends to workers and what they answer, as msgspec records.
 
 An `Assignment` comes first, over the worker's socket; then every `Command` over the ring, to all workers alike. Replies
-come over the socket. On the socket each message has a length prefix, as in service/transport.
+come over the socket. On the socket each message has a length prefix, as in service/transport. `Shared` is an argument
+of the process, as its numbers mean something on its machine alone.
 """
 
 from __future__ import annotations
@@ -10,22 +11,34 @@ import msgspec
 
 from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
-from headrace.base.messages import ErrorInfo, Starting
+from headrace.base.messages import ErrorInfo, Place, Starting
 from headrace.base.step import StepPlan
 from headrace.service.ranks.ring import RingPlace
 
 
+class Shared(msgspec.Struct, frozen=True):
+    """What a worker shares with the process that started it, as inherited descriptors: the command ring, and the memory
+    of ``num_heartbeats`` heartbeats, of which this worker has number ``heartbeat``. ``parent_is_replaced``: the parent
+    is started again when it dies, so that one which stands still may be killed."""
+
+    ring: RingPlace
+    heartbeats: int
+    heartbeat: int
+    num_heartbeats: int
+    parent_is_replaced: bool
+
+
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """Which rank a worker is, and where it meets the others: ``address`` and ``port`` of the store of rank 0.
-    ``heartbeats``: the inherited descriptor of their memory."""
+    """Which rank of ``size`` a worker is, its place among those of its machine, and where it meets the others:
+    ``address`` and ``port`` of the store of rank 0. The ranks are on ``num_hosts`` machines."""
 
     config: EngineConfig
     rank: int
     size: int
+    place: Place
     address: str
     port: int
-    ring: RingPlace
-    heartbeats: int
+    num_hosts: int = 1
 
 
 class Execute(msgspec.Struct, frozen=True, array_like=True, tag="execute"):

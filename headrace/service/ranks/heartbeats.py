@@ -1,4 +1,4 @@
-"""Heartbeats of ranks: a counter each in shared memory, by which the others notice a process that was stopped."""
+"""Heartbeats of the ranks on a machine: a counter each in shared memory, by which others notice a stopped process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SILENCE_S = 10.0
 
 
 class Heartbeats:
-    """The counters of ``size`` ranks. Rank 0 creates them; others open the inherited descriptor ``memory``."""
+    """``size`` counters: 0 is that of the process that creates them, which starts the others; these open the inherited
+    descriptor ``memory``."""
 
     def __init__(self, size: int, memory: int | None = None):
         self.memory = os.memfd_create("headrace-heartbeats", os.MFD_CLOEXEC) if memory is None else memory
@@ -25,19 +26,19 @@ class Heartbeats:
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, rank: int, beat_s: float = BEAT_S) -> None:
-        """Count up for ``rank`` from a thread, until `close`."""
+    def start(self, index: int, beat_s: float = BEAT_S) -> None:
+        """Count up counter ``index`` from a thread, until `close`."""
 
         def beat() -> None:
             while not self._is_closed.wait(beat_s):
-                self._words[LINE_WORDS * rank] += 1
+                self._words[LINE_WORDS * index] += 1
 
         self._thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def count(self, rank: int) -> int:
-        """Beats of a rank so far."""
-        return self._words[LINE_WORDS * rank]
+    def count(self, index: int) -> int:
+        """Beats so far."""
+        return self._words[LINE_WORDS * index]
 
     def close(self) -> None:
         """Stop counting and free the memory."""

@@ -3,7 +3,7 @@ process with a socket as its standard input.
 
 Builds the same executor as rank 0 and carries out the same commands, in the same order. It reads no results: rank 0
 samples. Whatever raises ends it with exit code 1, after a `Failed`; rank 0 then ends the engine. It ends with its
-parent too, and kills a parent that was stopped, as nothing would answer or restart while its workers wait for it.
+parent too, and kills an engine process that was stopped, as nothing would answer or restart while workers wait for it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from headrace.service.ranks.commands import (
     Release,
     Replace,
     Reset,
+    Shared,
     decode_command,
 )
 from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
@@ -83,7 +84,8 @@ class RankLine:
     def await_end(self, wait_s: float) -> bool:
         """Wait at most so long for the other end to close; returns whether it has."""
         ended = select.poll()
-        ended.register(self._line, 0)  # poll reports POLLHUP whatever the mask
+        # POLLHUP is reported whatever the mask; over TCP the end of one direction alone is POLLRDHUP
+        ended.register(self._line, select.POLLRDHUP)
         return bool(ended.poll(wait_s * 1e3))
 
 
@@ -131,31 +133,33 @@ class CommandLoop:
             self._line.send(Done())
 
 
-def watch_rank_0(heartbeats: Heartbeats, parent: int) -> None:
-    """From a thread, kill the engine process when its heartbeat stands still."""
+def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> None:
+    """From a thread, end this process when the heartbeat of its parent stands still, and the parent too if told."""
     silence = Silence(BEAT_S)
 
     def watch() -> None:
         while not silence.note(heartbeats.count(0)):
             time.sleep(BEAT_S)
-        if os.getppid() == parent:
-            logger.error("rank 0 (pid %d) gives no sign of life; it is killed, so that the engine restarts", parent)
+        logger.error("the parent (pid %d) gives no sign of life%s", parent, "; it is killed" if kills else "")
+        if kills and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         leave(1)
 
-    threading.Thread(target=watch, name="rank-0-watch", daemon=True).start()
+    threading.Thread(target=watch, name="parent-silence", daemon=True).start()
 
 
-def serve(assignment: Assignment, line: RankLine, build: Callable[[], RankBuilder], parent: int) -> None:
+def serve(
+    assignment: Assignment, shared: Shared, line: RankLine, build: Callable[[], RankBuilder], parent: int
+) -> None:
     """Build the executor and carry out commands until told to end."""
-    heartbeats = Heartbeats(assignment.size, assignment.heartbeats)
-    heartbeats.start(assignment.rank)
+    heartbeats = Heartbeats(shared.num_heartbeats, shared.heartbeats)
+    heartbeats.start(shared.heartbeat)
     line.send(Starting("importing", 0.0))
     with keep_bytecode():
         executor = build()(assignment, lambda stage, fraction: line.send(Starting(stage, fraction)))
     is_cpu = executor.facts.device == "cpu"
-    ring = RingReader(assignment.ring, SPIN_CPU_S if is_cpu else SPIN_GPU_S)
-    watch_rank_0(heartbeats, parent)
+    ring = RingReader(shared.ring, SPIN_CPU_S if is_cpu else SPIN_GPU_S)
+    watch_parent(heartbeats, parent, kills=shared.parent_is_replaced)
     line.send(RankReady())
     CommandLoop(executor, line, ring).run()
 
@@ -172,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the worker until the end; returns the exit code."""
     parser = argparse.ArgumentParser(prog=WORKER_MODULE, description=__doc__)
     parser.add_argument("--builder", default=RANK_BUILDER, help="module:function that builds the executor")
+    parser.add_argument("--shared", required=True, help="JSON of what is shared with the parent, see commands.Shared")
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C and service managers reach the whole group; the parent decides when we end
@@ -189,7 +194,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     _start_logging(assignment.config, assignment.rank)
     try:
-        serve(assignment, line, lambda: load_target(arguments.builder), parent)
+        shared = msgspec.json.decode(arguments.shared, type=Shared)
+        serve(assignment, shared, line, lambda: load_target(arguments.builder), parent)
     except Exception as error:  # process main: tell rank 0 why, then end
         level = logging.DEBUG if isinstance(error, HeadraceError) else logging.ERROR
         logger.log(level, "the worker ends: %s", error, exc_info=error)

@@ -32,9 +32,8 @@ from headrace.service.ranks.commands import (
     RankReady,
     decode_reply,
 )
-from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
-from headrace.service.ranks.launch import Launcher, LocalLauncher, WorkerHandle
-from headrace.service.ranks.ring import RingWriter
+from headrace.service.ranks.heartbeats import BEAT_S, Silence
+from headrace.service.ranks.launch import CLOSE_S, Host, Launcher, WorkerHandle
 from headrace.service.transport import READ_BYTES, Frames, frame
 
 logger = logging.getLogger(__name__)
@@ -43,12 +42,11 @@ REPORT_S = 10.0
 """How often the log says which ranks a start waits for."""
 LAST_WORDS_S = 1.0
 """How long a dying worker has to disappear, and a failed start waits for a worker's own reason."""
-CLOSE_S = 5.0
 
 
 @dataclass
 class _Worker:
-    rank: int
+    host: Host
     handle: WorkerHandle
     stage: str = "starting its process"
     since: float = field(default_factory=time.monotonic)
@@ -68,41 +66,29 @@ class Workers:
     first one that failed; by default it ends this process. Close it from the engine's thread."""
 
     def __init__(
-        self, config: EngineConfig, size: int, *, launcher: Launcher | None = None,
+        self, config: EngineConfig, size: int, launcher: Launcher, *,
         on_failure: Callable[[HeadraceError], Any] = end_with
     ):
         self.failure: HeadraceError | None = None
-        self._config, self._size, self._on_failure = config, size, on_failure
+        self._size, self._on_failure = size, on_failure
         self._stage, self._since = "importing", time.monotonic()  # of rank 0
         self._is_serving, self._doing = False, "idle"
         self._is_closing = threading.Event()
         self._changed = threading.Event()  # something changed that `await_ready` waits for
-        self._workers: list[_Worker] = []
         self._watcher = threading.Thread(target=self._watch, name="worker-watch", daemon=True)
-        self._ring = RingWriter(size - 1)
-        self._heartbeats = Heartbeats(size)
-        self._heartbeats.start(0)
-        try:
-            for rank in range(1, size):
-                place = self._ring.place(rank - 1)
-                handle = (launcher or LocalLauncher()).start(
-                    rank, (place.memory, place.waker, self._heartbeats.memory)
-                )
-                self._workers.append(_Worker(rank, handle))
-        except OSError:
-            self.close()
-            raise
+        self._hosts = launcher.launch(config, size)
+        self._workers = [_Worker(host, handle) for host in self._hosts for handle in host.workers]
         self._watcher.start()
 
-    def assign(self, address: str, port: int) -> None:
-        """Send each worker its assignment; ``address`` and ``port`` are those of the store where ranks meet."""
+    def assign(self, port: int) -> None:
+        """Send each worker its assignment; ``port`` is that of the store where ranks meet."""
         for worker in self._workers:
+            handle, host = worker.handle, worker.host
             assignment = Assignment(
-                self._config, worker.rank, self._size, address, port, self._ring.place(worker.rank - 1),
-                self._heartbeats.memory,
+                host.config, handle.rank, self._size, handle.place, host.address, port, len(self._hosts)
             )
             with contextlib.suppress(OSError):  # it is dead; the watcher says so
-                worker.handle.line.sendall(frame(assignment))
+                handle.line.sendall(frame(assignment))
 
     def note_progress(self, progress: Progress) -> Progress:
         """A `Progress` that also tells the log what rank 0 does."""
@@ -136,13 +122,15 @@ class Workers:
         """Have all workers carry out a command; returns at once. Raises `EngineBroken` when one is dead."""
         self._check()
         self._doing = f"carrying out {type(command).__name__}"
-        self._ring.write(encode(command), self._check)
+        message = encode(command)
+        for host in self._hosts:
+            host.send(message, self._check)
 
     def await_answers(self) -> list[ErrorInfo | None]:
         """The answers of all workers to the last call, None for success; raises `EngineBroken` when one dies."""
         answers: list[ErrorInfo | None] = []
         for worker in self._workers:
-            while len(answers) < worker.rank:
+            while len(answers) < worker.handle.rank:
                 self._check()
                 with contextlib.suppress(queue.Empty):
                     answers.append(worker.answers.get(timeout=BEAT_S))
@@ -154,8 +142,9 @@ class Workers:
             return
         self._is_closing.set()
         if self._is_serving and self.failure is None:
-            with contextlib.suppress(HeadraceError):  # of a worker that does not read: it is killed
-                self._ring.write(encode(Close()), timeout_s=CLOSE_S)
+            for host in self._hosts:
+                with contextlib.suppress(HeadraceError):  # of a worker that does not read: it is killed
+                    host.send(encode(Close()), lambda: None, CLOSE_S)
             deadline = time.monotonic() + CLOSE_S
             for worker in self._workers:
                 worker.handle.wait(max(0.0, deadline - time.monotonic()))
@@ -164,10 +153,8 @@ class Workers:
             worker.handle.wait(CLOSE_S)
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
             self._watcher.join()
-        for worker in self._workers:
-            worker.handle.line.close()
-        self._ring.close()
-        self._heartbeats.close()
+        for host in self._hosts:
+            host.close()
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -197,7 +184,7 @@ class Workers:
         """Take what a worker sent; False when its end is closed, or it has failed."""
         try:
             data = worker.handle.line.recv(READ_BYTES)
-        except ConnectionResetError:
+        except OSError:  # it was reset, or over a network timed out
             data = b""
         for reply in worker.frames.feed(data):
             match reply:
@@ -214,9 +201,9 @@ class Workers:
         return bool(data) and worker.failure is None
 
     def _is_silent(self, worker: _Worker) -> bool:
-        if not worker.is_ready or not worker.silence.note(self._heartbeats.count(worker.rank)):
+        if not worker.is_ready or not worker.silence.note(worker.handle.beats):
             return False
-        worker.failure = self._broken(f"rank {worker.rank} (pid {worker.handle.pid}) gives no sign of life")
+        worker.failure = self._broken(f"{worker.handle.name} gives no sign of life")
         worker.handle.kill()
         return True
 
@@ -225,7 +212,7 @@ class Workers:
             self._read_rest(worker)
         error = worker.failure or self._describe_death(worker)
         if not isinstance(error, EngineBroken) and self._is_serving:
-            error = self._broken(f"rank {worker.rank} (pid {worker.handle.pid}) failed: {error}")
+            error = self._broken(f"{worker.handle.name} failed: {error}")
         self.failure = error
         self._changed.set()
         self._on_failure(error)
@@ -241,7 +228,7 @@ class Workers:
         how = "closed its line" if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
             f"ended with exit code {code}"
         )
-        who = f"rank {worker.rank} (pid {worker.handle.pid}) {how}"
+        who = f"{worker.handle.name} {how}"
         if self._is_serving:
             return self._broken(f"{who} while {self._doing}")
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
@@ -251,11 +238,10 @@ class Workers:
         return EngineBroken(f"{what}; the engine restarts", retry_after=1.0)
 
     def _report(self, now: float) -> None:
-        states = [(0, self._stage, self._since)]
-        states += [(worker.rank, worker.stage, worker.since) for worker in self._workers]
-        logger.info(
-            "starting: %s", ", ".join(f"rank {rank} {stage} for {now - since:.0f} s" for rank, stage, since in states)
-        )
+        states = [("rank 0", self._stage, self._since)]
+        states += [(worker.handle.name, worker.stage, worker.since) for worker in self._workers]
+        texts = [f"{name}: {stage} for {now - since:.0f} s" for name, stage, since in states]
+        logger.info("starting: %s", ", ".join(texts))
 
 
 def _name_of(number: int) -> str:
