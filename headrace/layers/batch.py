@@ -96,7 +96,8 @@ class ForwardBatch:
     ``text_kinds`` [T] int64: which text of a pair each token belongs to (None: all to the first). Only models without
     cache groups read these two. ``wanted``: for models with ``prunes_last_layer``, which then return hidden states
     [S, D]; in their last layer, ``queries`` [S] int64 are the indices of the tokens that still attend.
-    ``features``: hidden states to copy for a drafter, for models with ``captures_features``."""
+    ``features``: hidden states to copy for a drafter, for models with ``captures_features``. ``carried`` [T, W]: what
+    the pipeline stage before computed, in the model's dtype; None in the first stage."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -106,6 +107,7 @@ class ForwardBatch:
     wanted: WantedTokens | None = None
     queries: torch.Tensor | None = None
     features: Features | None = None
+    carried: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

@@ -11,6 +11,7 @@ from headrace.layers.batch import StepContext
 from headrace.layers.quantization import SchemeChain, default_chain
 from headrace.parallel.cut import Dim, ShardedParameter
 from headrace.parallel.group import Group
+from headrace.parallel.layout import Stage
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Build:
     (``auto``: the best that supports the model here). ``schemes``: quantization schemes that checkpoint tensors pass
     through during loading. ``keeps_blocks``: layers keep a checkpoint's quantised blocks where they can. ``step``: see
     `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
-    ``divides_experts``: each of these ranks has some of the experts whole, instead of a part of each."""
+    ``divides_experts``: each of these ranks has some of the experts whole, instead of a part of each. ``stage``: the
+    layers that this rank has."""
 
     device: torch.device
     dtype: torch.dtype
@@ -31,6 +33,7 @@ class Build:
     step: StepContext = field(default_factory=StepContext)
     tensor: Group = field(default_factory=Group)
     divides_experts: bool = False
+    stage: Stage = field(default_factory=Stage)
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -20,8 +20,8 @@ from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.mlp import Mlp
-from headrace.layers.model import ServedModel
-from headrace.layers.names import CheckpointNames, drop_training_heads
+from headrace.layers.model import ServedModel, number_layers
+from headrace.layers.names import CheckpointNames, drop_training_heads, find_elsewhere
 from headrace.layers.norm import LayerNorm
 from headrace.layers.spec import EncoderSpec
 
@@ -91,12 +91,23 @@ class Encoder(ServedModel):
     """The model of encoder families; see `ServedModel` for the order of calls. It has no KV cache: a text is computed
     in one step."""
 
+    supports_stages = True
+
     def __init__(self, spec: EncoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self.names = spec, names
-        self.embedding = EncoderEmbedding(spec, build)
-        self.layers = nn.ModuleList(EncoderBlock(spec, build) for _ in range(spec.num_layers))
-        self.scores = ClassScores(spec, build) if spec.num_classes else None
+        self.spec, self.names, self.stage, self.carried_width = spec, names, build.stage, spec.hidden_size
+        own = self.stage.layers(spec.num_layers)
+        self.embedding = EncoderEmbedding(spec, build) if self.stage.is_first else None
+        self._blocks = [EncoderBlock(spec, build) for _ in own]
+        self.layers = number_layers(self._blocks, own.start)
+        self.scores = ClassScores(spec, build) if spec.num_classes and self.stage.is_last else None
+        ends = (("embedding", self.stage.is_first), ("scores", self.stage.is_last))
+        absent = [part for part, is_here in ends if not is_here]
+        self._elsewhere = find_elsewhere(names.modules, own, spec.num_layers, absent)
+
+    def wants(self, name: str) -> bool:
+        """See `ServedModel`."""
+        return not f"{self.names.rename_one(name)}.".startswith(self._elsewhere)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
@@ -108,10 +119,14 @@ class Encoder(ServedModel):
         assert not any(pages), "an encoder keeps nothing between steps"
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the last layer."""
-        x = self.embedding(batch)
+        """Hidden states [T, D] after the last layer here."""
+        if batch.carried is not None:
+            x = batch.carried
+        else:
+            assert self.embedding is not None
+            x = self.embedding(batch)
         spans = TextSpans(batch.lengths, dtype=x.dtype, device=x.device)
-        for layer in self.layers:
+        for layer in self._blocks:
             x = layer(x, spans)
         return x
 

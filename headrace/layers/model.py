@@ -4,7 +4,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,15 @@ from headrace.layers.quantization.storage import StorableModel
 from headrace.layers.vocabulary import Embedding, Head
 
 
+def number_layers(layers: Sequence[nn.Module], first: int) -> nn.ModuleList:
+    """Layers registered under their numbers in the whole model, from ``first`` on: parameters have the same names in
+    every pipeline stage."""
+    numbered = nn.ModuleList()
+    for number, layer in enumerate(layers, first):
+        numbered.add_module(str(number), layer)
+    return numbered
+
+
 class ServedModel(StorableModel):
     """Base class of every model. A family names its class as ``"module:Class"``; it is built as ``Class(spec, names,
     build)``, which creates every parameter uninitialised on the device of ``build``, most of them in its dtype. Then
@@ -24,13 +33,17 @@ class ServedModel(StorableModel):
 
     Capabilities are attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as
     CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_features``: `forward`
-    fills ``ForwardBatch.features``, which drafters that read hidden states need. ``scores``: the classifier, [S, D]
+    fills ``ForwardBatch.features``, which drafters that read hidden states need. ``supports_stages``: it is built with
+    the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
+    others pass on ``carried_width`` numbers per token. ``scores``: the classifier, [S, D]
     to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling
     model.
     """
 
     is_capturable: bool = True
     captures_features: bool = False
+    supports_stages: bool = False
+    carried_width: int = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +61,11 @@ class ServedModel(StorableModel):
         """Embedding and head, for drafters that share them; None if the model has no such layers."""
         return None
 
+    def wants(self, name: str) -> bool:
+        """Whether `load_weights` needs the tensor of that checkpoint name. Those of other pipeline stages are left out.
+        """
+        return True
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs in any order. A tensor is valid only until the
         next one is requested. Raises `WeightError` naming missing or unexpected ones."""
@@ -59,7 +77,8 @@ class ServedModel(StorableModel):
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm; [S, D] of the wanted tokens where ``batch.wanted`` is set."""
+        """Hidden states [T, D] after the final norm; [S, D] of the wanted tokens where ``batch.wanted`` is set. In
+        pipeline stages before the last, what the next one needs, [T, carried_width]."""
         raise NotImplementedError
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -105,9 +105,13 @@ class CheckpointNames:
     def rename(self, tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """The tensors with ``renames`` applied, under the names that are keys of ``modules``."""
         for name, tensor in tensors:
-            for theirs, ours in self.renames.items():  # in order, each on the result of the one before
-                name = name.replace(theirs, ours)
-            yield name, tensor
+            yield self.rename_one(name), tensor
+
+    def rename_one(self, name: str) -> str:
+        """A name with ``renames`` applied."""
+        for theirs, ours in self.renames.items():  # in order, each on the result of the one before
+            name = name.replace(theirs, ours)
+        return name
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,29 @@ class GgufNaming:
     norm_offset: float = 0.0
 
 
+def find_elsewhere(
+    modules: Mapping[str, str], layers: Container[int], count: int, absent: Container[str]
+) -> tuple[str, ...]:
+    """Beginnings of checkpoint names, with a dot behind them, whose tensors other pipeline stages have. ``modules``:
+    see `CheckpointNames`; ``layers`` of ``count`` are here, and so are all modules but those in ``absent``."""
+    found = []
+    for theirs, ours in modules.items():
+        if "{i}" in theirs:
+            found += [theirs.partition("{i}")[0] + f"{i}." for i in range(count) if i not in layers]
+        elif ours.partition(".")[0].partition("#")[0] in absent:
+            found.append(f"{theirs}.")
+    return tuple(dict.fromkeys(found))
+
+
 def add_prefix(tensors: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """The tensors of a checkpoint of the bare decoder, with the ``model.`` prefix that they have in one with a head."""
     for name, tensor in tensors:
-        yield name if name.startswith(BARE_PREFIXES) else f"model.{name}", tensor
+        yield prefix_one(name), tensor
+
+
+def prefix_one(name: str) -> str:
+    """A name with that prefix."""
+    return name if name.startswith(BARE_PREFIXES) else f"model.{name}"
 
 
 def drop_training_heads(tensors: Iterable[tuple[str, T]], *, wanted: Container[str]) -> Iterator[tuple[str, T]]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
@@ -19,10 +18,10 @@ from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.model import ServedModel
+from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
-from headrace.layers.names import SCORE_NAMES, CheckpointNames, add_prefix
-from headrace.layers.norm import make_norm
+from headrace.layers.names import SCORE_NAMES, CheckpointNames, add_prefix, find_elsewhere, prefix_one
+from headrace.layers.norm import NoNorm, make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec
@@ -36,36 +35,58 @@ class Decoder(ServedModel):
     """The model class of all families whose decoder a `DecoderSpec` describes; see `ServedModel` for the order of
     calls."""
 
-    captures_features = True
+    captures_features = supports_stages = True
 
     def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self.names, self.step = spec, names, build.step
+        self.spec, self.names, self.step, self.stage = spec, names, build.step, build.stage
+        self.carried_width = spec.hidden_size
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
-        vocabulary = spec.vocabulary
+        vocabulary, own = spec.vocabulary, build.stage.layers(spec.num_layers)
         # one table per distinct rope spec, shared by its layers
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)
-            for rope in dict.fromkeys(layer.rope for layer in spec.layers) if rope is not None
+            for rope in dict.fromkeys(spec.layers[i].rope for i in own) if rope is not None
         }
-        self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
+        self.embedding: Embedding | None = None
+        has_head = build.stage.is_last and spec.num_classes is None
+        if build.stage.is_first or (has_head and vocabulary.tied):
+            self.embedding = Embedding(build, vocabulary.size, spec.hidden_size, vocabulary.embedding_scale)
         self._blocks = [
-            make_block(spec, layer, tables[layer.rope] if layer.rope else None, build) for layer in spec.layers
+            make_block(spec, layer, tables[layer.rope] if layer.rope else None, build)
+            for layer in (spec.layers[i] for i in own)
         ]
-        self.layers = nn.ModuleList(self._blocks)
-        self.norm = make_norm(spec.norm, spec.hidden_size, build)
+        self.layers = number_layers(self._blocks, own.start)
+        self.norm = make_norm(spec.norm, spec.hidden_size, build) if build.stage.is_last else NoNorm()
         self.head: Head | None = None
-        if spec.num_classes is None:
+        if has_head:
+            tied = self.embedding.weight if self.embedding is not None and vocabulary.tied else None
             self.head = Head(
-                build, vocabulary.size, spec.hidden_size, weight=self.embedding.weight if vocabulary.tied else None,
+                build, vocabulary.size, spec.hidden_size, weight=tied,
                 divisor=vocabulary.logits_divisor, softcap=vocabulary.softcap, bias=vocabulary.head_bias,
             )
-        elif spec.num_classes > 0:  # 0: a bare decoder, for embeddings
+        elif build.stage.is_last and spec.num_classes:  # 0: a bare decoder, for embeddings
             self.scores = Head(build, spec.num_classes, spec.hidden_size, is_shared=False)
+        self._elsewhere = self._find_elsewhere()
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
         self._decodes: FusedDecode | None = None
         self._is_table_due = True
+
+    def _find_elsewhere(self) -> tuple[str, ...]:
+        stage, parts = self.stage, (("embedding", self.embedding), ("head", self.head), ("scores", self.scores))
+        absent = set() if stage.is_whole else {name for name, part in parts if part is None}
+        if stage.is_last:
+            absent -= {"head", "scores"}  # nowhere, then
+        else:
+            absent.add("norm")
+        count = self.spec.num_layers
+        return find_elsewhere({**self.names.modules, **SCORE_NAMES}, stage.layers(count), count, absent)
+
+    def wants(self, name: str) -> bool:
+        """See `ServedModel`."""
+        name = prefix_one(name) if self.spec.num_classes == 0 else name
+        return not f"{self.names.rename_one(name)}.".startswith(self._elsewhere)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
@@ -84,7 +105,9 @@ class Decoder(ServedModel):
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group. Drops the fused table, which holds references to the old pages."""
-        for layer, layer_pages, group in zip(self._blocks, pages, group_of_layer, strict=True):
+        own = self.stage.layers(self.spec.num_layers)
+        for layer, i in zip(self._blocks, own, strict=True):
+            layer_pages, group = pages[i], group_of_layer[i]
             layer.attention.bind(layer_pages, group)
         self._table, self._decodes, self._is_table_due = None, None, True  # the table keeps the pages alive
         self._segments = {}
@@ -94,19 +117,26 @@ class Decoder(ServedModel):
         self._is_table_due = True
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm, or [S, D] of the wanted tokens where the batch names them."""
+        """See `ServedModel`."""
         if batch.features is not None:
             return self._forward_with_features(batch, batch.features)
         self.step.batch = batch
-        x = self.embedding(batch.token_ids)
+        x = self._enter(batch)
         return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        """What enters the first layer here [T, D]; layers overwrite it."""
+        if batch.carried is not None:
+            return batch.carried.clone()  # a captured graph's padding would grow from replay to replay
+        assert self.embedding is not None
+        return self.embedding(batch.token_ids)
 
     def _forward_with_features(self, batch: ForwardBatch, features: Features) -> torch.Tensor:
         wanted = batch.wanted
         if wanted is not None and features.spec.needs_last_layer(len(self._blocks)):
             batch = replace(batch, wanted=None)
         self.step.batch = batch
-        x = self.embedding(batch.token_ids)
+        x = self._enter(batch)
         features.begin(x)
         residual = self._run_segments(x, batch, features) or self._run_layers(x, batch)
         features.take(len(self._blocks), residual)
@@ -150,8 +180,9 @@ class Decoder(ServedModel):
         # Made lazily: weights may be packed on another thread while requests run, which sets the flag again.
         if self._is_table_due:
             self._is_table_due = False  # before the table is made: another thread may set it again meanwhile
-            self._table, self._segments = fuse_layers(self._blocks), {}
-            self._decodes = None if self._table is None else fuse_step(self._table, self)
+            self._table, self._segments, self._decodes = fuse_layers(self._blocks), {}, None
+            if self._table is not None and self.stage.is_whole:
+                self._decodes = fuse_step(self._table, self)
         return self._table
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> Residual:
@@ -171,12 +202,12 @@ class Decoder(ServedModel):
     @property
     def vocabulary(self) -> tuple[Embedding, Head] | None:
         """See `ServedModel`."""
-        return None if self.head is None else (self.embedding, self.head)
+        return None if self.head is None or self.embedding is None else (self.embedding, self.head)
 
     @property
     def prunes_last_layer(self) -> bool:
         """See `ServedModel`."""
-        return self._blocks[-1].attention.prunes_queries
+        return self.stage.is_last and self._blocks[-1].attention.prunes_queries
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""
