@@ -200,6 +200,12 @@ class ParallelConfig(Section):
     enable_expert_parallel: bool = option(
         False, "divide a mixture's experts among the ranks of tensor_parallel_size, whole ones, instead of each of them"
     )
+    all2all_backend: str = option(
+        "auto",
+        "how tokens get to the ranks of their experts: all-gather (all to all ranks), all-to-all (each to its own), "
+        "replicated (each rank of a replica has them); auto: the fastest for these ranks",
+        metavar="NAME"
+    )
     data_parallel_size: int = option(
         1, "replicas of the engine, each on devices of its own (on a CPU: with its share of the cores)", low=1,
         high=1024

@@ -41,7 +41,9 @@ from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
 from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
+from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
+from headrace.parallel.share import share_kv_heads
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,8 @@ def load_model(
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps_blocks(source, config.model, device, dtype, progress), tensor=group,
-            divides_experts=config.parallel.enable_expert_parallel and not group.is_single,
+            experts=ExpertRanks(group) if config.parallel.enable_expert_parallel else ExpertRanks(),
+            all2all_backend=config.parallel.all2all_backend,
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -161,10 +164,12 @@ def load_model(
 
 def share_caches(specs: Sequence[CacheSpec | None], group: Group) -> list[CacheSpec | None]:
     """What a rank of a group caches of these: some of the KV heads."""
-    return [
-        spec and msgspec.structs.replace(spec, num_kv_heads=group.share_kv_heads(spec.num_kv_heads).length)
-        for spec in specs
-    ]
+
+    def share(spec: CacheSpec) -> CacheSpec:
+        own = share_kv_heads(spec.num_kv_heads, group.size, group.rank)
+        return msgspec.structs.replace(spec, num_kv_heads=own.length)
+
+    return [spec and share(spec) for spec in specs]
 
 
 @contextlib.contextmanager

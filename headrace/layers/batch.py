@@ -97,7 +97,9 @@ class ForwardBatch:
     cache groups read these two. ``wanted``: for models with ``prunes_last_layer``, which then return hidden states
     [S, D]; in their last layer, ``queries`` [S] int64 are the indices of the tokens that still attend.
     ``features``: hidden states to copy for a drafter, for models with ``captures_features``. ``carried`` [T, W]: what
-    the pipeline stage before computed, in the model's dtype; None in the first stage."""
+    the pipeline stage before computed, in the model's dtype; None in the first stage.
+    ``replica_tokens``: how many tokens each of the replicas that divide experts has in this step; empty where only
+    this one is concerned."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -108,6 +110,7 @@ class ForwardBatch:
     queries: torch.Tensor | None = None
     features: Features | None = None
     carried: torch.Tensor | None = None
+    replica_tokens: list[int] = field(default_factory=list)
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

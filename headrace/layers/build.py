@@ -10,6 +10,7 @@ from headrace.kernels.operation import KernelQuery
 from headrace.layers.batch import StepContext
 from headrace.layers.quantization import SchemeChain, default_chain
 from headrace.parallel.cut import Dim, ShardedParameter
+from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
 from headrace.parallel.layout import Stage
 
@@ -21,8 +22,9 @@ class Build:
     (``auto``: the best that supports the model here). ``schemes``: quantization schemes that checkpoint tensors pass
     through during loading. ``keeps_blocks``: layers keep a checkpoint's quantised blocks where they can. ``step``: see
     `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
-    ``divides_experts``: each of these ranks has some of the experts whole, instead of a part of each. ``stage``: the
-    layers that this rank has."""
+    ``experts``: the ranks that have some experts each, whole ones; with a single one, those of ``tensor`` have a part
+    of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
+    ``stage``: the layers that this rank has."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,7 +34,8 @@ class Build:
     keeps_blocks: bool = False
     step: StepContext = field(default_factory=StepContext)
     tensor: Group = field(default_factory=Group)
-    divides_experts: bool = False
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
+    all2all_backend: str = "auto"
     stage: Stage = field(default_factory=Stage)
 
     @property

@@ -20,7 +20,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 from headrace.parallel.cut import cut_of
 from headrace.parallel.group import Group
-from headrace.parallel.share import Share
+from headrace.parallel.share import Share, share_kv_heads
 
 
 class AttentionLayer(Branch):
@@ -52,7 +52,7 @@ class NormOverRanks:
         self._norms, self._group = (q_norm, k_norm), group
         self._sizes = [cut_of(norm.weight).full_shape[0] for norm in self._norms]
         # a KV head that several ranks hold counts once
-        is_counted = group.rank == 0 or group.share_kv_heads(kv_heads.size, group.rank - 1).stop <= kv_heads.start
+        is_counted = group.rank == 0 or share_kv_heads(kv_heads.size, group.size, group.rank - 1).stop <= kv_heads.start
         self._counts = (1.0, float(is_counted))
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:

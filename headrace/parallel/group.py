@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError
-from headrace.parallel.share import Share, share_experts, share_heads, share_kv_heads, share_units
+from headrace.parallel.share import Share, share_heads, share_units
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,9 @@ class Group:
         """A rank's part of a dimension, by default this one's; see `share_units`."""
         return share_units(size, self.size, self.rank if rank is None else rank, noun=noun)
 
-    def share_experts(self, num_experts: int) -> Share:
-        """This rank's experts."""
-        return share_experts(num_experts, self.size, self.rank)
-
     def share_heads(self, num_heads: int, num_kv_heads: int) -> tuple[Share, Share]:
         """This rank's query and KV heads; see `headrace.parallel.share.share_heads`."""
         return share_heads(num_heads, num_kv_heads, self.size, self.rank)
-
-    def share_kv_heads(self, num_kv_heads: int, rank: int | None = None) -> Share:
-        """The KV heads of a rank, by default of this one."""
-        return share_kv_heads(num_kv_heads, self.size, self.rank if rank is None else rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, with the same bits on each; ``x`` may be overwritten."""
@@ -65,6 +57,15 @@ class Group:
 
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The ranks' tensors, side by side along the last dim, which is ``sizes[r]`` on rank r."""
+        return x
+
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The ranks' rows [n, ...], one rank's behind the other's, in any dtype; n is ``counts[r]`` on rank r."""
+        return x
+
+    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Send ``sent[r]`` consecutive rows of ``x`` [n, ...] to each rank r and return the ``received[r]`` rows that
+        each has for this one, in the order of ranks; in any dtype."""
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +122,29 @@ class TorchGroup(Group):
         if min(sizes) == widest:
             return parts.movedim(0, -2).flatten(-2)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """See `Group`."""
+        most = max(counts)
+        if self._is_muted or not most:
+            return x.new_zeros(sum(counts), *x.shape[1:])
+        if len(x) < most:  # equal shapes are what the library gathers
+            x = torch.cat((x, x.new_empty(most - len(x), *x.shape[1:])))
+        gathered = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
+        if min(counts) == most:
+            return gathered.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+
+    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """See `Group`."""
+        out = x.new_empty(sum(received), *x.shape[1:])
+        if self._is_muted:
+            return out.zero_()
+        # as bytes, which every library moves
+        theirs, own = (rows.flatten(1).view(torch.uint8) for rows in (out, x.contiguous()))
+        dist.all_to_all_single(theirs, own, list(received), list(sent), group=self._group)
+        return out
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group`."""

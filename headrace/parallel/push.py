@@ -62,6 +62,17 @@ class PushGroup(Group):
         out = self.collectives.all_gather(x.contiguous()) if is_here else None
         return self._base.all_gather(x, sizes) if out is None else out
 
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """See `Group`. Equal counts as `all_gather` does, by bytes: a rank's rows are one long row."""
+        row = x.contiguous().view(1, -1) if x.numel() else x
+        is_here = not self._is_muted and bool(x.numel()) and min(counts) == max(counts)
+        out = self.collectives.all_gather(row) if is_here else None
+        return self._base.all_gather_rows(x, counts) if out is None else out.view(-1, *x.shape[1:])
+
+    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """See `Group`."""
+        return self._base.exchange_rows(x, sent, received)
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group`."""
         out = None if self._is_muted else self.collectives.broadcast(x)

@@ -39,7 +39,7 @@ class RankProcesses:
     def builder(self, options: dict[str, Any]) -> Callable[..., LocalExecutor]:
         """A `build_executor` that builds on all ranks, and whose executor's plans they all run."""
 
-        def build(config: EngineConfig, progress: Callable[[str, float], None], _group: object) -> LocalExecutor:
+        def build(config: EngineConfig, progress: Callable[[str, float], None], *_: object) -> LocalExecutor:
             self._send(("build", options))
             executor = build_executor(engine_config(**options), progress, self.group)
             execute = executor.execute

@@ -91,6 +91,15 @@ def test_divided_experts_compute_what_those_of_one_rank_do(
     compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch, enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize("all2all_backend", ["all-gather", "all-to-all"])
+@pytest.mark.parametrize("family", ["GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+def test_tokens_that_travel_to_their_experts_come_back(
+    ranks: RankProcesses, family: str, all2all_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    own = {"enable_expert_parallel": True, "all2all_backend": all2all_backend}
+    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch, **own)
+
+
 def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = {
         "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 97, "hidden_size": 32,

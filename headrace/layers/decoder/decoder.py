@@ -20,6 +20,7 @@ from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.names import SCORE_NAMES, CheckpointNames, add_prefix, find_elsewhere, prefix_one
 from headrace.layers.norm import NoNorm, make_norm
 from headrace.layers.residual import Residual
@@ -68,6 +69,8 @@ class Decoder(ServedModel):
         elif build.stage.is_last and spec.num_classes:  # 0: a bare decoder, for embeddings
             self.scores = Head(build, spec.num_classes, spec.hidden_size, is_shared=False)
         self._elsewhere = self._find_elsewhere()
+        mixtures = [block.mlp for block in self._blocks if isinstance(block.mlp, MoeMlp)]
+        self.is_capturable = all(mixture.is_capturable for mixture in mixtures)
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
         self._decodes: FusedDecode | None = None

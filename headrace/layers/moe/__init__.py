@@ -18,7 +18,17 @@ def reason_against_many_ranks(query: KernelQuery) -> str | None:
 
 def reason_against_one_rank(query: KernelQuery) -> str | None:
     """For dispatchers among several ranks."""
-    return None if query.shape.get("ranks", 1) > 1 else "divides experts among ranks, and there is one"
+    if query.shape.get("ranks", 1) > 1:
+        return None
+    return "divides experts among ranks, and here they are not; set enable_expert_parallel and several ranks"
+
+
+def reason_against_replicas(query: KernelQuery) -> str | None:
+    """For the dispatcher that needs all tokens on all ranks."""
+    replicas = query.shape.get("replicas", 1)
+    if replicas > 1:
+        return f"needs the same tokens on all ranks, and {replicas} replicas have different ones"
+    return reason_against_one_rank(query)
 
 
 def reason_against_encoded(query: KernelQuery) -> str | None:
@@ -53,8 +63,16 @@ DISPATCHERS.add(
 )
 DISPATCHERS.add(
     "replicated", "headrace.layers.moe.reference:ReplicatedDispatcher", speaks=CHOICES,
-    supports=reason_against_one_rank,
+    supports=reason_against_replicas, priority=20,
     doc="every rank has all tokens and some experts; what it computes is a part of the sum",
+)
+DISPATCHERS.add(
+    "all-gather", "headrace.layers.moe.exchange:GatheringDispatcher", speaks=CHOICES, supports=reason_against_one_rank,
+    priority=10, doc="all tokens to all ranks; sums return to where a token came from",
+)
+DISPATCHERS.add(
+    "all-to-all", "headrace.layers.moe.exchange:ExchangingDispatcher", speaks=CHOICES,
+    supports=reason_against_one_rank, doc="a token to the ranks of its experts only, and their sums back",
 )
 EXPERTS.add(
     "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=reason_against_encoded,

@@ -51,7 +51,11 @@ class GroupedTokens:
 
 
 class Dispatcher(Protocol):
-    """Sends tokens to the devices of their experts, and brings results back. Built once per layer."""
+    """Sends tokens to the devices of their experts, and brings results back. Built once per layer. ``is_capturable``:
+    its calls may be recorded in a CUDA graph; False where they wait for the device, or depend on numbers of the host.
+    """
+
+    is_capturable: bool
 
     def __init__(self, build: Build): ...
 

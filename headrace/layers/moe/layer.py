@@ -44,8 +44,8 @@ class Router(nn.Module):
 class MoeMlp(Branch):
     """``x [T, D] -> [T, D]``: the weighted sum of each token's experts, plus the shared MLP's output if it has one.
 
-    The ranks of ``build.tensor`` have a part of each expert, or with ``build.divides_experts`` some experts each, and a
-    part of the shared MLP; all have all tokens. What a rank computes is a partial sum.
+    The ranks of ``build.tensor`` have a part of each expert and of the shared MLP. With several ranks in
+    ``build.experts`` each of those has some experts whole. What a rank computes is a partial sum over ``build.tensor``.
     """
 
     def __init__(self, spec: MoeSpec, hidden_size: int, build: Build):
@@ -56,17 +56,23 @@ class MoeMlp(Branch):
         group = build.tensor
         self.group = None if group.is_single else group
         experts, size = Share.whole(routing.num_experts), Share.whole(spec.expert.intermediate_size)
-        if build.divides_experts:
-            experts = group.share_experts(experts.size)
-        else:
+        if build.experts.is_single:
             size = group.share(size.size, "intermediate dims of experts")
+        else:
+            experts = build.experts.share(experts.size)
         self.experts = ExpertWeights(experts, spec.expert, hidden_size, build, size=size)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, build)
         query = build.query(
             width=hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
-            ranks=1 if experts.is_whole else group.size,
+            ranks=build.experts.group.size, replicas=build.experts.num_replicas,
         )
         self._run_experts = pair_experts(self.experts, spec.expert, build, query)
+        self._nothing = torch.empty(0, hidden_size, dtype=build.dtype, device=build.device)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether steps with this layer may be recorded in CUDA graphs."""
+        return self._run_experts.is_capturable
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.compute_share(x)
@@ -75,6 +81,11 @@ class MoeMlp(Branch):
     def add(self, norm: Norm, residual: Residual) -> None:
         residual.pending = self.compute_share(norm.add(residual))
         residual.group = self.group
+
+    def take_part(self) -> None:
+        """Compute other replicas' tokens in a step in which this one has none."""
+        ids = torch.empty(0, self.router.shape["top_k"], dtype=torch.int64, device=self._nothing.device)
+        self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self.num_experts))
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the output."""

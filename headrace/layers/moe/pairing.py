@@ -4,7 +4,7 @@ formats there is an adapter."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,30 +13,54 @@ from headrace.base.errors import ConfigError, PluginError
 from headrace.base.registry import Registry
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
-from headrace.layers.moe.contract import ADAPTERS, DISPATCHERS, EXPERTS, Adapter, ChosenTokens, adapter_name
+from headrace.layers.moe.contract import (
+    ADAPTERS,
+    DISPATCHERS,
+    EXPERTS,
+    Adapter,
+    ChosenTokens,
+    Dispatcher,
+    adapter_name,
+)
 from headrace.layers.spec import MlpSpec
 
 Pair = tuple[str, str]
 
 
-def pair_experts(
-    weights: Any, spec: MlpSpec, build: Build, query: KernelQuery
-) -> Callable[[ChosenTokens], torch.Tensor]:
-    """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D].
+@dataclass(frozen=True)
+class PairedExperts:
+    """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D]. ``is_capturable``:
+    it may be recorded in a CUDA graph."""
+
+    dispatcher: Dispatcher
+    adapt: Adapter
+    run: Callable[[Any], Any]
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether no call waits for the device or depends on numbers of the host."""
+        return self.dispatcher.is_capturable
+
+    def __call__(self, tokens: ChosenTokens) -> torch.Tensor:
+        sent = self.dispatcher.dispatch(tokens)
+        if isinstance(sent, ChosenTokens) and not len(sent.hidden):  # kernels take one row at least
+            return self.dispatcher.combine(sent.hidden)
+        return self.dispatcher.combine(self.adapt(sent, self.run))
+
+
+def pair_experts(weights: Any, spec: MlpSpec, build: Build, query: KernelQuery) -> PairedExperts:
+    """Choose and build both, and the adapter between them.
 
     Raises `ConfigError` listing the pairs that are possible when the wanted one is not.
     """
     dispatcher_name, experts_name = choose_pair(
-        query, experts=None if build.moe_experts == "auto" else build.moe_experts
+        query, dispatcher=None if build.all2all_backend == "auto" else build.all2all_backend,
+        experts=None if build.moe_experts == "auto" else build.moe_experts
     )
     dispatcher = DISPATCHERS.load(dispatcher_name)(build)
     experts = EXPERTS.load(experts_name)(weights, spec, build)
     adapt = find_adapter(DISPATCHERS.format_of(dispatcher_name), EXPERTS.format_of(experts_name))
-    return partial(_exchange, dispatcher, adapt, experts.run)
-
-
-def _exchange(dispatcher: Any, adapt: Adapter, run: Callable[[Any], Any], tokens: ChosenTokens) -> torch.Tensor:
-    return dispatcher.combine(adapt(dispatcher.dispatch(tokens), run))
+    return PairedExperts(dispatcher, adapt, experts.run)
 
 
 def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: str | None = None) -> Pair:
@@ -62,7 +86,7 @@ def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: s
     raise ConfigError(
         f"no way to compute the experts of this model: {'; '.join(faults)}. Dispatcher + experts that can be joined "
         f"here: {pairs}",
-        param="moe_experts"
+        param="all2all_backend" if dispatcher is not None and dispatcher not in dispatchers else "moe_experts"
     )
 
 

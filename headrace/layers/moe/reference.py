@@ -14,6 +14,8 @@ from headrace.layers.spec import MlpSpec
 class LocalDispatcher:
     """See `Dispatcher`; speaks `CHOICES`. All experts are on this device, so no token moves."""
 
+    is_capturable = True
+
     def __init__(self, build: Build):
         pass
 
@@ -25,14 +27,16 @@ class LocalDispatcher:
 
 
 class ReplicatedDispatcher:
-    """See `Dispatcher`; speaks `CHOICES`. Each rank of ``build.tensor`` has all tokens and computes those choices that
-    are its own experts; the layer adds the ranks' results up."""
+    """See `Dispatcher`; speaks `CHOICES`. Each rank has all tokens and computes those choices that are its own experts;
+    the layer adds the ranks' results up."""
+
+    is_capturable = True
 
     def __init__(self, build: Build):
-        self._group = build.tensor
+        self._ranks = build.experts
 
     def dispatch(self, tokens: ChosenTokens) -> ChosenTokens:
-        own = self._group.share_experts(tokens.num_experts)
+        own = self._ranks.share(tokens.num_experts)
         is_own = (tokens.ids >= own.start) & (tokens.ids < own.stop)
         ids = torch.where(is_own, tokens.ids - own.start, -1)
         return ChosenTokens(tokens.hidden, ids, tokens.weights, own.length, has_padding=True)
