@@ -133,10 +133,11 @@ def load_draft(
     model_config = _model_config(kind, choice, config.model)
     source = resolve_source(model_config) if kind.has_checkpoint else target.source
     is_dummy = model_config.load_format == "dummy"
+    keeps = keeps_blocks(source, model_config, device, target.dtype, progress)
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
-        schemes=choose_schemes(source, model_config, target.dtype, device),
-        keeps_blocks=keeps_blocks(source, model_config, device, target.dtype, progress), tensor=target.group,
+        schemes=choose_schemes(source, model_config, target.dtype, device, keeps_codes=keeps), keeps_blocks=keeps,
+        tensor=target.group,
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),

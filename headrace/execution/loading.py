@@ -141,10 +141,11 @@ def load_model(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
     with explain_full_device(device):
-        schemes = choose_schemes(source, config.model, dtype, device)
+        keeps = keeps_blocks(source, config.model, device, dtype, progress)
+        schemes = choose_schemes(source, config.model, dtype, device, keeps_codes=keeps)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
-            schemes=schemes, keeps_blocks=keeps_blocks(source, config.model, device, dtype, progress), tensor=group,
+            schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ExpertRanks(group) if config.parallel.enable_expert_parallel else ExpertRanks(),
             all2all_backend=config.parallel.all2all_backend,
         )
@@ -246,13 +247,16 @@ def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> in
     return max_model_len or min(usual or native, native)
 
 
-def choose_schemes(source: ModelSource, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SchemeChain:
-    """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice."""
+def choose_schemes(
+    source: ModelSource, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, keeps_codes: bool
+) -> SchemeChain:
+    """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice.
+    ``keeps_codes``: see `SchemeQuery`."""
     stated = {} if model.load_format == "dummy" else Fields(source.config).section("quantization_config")
     wanted = model.quantization or ""
     return chain_schemes(SchemeQuery(
         device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
-        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted,
+        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted, config=stated, keeps_codes=keeps_codes,
     ))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import WeightError
-from headrace.layers.quantization.blocks import BlockIntake, BlockTensor, keep_blocks
+from headrace.layers.quantization.blocks import QuantisedIntake, QuantisedTensor
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
 from headrace.parallel.cut import Cut, cut_of
 
@@ -33,7 +33,7 @@ class Targets(dict[str, torch.Tensor]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.intakes: dict[int, BlockIntake] = {}
+        self.intakes: dict[int, QuantisedIntake] = {}
         self.cuts: dict[str, Cut] = {}
         self.elsewhere: set[str] = set()
 
@@ -46,14 +46,16 @@ class Targets(dict[str, torch.Tensor]):
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What the target takes of a checkpoint's tensor; the tensor itself if its shape is not the expected one."""
         cut = self.cuts.get(name)
-        return tensor if cut is None or tuple(tensor.shape) != cut.full_shape else keep_blocks(tensor, cut)
+        if cut is None or tuple(tensor.shape) != cut.full_shape:
+            return tensor
+        return tensor.keep(cut) if isinstance(tensor, QuantisedTensor) else cut.keep(tensor)
 
-    def take_blocks(self, name: str, tensor: torch.Tensor) -> bool:
-        """Pass a `BlockTensor` on to its layer undequantised; False if it is a plain tensor, or the layer cannot keep
-        blocks."""
+    def take_codes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Pass a `QuantisedTensor` on to its layer undequantised; False if it is a plain tensor, or the layer cannot
+        keep codes."""
         target = self[name]
         intake = self.intakes.get(target.untyped_storage().data_ptr())
-        if intake is None or not isinstance(tensor, BlockTensor):
+        if intake is None or not isinstance(tensor, QuantisedTensor):
             return False
         intake.put(target.storage_offset() // target.shape[1], tensor)  # the part's first row in the whole weight
         return True
@@ -65,7 +67,7 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     targets.intakes.update(
-        (weight.weight.untyped_storage().data_ptr(), BlockIntake(weight)) for weight in find_storable(model)
+        (weight.weight.untyped_storage().data_ptr(), QuantisedIntake(weight)) for weight in find_storable(model)
     )
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
@@ -136,7 +138,7 @@ def fill_targets(
             if not name.endswith("bias") and _is_all_zero(tensor):
                 blank.append(name)
             # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
-            if not targets.take_blocks(name, tensor):
+            if not targets.take_codes(name, tensor):
                 target.detach().copy_(tensor)
     for intake in targets.intakes.values():
         intake.finish()
@@ -150,7 +152,7 @@ def fill_targets(
 
 
 def _is_all_zero(tensor: torch.Tensor) -> bool:
-    values = torch.atleast_1d(tensor.blocks.raw if isinstance(tensor, BlockTensor) else tensor)
+    values = torch.atleast_1d(tensor.raw if isinstance(tensor, QuantisedTensor) else tensor)
     values = values.view(torch.uint8) if values.dtype.itemsize == 1 else values  # float8 lacks operators
     # nearly always the first row tells; the whole tensor is read only where that is zero (padding tokens)
     return values.numel() > 0 and not values[:1].any().item() and not values.any().item()

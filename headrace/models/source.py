@@ -112,7 +112,19 @@ def _generation_config(folder: Path) -> dict[str, Any]:
 
 def _read_folder(found: Found) -> ModelSource:
     config = read_json(found.path / "config.json")
+    _find_quantization(config, found.path)
     return ModelSource(found.name, "folder", found.path, config, _generation_config(found.path), found.weight_files)
+
+
+def _find_quantization(config: dict[str, Any], folder: Path) -> None:
+    """Set ``quantization_config`` where a writer put it elsewhere: older compressed-tensors and ModelOpt."""
+    exported = folder / "hf_quant_config.json"
+    if config.get("quantization_config"):
+        return
+    if config.get("compression_config"):
+        config["quantization_config"] = {"quant_method": "compressed-tensors", **config["compression_config"]}
+    elif exported.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json(exported)}
 
 
 def _read_gguf(found: Found) -> ModelSource:

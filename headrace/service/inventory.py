@@ -141,11 +141,15 @@ def _caches(machine: Machine) -> Iterator[Finding]:
 
 
 def _schemes(machine: Machine) -> Iterator[Finding]:
-    from headrace.layers.quantization import SCHEMES, SchemeQuery, add_installed_schemes
+    from headrace.layers.quantization import SCHEMES, SchemeQuery, StoredAs, add_installed_schemes
 
     add_installed_schemes()
     for name in SCHEMES.names():
-        queries = {device: SchemeQuery(device, dtype, wanted=name) for device, dtype, _ in machine.devices}
+        supports = SCHEMES.entry(name).supports
+        stored, wanted = (supports.methods[0], "") if isinstance(supports, StoredAs) else ("", name)
+        queries = {
+            device: SchemeQuery(device, dtype, stored=stored, wanted=wanted) for device, dtype, _ in machine.devices
+        }
         yield from _entries("quantization scheme", SCHEMES, queries, only=name)
 
 

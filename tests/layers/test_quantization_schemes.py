@@ -78,7 +78,7 @@ def test_lower_priority_is_inner_whatever_the_order_of_registration(registry: No
     SCHEMES.add("x", "marking_schemes:Mark", supports=serves_x, priority=130)
     assert "marking_schemes" not in sys.modules, "lazy"
     chain = chain_schemes(SchemeQuery(wanted="x"))
-    assert chain.names == ("block_fp8", "mxfp4", "inner", "outer", "x")
+    assert chain.names == ("scaled_fp8", "mxfp4", "inner", "outer", "x")
     assert names_after(chain.read([("w", torch.ones(1))])) == ["w>inner>outer>?"]
     model = nn.Module()
     model.finished = []
@@ -88,17 +88,17 @@ def test_lower_priority_is_inner_whatever_the_order_of_registration(registry: No
 
 def test_adding_twice_changes_nothing_and_another_under_the_same_name_is_refused(registry: None):
     before = SCHEMES.names()
-    SCHEMES.add("block_fp8", SCHEMES.entry("block_fp8").target, priority=10)
+    SCHEMES.add("scaled_fp8", SCHEMES.entry("scaled_fp8").target, priority=10)
     assert SCHEMES.names() == before
     with pytest.raises(PluginError, match="already registered"):
-        SCHEMES.add("block_fp8", "marking_schemes:Mark")
+        SCHEMES.add("scaled_fp8", "marking_schemes:Mark")
 
 
 @pytest.mark.parametrize(("query", "said"), [
-    (SchemeQuery(stored="awq"), "quant_method is 'awq'.*known are block_fp8, mxfp4"),
+    (SchemeQuery(stored="quanto"), "quant_method is 'quanto'.*known are .*awq.*gptq"),
     (SchemeQuery(wanted="int3"), "quantization 'int3' cannot be had here: known are int4, int8, w8a8, none and stored"),
     (SchemeQuery(wanted="mxfp4"), "form of checkpoints.* this one states none"),
-    (SchemeQuery(wanted="block_fp8", stored="mxfp4"), "reads block_fp8 and fp8, not mxfp4"),
+    (SchemeQuery(wanted="scaled_fp8", stored="mxfp4"), "reads fp8 and fbgemm_fp8 and mxfp8, not mxfp4"),
 ])
 def test_what_nobody_serves_is_named(query: SchemeQuery, said: str):
     with pytest.raises(ConfigError, match=said):
@@ -106,15 +106,15 @@ def test_what_nobody_serves_is_named(query: SchemeQuery, said: str):
 
 
 def test_a_broken_scheme_is_left_out_unless_it_is_needed(registry: None, caplog: pytest.LogCaptureFixture):
-    SCHEMES._entries.pop("block_fp8")
-    SCHEMES._loaded.pop("block_fp8", None)
+    SCHEMES._entries.pop("scaled_fp8")
+    SCHEMES._loaded.pop("scaled_fp8", None)
     SCHEMES.add(
-        "block_fp8", "a_module_that_is_not_there:Scheme", supports=lambda q: None if q.stored in ("", "fp8") else "no",
+        "scaled_fp8", "a_module_that_is_not_there:Scheme", supports=lambda q: None if q.stored in ("", "fp8") else "no",
         priority=10
     )
     with caplog.at_level(logging.WARNING):
         assert chain_schemes(SchemeQuery()).names == ("mxfp4",)
-    assert "block_fp8" in caplog.text and "a_module_that_is_not_there" in caplog.text
+    assert "scaled_fp8" in caplog.text and "a_module_that_is_not_there" in caplog.text
     for _ in range(2):
         with pytest.raises(PluginError, match="a_module_that_is_not_there") as caught:
             chain_schemes(SchemeQuery(stored="fp8"))

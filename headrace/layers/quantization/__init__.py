@@ -5,21 +5,51 @@ kernels only, no layers.
 
 from headrace.layers.quantization.chain import (
     SchemeChain,
+    StoredAs,
     add_installed_schemes,
     chain_schemes,
     default_chain,
     made_for_cpu,
-    stored_as,
 )
 from headrace.layers.quantization.contract import SCHEMES, Scheme, SchemeQuery
 
+FORMATS = "headrace.layers.quantization.formats"
+
 SCHEMES.add(
-    "block_fp8", "headrace.layers.quantization.scaled:BlockFp8", supports=stored_as("block_fp8", "fp8"), priority=10,
-    doc="8-bit floats with a scale per square block, dequantised while they are loaded",
+    "scaled_fp8", f"{FORMATS}.scaled_floats:ScaledFp8", supports=StoredAs(("fp8", "fbgemm_fp8", "mxfp8")), priority=10,
+    doc="8-bit floats with a scale per square block, per output or per weight",
 )
 SCHEMES.add(
-    "mxfp4", "headrace.layers.quantization.scaled:Mxfp4", supports=stored_as("mxfp4", "fp8", "mxfp4"), priority=20,
-    doc="4-bit floats with a power of two per 32, dequantised while they are loaded",
+    "mxfp4", f"{FORMATS}.scaled_floats:Mxfp4", supports=StoredAs(("mxfp4", "fp8")), priority=20,
+    doc="4-bit floats with a power of two per 32",
+)
+SCHEMES.add(
+    "compressed-tensors", f"{FORMATS}.compressed_tensors:CompressedTensors",
+    supports=StoredAs(("compressed-tensors", "compressed_tensors"), is_recognised=False), priority=30,
+    doc="files of llm-compressor: floats of 8 and 4 bits, integers of 2 to 8, alone or with activations of 8 bits",
+)
+SCHEMES.add(
+    "modelopt", f"{FORMATS}.modelopt:ModelOpt",
+    supports=StoredAs(("modelopt", "modelopt_fp4", "modelopt_mixed"), is_recognised=False), priority=30,
+    doc="files of NVIDIA's ModelOpt: FP8 and NVFP4",
+)
+SCHEMES.add(
+    "gptq", f"{FORMATS}.integers:Gptq", supports=StoredAs(("gptq", "gptq_v2"), is_recognised=False), priority=30,
+    doc="integers of 2, 3, 4 or 8 bits in groups, with or without activation order",
+)
+SCHEMES.add(
+    "awq", f"{FORMATS}.integers:Awq", supports=StoredAs(("awq",), is_recognised=False), priority=30,
+    doc="integers of 4 bits in groups, packed for gemm or gemv",
+)
+SCHEMES.add(
+    "auto-round", f"{FORMATS}.integers:AutoRound",
+    supports=StoredAs(("auto-round", "auto_round", "intel/auto-round"), is_recognised=False), priority=30,
+    doc="AutoRound's files in GPTQ's or AWQ's packing",
+)
+SCHEMES.add(
+    "bitsandbytes", f"{FORMATS}.bitsandbytes:BitsAndBytes",
+    supports=StoredAs(("bitsandbytes",), is_recognised=False), priority=30,
+    doc="nf4 and fp4 in blocks of a flattened weight, int8 with a scale per output",
 )
 SCHEMES.add(
     "int8", "headrace.layers.quantization.integer:Int8", supports=made_for_cpu("int8"), priority=90,
@@ -34,4 +64,7 @@ SCHEMES.add(
     doc="8-bit weights with a scale per output, activations with one per token; faster than int8 and less accurate",
 )
 
-__all__ = ["SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "add_installed_schemes", "chain_schemes", "default_chain"]
+__all__ = [
+    "SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "StoredAs", "add_installed_schemes", "chain_schemes",
+    "default_chain",
+]

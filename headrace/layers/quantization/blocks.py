@@ -1,30 +1,58 @@
-"""Carries quantised blocks of a weight file from the reader to layers that keep them quantised.
+"""Carries quantised weights of a file from the reader to layers that keep them quantised.
 
-`BlockTensor` behaves like a plain tensor: any torch operation on it dequantises first. `BlockIntake` takes the blocks
-out of it without dequantising. O outputs, I inputs, X experts.
+A `QuantisedTensor` behaves like a plain tensor: any torch operation on it dequantises first. `QuantisedIntake` takes
+the codes out of it without dequantising. O outputs, I inputs, X experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
+from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
-from headrace.kernels.packed_linear.forms import PanelWeight
+from headrace.kernels.packed_linear.forms import PanelWeight, StoredWeight
 from headrace.layers.quantization.storage import StorableWeight
 from headrace.parallel.cut import Cut
 
 
-class BlockTensor(torch.Tensor):
-    """A wrapper subclass without storage of its own: a matrix [O, I], or ``num_stacked`` of them, [X, O, I], on the CPU
-    and of nominal ``dtype``. ``make_plain`` dequantises it. ``blocks`` may be views of a mapped file."""
+class QuantisedTensor(torch.Tensor):
+    """A wrapper subclass without storage of its own, of nominal dtype; ``make_plain`` dequantises it."""
+
+    make_plain: Callable[[], torch.Tensor]
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The codes, zeros of which mean a weight of zeros or nearly so."""
+        raise NotImplementedError
+
+    def keep(self, cut: Cut) -> torch.Tensor:
+        """`Cut.keep`; a matrix stays quantised where it can."""
+        return cut.keep(self)
+
+    @classmethod
+    def store(cls, parts: Sequence[Any]) -> StoredWeight | None:
+        """Parts of this class above one another as one stored weight; None where none holds them."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares a static function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(QuantisedTensor, lambda tensor: tensor.make_plain(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class BlockTensor(QuantisedTensor):
+    """Blocks of a GGUF file: a matrix [O, I], or ``num_stacked`` of them, [X, O, I], on the CPU. ``blocks`` may be
+    views of a mapped file."""
 
     blocks: WeightBlocks
-    make_plain: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(
@@ -39,6 +67,11 @@ class BlockTensor(torch.Tensor):
         self, blocks: WeightBlocks, dtype: torch.dtype, make_plain: Callable[[], torch.Tensor], num_stacked: int = 0
     ):
         self.blocks, self.make_plain = blocks, make_plain
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """See `QuantisedTensor`."""
+        return self.blocks.raw
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
         """The matrices of a stack, each with its own blocks. Dequantising one dequantises the stack, at most once: the
@@ -56,46 +89,83 @@ class BlockTensor(torch.Tensor):
             for index, raw in enumerate(rows.unbind())
         )
 
+    def keep(self, cut: Cut) -> torch.Tensor:
+        """See `QuantisedTensor`; a cut through blocks dequantises."""
+        if self.dim() != 2 or any(len(parts) > 1 for parts in cut.dims):
+            return cut.keep(self)
+        (rows,), (columns,) = cut.dims
+        raw, block = self.blocks.raw, BLOCK_TYPES[self.blocks.kind]
+        if columns.start % block.inputs or columns.stop % block.inputs:
+            return cut.keep(self)
+        first, last = (at // block.inputs * block.num_bytes for at in (columns.start, columns.stop))
+        kept = WeightBlocks(self.blocks.kind, raw[rows.start : rows.stop, first:last].contiguous())
+        return BlockTensor(kept, self.dtype, lambda: cut.keep(self.make_plain()))
+
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares a static function
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(BlockTensor, lambda tensor: tensor.make_plain(), (args, kwargs or {}))
-        return function(*args, **kwargs)
+    def store(cls, parts: Sequence[BlockTensor]) -> StoredWeight | None:
+        """See `QuantisedTensor`."""
+        return PanelWeight(pack_blocks([part.blocks for part in parts]))
 
 
-def keep_blocks(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """`Cut.keep`; of a `BlockTensor` a matrix stays one unless the cut goes through blocks: then it is dequantised."""
-    if not isinstance(tensor, BlockTensor) or tensor.dim() != 2 or any(len(parts) > 1 for parts in cut.dims):
-        return cut.keep(tensor)
-    (rows,), (columns,) = cut.dims
-    raw, block = tensor.blocks.raw, BLOCK_TYPES[tensor.blocks.kind]
-    if columns.start % block.inputs or columns.stop % block.inputs:
-        return cut.keep(tensor)
-    first, last = (at // block.inputs * block.num_bytes for at in (columns.start, columns.stop))
-    kept = WeightBlocks(tensor.blocks.kind, raw[rows.start : rows.stop, first:last].contiguous())
-    return BlockTensor(kept, tensor.dtype, lambda: cut.keep(tensor.make_plain()))
+class CodedTensor(QuantisedTensor):
+    """A matrix [O, I] of a quantised checkpoint, on any device."""
+
+    matrix: CodedMatrix
+
+    @staticmethod
+    def __new__(cls, matrix: CodedMatrix) -> CodedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, matrix.shape, dtype=torch.float32, device=matrix.device)
+
+    def __init__(self, matrix: CodedMatrix):
+        self.matrix, self.make_plain = matrix, lambda: matrix.dequantise(torch.float32)
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """See `QuantisedTensor`."""
+        return self.matrix.scales  # codes of zero mean zero in some formats only
+
+    def keep(self, cut: Cut) -> torch.Tensor:
+        """See `QuantisedTensor`; any cut keeps codes."""
+        (rows, *more_rows), (columns, *more_columns) = cut.dims
+        if more_rows or more_columns:
+            return cut.keep(self)
+        return CodedTensor(self.matrix.keep(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
+
+    @classmethod
+    def store(cls, parts: Sequence[CodedTensor]) -> StoredWeight | None:
+        """See `QuantisedTensor`."""
+        stacked = stack_matrices([part.matrix for part in parts])
+        if stacked is None or stacked.device.type != "cpu":
+            return None
+        return store_in_panels(stacked)
 
 
-class BlockIntake:
+class QuantisedIntake:
     """Collects the quantised parts of one stacked weight (q, k and v, say). Once all have arrived, the layers store
-    them packed in place of the parameter; if a part is plain, `finish` dequantises the others into the parameter."""
+    them packed in place of the parameter; if a part is plain, or no packed form holds them all, they are dequantised
+    into the parameter."""
 
     def __init__(self, weight: StorableWeight):
         self._weight = weight
-        self._parts: dict[int, BlockTensor] = {}
+        self._parts: dict[int, QuantisedTensor] = {}
 
-    def put(self, first_row: int, tensor: BlockTensor) -> None:
+    def put(self, first_row: int, tensor: QuantisedTensor) -> None:
         """Add the part whose first row in the whole weight is ``first_row``; parts may come in any order."""
         self._parts[first_row] = tensor
         # complete when the rows add up; after `store` the parameter is gone and no part may follow
-        if sum(part.shape[0] for part in self._parts.values()) == self._weight.weight.shape[0]:
-            packed = pack_blocks([part.blocks for _, part in sorted(self._parts.items())])
+        if sum(part.shape[0] for part in self._parts.values()) != self._weight.weight.shape[0]:
+            return
+        parts = [part for _, part in sorted(self._parts.items())]
+        kinds = {type(part) for part in parts}
+        stored = kinds.pop().store(parts) if len(kinds) == 1 else None
+        if stored is None:
+            self.finish()
+        else:
             self._parts.clear()
-            self._weight.store(PanelWeight(packed))
+            self._weight.store(stored)
 
     def finish(self) -> None:
         """Called after the last tensor: dequantise what has arrived of an incomplete weight into the parameter."""
         for first_row, part in self._parts.items():
-            self._weight.weight[first_row : first_row + part.shape[0]].copy_(part)
+            self._weight.weight[first_row : first_row + part.shape[0]].copy_(part.make_plain())
         self._parts.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from torch import nn
@@ -26,13 +26,18 @@ keep."""
 CPU_TYPES = ("float32", "bfloat16")
 
 
-def stored_as(*methods: str) -> Predicate:
-    """For a checkpoint format: supported where config.json states one of these methods, or none."""
+@dataclass(frozen=True)
+class StoredAs:
+    """For a checkpoint format: supported where config.json states one of these ``methods``, or, if the format is
+    recognised by its tensors, none."""
 
-    def reason_against(query: SchemeQuery) -> str | None:
-        return None if query.stored in ("", *methods) else f"reads {' and '.join(methods)}, not {query.stored}"
+    methods: tuple[str, ...]
+    is_recognised: bool = True
 
-    return reason_against
+    def __call__(self, query: SchemeQuery) -> str | None:
+        if query.stored in self.methods or (self.is_recognised and not query.stored):
+            return None
+        return f"reads {' and '.join(self.methods)}, not {query.stored or 'plain weights'}"
 
 
 def made_for_cpu(name: str) -> Predicate:
@@ -102,7 +107,7 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
     if query.stored and not set(able) - {query.wanted}:  # the wanted scheme alone reads no checkpoint format
         raise ConfigError(
             f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are "
-            f"{', '.join(_find_readable())}",
+            f"{', '.join(_list_methods())}; take the original checkpoint, or one in one of these",
             param="quantization_config",
         )
     schemes = {name: scheme for name in able if (scheme := _build(name, query)) is not None}
@@ -123,23 +128,30 @@ def _build(name: str, query: SchemeQuery) -> Scheme | None:
 def _fault_of_wanted(query: SchemeQuery) -> str | None:
     """Why the scheme that the user asked for is impossible here; None if it is possible. Asking for the checkpoint's
     own format is allowed if the checkpoint states it."""
+    if query.stored and query.wanted in (query.stored, query.stored.replace("-", "_")):
+        return None
     if query.wanted not in SCHEMES:
-        makable = sorted({entry.name for entry in SCHEMES} - set(_find_readable()))
+        makable = sorted({entry.name for entry in SCHEMES} - set(_find_formats()))
         return f"known are {', '.join(makable)}, none and stored"
     supports = SCHEMES.entry(query.wanted).supports
     if reason := supports(query):
         return reason
-    # A scheme that makes quantised weights supports nothing unless it is asked for; a format reader does not care.
-    is_made = supports(replace(query, wanted="")) is not None
     return (
-        None if is_made or query.stored
+        None if query.stored or not isinstance(supports, StoredAs)
         else "it is a form of checkpoints, which is found in their config.json, and this one states none"
     )
 
 
-def _find_readable() -> list[str]:
+def _find_formats() -> list[str]:
     """Names of the schemes that read a checkpoint format."""
-    return sorted(entry.name for entry in SCHEMES if entry.supports(SchemeQuery(stored=entry.name)) is None)
+    return [entry.name for entry in SCHEMES if isinstance(entry.supports, StoredAs)]
+
+
+def _list_methods() -> list[str]:
+    """The methods of config.json that are read."""
+    return sorted({
+        method for entry in SCHEMES if isinstance(entry.supports, StoredAs) for method in entry.supports.methods
+    })
 
 
 @cache

@@ -7,9 +7,9 @@ Schemes know neither the tensor names of families nor kernels' implementations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,12 +23,15 @@ Named = tuple[str, torch.Tensor]
 class SchemeQuery:
     """What schemes declare support for. ``stored``: the checkpoint's ``quant_method``; "" where it states none, and
     tensors are recognised by their types. ``wanted``: the scheme that the user wants layers to keep; "" for none.
-    ``device`` and ``dtype`` as in `KernelQuery`."""
+    ``device`` and ``dtype`` as in `KernelQuery`. ``config``: the checkpoint's ``quantization_config``, {} where it has
+    none. ``keeps_codes``: layers can keep quantised weights as they are, if these come as `CodedTensor`."""
 
     device: str = "cpu"
     dtype: str = "float32"
     stored: str = ""
     wanted: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    keeps_codes: bool = False
 
 
 class Scheme(Protocol):

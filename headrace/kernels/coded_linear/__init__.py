@@ -1,0 +1,1 @@
+"""Weights of quantised checkpoints: their common form, and products with them."""

@@ -1,0 +1,1 @@
+"""Checkpoint formats: a scheme for each, which reads its tensors into `CodedMatrix`."""

@@ -1,0 +1,76 @@
+"""Checkpoints of bitsandbytes: nf4 and fp4 in blocks of the flattened weight, int8 with a scale per output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from headrace.base.errors import WeightError
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
+from headrace.layers.quantization.contract import Named, SchemeQuery
+from headrace.layers.quantization.formats.assembly import Layout, Parts, assemble
+
+STATE, MAXIMA, MAP, INNER_MAXIMA, INNER_MAP = "state", "absmax", "quant_map", "nested_absmax", "nested_quant_map"
+TABLE_TYPES = {"nf4": Code.NF4, "fp4": Code.FP4}
+
+
+class BitsAndBytes:
+    """See `Scheme`. Absolute maxima of blocks may be quantised themselves (double quantisation)."""
+
+    def __init__(self, query: SchemeQuery):
+        self._query = query
+        inner = {INNER_MAXIMA, INNER_MAP} if query.config.get("bnb_4bit_use_double_quant") else set()
+        self._four = Layout(
+            "bitsandbytes 4 bits", frozenset({"weight", MAXIMA, MAP, STATE}) | inner, decode_4bit, types=(torch.uint8,)
+        )
+        self._eight = Layout(
+            "bitsandbytes int8", frozenset({"weight", "SCB"}), decode_int8, unused=frozenset({"weight_format"}),
+            types=(torch.int8,)
+        )
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        layout = self._four if self._query.config.get("load_in_4bit") else self._eight
+        return assemble(_name_parts(tensors), lambda module: layout, self._query)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers got their weights while these were read."""
+
+
+def _name_parts(tensors: Iterable[Named]) -> Iterator[Named]:
+    """``<module>.weight.absmax`` as ``<module>.absmax``."""
+    for name, tensor in tensors:
+        module, is_part, part = name.partition(".weight.")
+        part = STATE if part.startswith("quant_state.") else part
+        yield (f"{module}.{part}" if is_part else name), tensor
+
+
+def decode_4bit(module: str, parts: Parts) -> CodedMatrix | torch.Tensor:
+    """``weight`` uint8 [O * I / 2, 1], the first of two codes in the high half; ``absmax`` of each block."""
+    try:
+        state = json.loads(bytes(int(char) for char in parts[STATE].to("cpu")))
+        (rows, columns), block, code = state["shape"], state["blocksize"], TABLE_TYPES[state["quant_type"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightError(
+            f"{module}: bitsandbytes' quant_state does not give shape, blocksize and quant_type"
+        ) from error
+    packed, maxima = parts["weight"].flatten(), parts[MAXIMA]
+    if INNER_MAXIMA in parts:
+        inner = parts[INNER_MAXIMA].float().repeat_interleave(state["nested_blocksize"])[: maxima.numel()]
+        maxima = parts[INNER_MAP].float()[maxima.int()] * inner + state["nested_offset"]
+    codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: rows * columns]
+    if columns % block == 0:
+        return CodedMatrix(code, codes.view(rows, columns), maxima.view(rows, -1), block, bits=4)
+    # blocks go on from one row into the next
+    flat = CodedMatrix(code, codes.view(1, -1), maxima.view(1, -1), block, bits=4)
+    return flat.dequantise(torch.float32).view(rows, columns)
+
+
+def decode_int8(module: str, parts: Parts) -> CodedMatrix:
+    """``weight`` int8 [O, I], ``SCB`` [O]: the largest magnitude of each output, which code 127 stands for."""
+    # as unsigned codes: inputs are not to be rounded to 8 bits row by row
+    codes, scales = parts["weight"].view(torch.uint8) ^ 128, parts["SCB"].float().view(-1, 1) / 127
+    return CodedMatrix(Code.INT, codes, scales, codes.shape[1], torch.full_like(scales, 128))

@@ -1,0 +1,174 @@
+"""Checkpoint formats of integers in 32-bit words: GPTQ, AWQ and AutoRound, which writes either. Bits, groups and zero
+points are told by the tensors' shapes, so that layers may differ in them. O outputs, I inputs, G groups, b bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from headrace.base.errors import ConfigError, WeightError
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix, unpack_bits
+from headrace.layers.quantization.contract import Named, SchemeQuery
+from headrace.layers.quantization.formats.assembly import Layout, Parts, assemble
+
+CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
+BITS = (2, 3, 4, 8)
+AWQ_BITS = 4
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word holds each of its eight outputs: they are packed in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+
+
+class Gptq:
+    """See `Scheme`. ``checkpoint_format`` gptq stores zero points less 1, gptq_v2 as they are."""
+
+    def __init__(self, query: SchemeQuery):
+        form = str(query.config.get("checkpoint_format") or query.stored or "gptq")
+        if form not in ("gptq", "gptq_v2"):
+            raise _refuse("gptq", f"checkpoint_format {form!r}", "gptq, gptq_v2")
+        self._query, self._offset, self._bits = query, 0 if form == "gptq_v2" else 1, query.config.get("bits")
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        offset, bits = self._offset, self._bits
+        layout = Layout(
+            "GPTQ", frozenset({CODES, ZEROS, SCALES}), lambda module, parts: decode_gptq(module, parts, offset, bits),
+            optional=frozenset({ORDER})
+        )
+        return assemble(tensors, lambda module: layout, self._query)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers got their weights while these were read."""
+
+
+class Awq:
+    """See `Scheme`; ``version`` gemm or gemv."""
+
+    def __init__(self, query: SchemeQuery):
+        version = str(query.config.get("version") or "gemm").lower()
+        bits = query.config.get("bits") or query.config.get("w_bit") or AWQ_BITS
+        if version not in ("gemm", "gemv"):
+            raise _refuse("awq", f"version {version!r}", "gemm, gemv")
+        if bits != AWQ_BITS:
+            raise _refuse("awq", f"bits {bits!r}", str(AWQ_BITS))
+        group = query.config.get("group_size") or query.config.get("q_group_size") or 128
+        if type(group) is not int:
+            raise _refuse("awq", f"group_size {group!r}", "whole numbers")
+        self._query, self._group, self._is_gemv = query, group, version == "gemv"
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        group = self._group
+        layout = Layout(
+            "AWQ", frozenset({CODES, ZEROS, SCALES}),
+            (lambda module, parts: decode_awq_gemv(module, parts, group)) if self._is_gemv else decode_awq
+        )
+        return assemble(tensors, lambda module: layout, self._query)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers got their weights while these were read."""
+
+
+class AutoRound:
+    """See `Scheme`. ``packing_format`` (``backend`` in older files) names whose packing it is."""
+
+    def __init__(self, query: SchemeQuery):
+        form = str(query.config.get("packing_format") or query.config.get("backend") or "auto_round:auto_gptq").lower()
+        self._inner: Awq | Gptq
+        if "awq" in form:
+            self._inner = Awq(_as_method(query, "awq"))
+        elif "gptq" in form or form in ("auto_round", "auto"):
+            self._inner = Gptq(_as_method(query, "gptq_v2" if "gptqmodel" in form or "v2" in form else "gptq"))
+        else:
+            raise _refuse("auto-round", f"packing_format {form!r}", "auto_round:auto_gptq, :gptqmodel and :auto_awq")
+
+    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """See `Scheme`."""
+        return self._inner.read(tensors)
+
+    def finish(self, model: nn.Module) -> None:
+        """Layers got their weights while these were read."""
+
+
+def _as_method(query: SchemeQuery, method: str) -> SchemeQuery:
+    config = {"checkpoint_format": method, "bits": query.config.get("bits")} if method.startswith("gptq") else {
+        "group_size": query.config.get("group_size"), "bits": query.config.get("bits")
+    }
+    return SchemeQuery(query.device, query.dtype, method, query.wanted, config, query.keeps_codes)
+
+
+def _refuse(method: str, what: str, known: str) -> ConfigError:
+    return ConfigError(
+        f"config.json: quantization_config ({method}): {what} is not read; known are {known}. Take a checkpoint in one "
+        "of these, or the original one", param="quantization_config",
+    )
+
+
+def decode_gptq(module: str, parts: Parts, offset: int, stated_bits: object = None) -> CodedMatrix:
+    """``qweight`` int32 [I * b / 32, O], codes of an output one above the other; ``qzeros`` int32 [G, O * b / 32], less
+    ``offset``; ``scales`` [G, O]; ``g_idx`` int32 [I]: each input's group. ``stated_bits`` count where the shapes allow
+    several: few outputs may fill as many words with 3 bits as with 4."""
+    words, scales = parts[CODES], parts[SCALES]
+    num_groups, rows = scales.shape
+    possible = [bits for bits in BITS if -(-rows * bits // 32) == parts[ZEROS].shape[1]]
+    bits = stated_bits if isinstance(stated_bits, int) and stated_bits in possible else max(possible, default=0)
+    if not bits or words.shape[1] != rows or parts[ZEROS].shape[0] != num_groups:
+        raise WeightError(
+            f"{module}: GPTQ with scales {list(scales.shape)} needs {rows} outputs in 2, 3, 4 or 8 bits; qweight is "
+            f"{list(words.shape)}, qzeros {list(parts[ZEROS].shape)}"
+        )
+    columns = words.shape[0] * 32 // bits
+    zeros = unpack_bits(parts[ZEROS], bits, rows) + offset & (1 << bits) - 1
+    group = -(-columns // num_groups)
+    ids = parts.get(ORDER)
+    if ids is not None:
+        if ids.shape != (columns,) or (ids < 0).any() or (ids >= num_groups).any():
+            raise WeightError(
+                f"{module}: GPTQ's g_idx does not give each of {columns} inputs one of {num_groups} groups"
+            )
+        ids = ids.long()
+        ids = None if torch.equal(ids, torch.arange(columns, device=ids.device) // group) else ids
+    return CodedMatrix(
+        Code.INT, unpack_bits(words.t(), bits, columns), scales.t(), group, zeros.t(), group_ids=ids, bits=bits
+    )
+
+
+def decode_awq(module: str, parts: Parts) -> CodedMatrix:
+    """``qweight`` int32 [I, O / 8] and ``qzeros`` int32 [G, O / 8], eight outputs a word (`AWQ_PLACES`); ``scales``
+    [G, O]."""
+    words, scales = parts[CODES], parts[SCALES]
+    num_groups, rows = scales.shape
+    columns = words.shape[0]
+    if words.shape[1] * 8 != rows or tuple(parts[ZEROS].shape) != (num_groups, rows // 8) or columns % num_groups:
+        raise WeightError(
+            f"{module}: AWQ's gemm packing with scales {list(scales.shape)} needs qweight [inputs, {rows // 8}]; it is "
+            f"{list(words.shape)}, qzeros {list(parts[ZEROS].shape)}"
+        )
+    codes, zeros = (_awq_outputs(table) for table in (words, parts[ZEROS]))
+    return CodedMatrix(Code.INT, codes.t(), scales.t(), columns // num_groups, zeros.t(), bits=AWQ_BITS)
+
+
+def _awq_outputs(words: torch.Tensor) -> torch.Tensor:
+    """Words int32 [n, O / 8] to codes uint8 [n, O]."""
+    shifts = torch.tensor(AWQ_PLACES, device=words.device) * AWQ_BITS
+    return ((words.unsqueeze(2) >> shifts) & 15).flatten(1).to(torch.uint8)
+
+
+def decode_awq_gemv(module: str, parts: Parts, group: int) -> CodedMatrix:
+    """``qweight`` int32 [O, I / 8] and ``qzeros`` int32 [O, W], the first code in the lowest bits; ``scales`` [O, 8 *
+    W]. Both tables are padded beyond the I / ``group`` groups."""
+    words, scales = parts[CODES], parts[SCALES]
+    rows, columns = words.shape[0], words.shape[1] * 8
+    num_groups = -(-columns // group) if group > 0 else 1
+    if scales.shape[0] != rows or scales.shape[1] < num_groups or parts[ZEROS].shape[1] * 8 < num_groups:
+        raise WeightError(
+            f"{module}: AWQ's gemv packing of {[rows, columns]} in groups of {group} needs scales [{rows}, "
+            f"{num_groups} or more], the checkpoint has {list(scales.shape)}"
+        )
+    zeros = unpack_bits(parts[ZEROS], AWQ_BITS, num_groups)
+    return CodedMatrix(
+        Code.INT, unpack_bits(words, AWQ_BITS, columns), scales[:, :num_groups], group if group > 0 else columns, zeros,
+        bits=AWQ_BITS
+    )
