@@ -12,6 +12,8 @@ check() {  # NAME PYTEST_ARGUMENT ...
   timeout 400 python3 -m pytest -m cuda -q --timeout=300 -p no:cacheprovider "$@" > "$out/cuda_tests_$name.log" 2>&1
   echo "tests $name: exit $?"; tail -n 5 "$out/cuda_tests_$name.log"
 }
-check together -n 8 --dist worksteal "${alone[@]/#/--ignore=}" tests
+ties=tests/execution/test_drafted_ties.py  # prints how often drafts changed a near tie
+check together -n 8 --dist worksteal "${alone[@]/#/--ignore=}" --ignore=$ties tests
+check ties -n 4 --dist worksteal -rP $ties; grep -h 'near ties' "$out/cuda_tests_ties.log"
 check alone "${alone[@]}"
 python3 -m benchmarks.cuda --json "$out/cuda.json" "$@" 2>&1 | tee "$out/cuda.log" | tail -n 60
