@@ -158,6 +158,11 @@ class Runner:
         self.paths[:0] = self._captured.paths
         return self._captured
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps run as graphs, some of which may be missing."""
+        return self._captured is not None
+
     @torch.inference_mode()
     def record_next(self) -> bool:
         """Record one missing graph; False when there is none. Call it with no step in flight: recording runs the work

@@ -31,11 +31,14 @@ class _PendingRanks:
 
     step_id: int
     pending: PendingStep
+    check: Callable[[], None]
 
     def result(self) -> StepResult:
-        """Raises `EngineBroken` for whatever the step raises."""
+        """Raises `EngineBroken` for whatever the step raises, and if a rank came too late for it."""
         try:
-            return self.pending.result()
+            result = self.pending.result()
+            self.check()
+            return result
         except Exception as error:  # whatever the device or a kernel raises, see the module
             raise _broken(self.step_id, error) from error
 
@@ -75,9 +78,14 @@ class RankedExecutor:
         self._may_record = True
         self._workers.send(Execute(plan))
         try:
-            return _PendingRanks(plan.step_id, self._executor.execute(plan))
+            self._executor.check()
+            return _PendingRanks(plan.step_id, self._executor.execute(plan), self._executor.check)
         except Exception as error:  # as above
             raise _broken(plan.step_id, error) from error
+
+    def check(self) -> None:
+        """Of rank 0, before and after each step; the others check theirs."""
+        self._executor.check()
 
     def use_idle_moment(self) -> bool:
         """On all ranks, unless there was nothing left to do since the last command."""
