@@ -217,11 +217,42 @@ class ParallelConfig(Section):
         metavar="NAME"
     )
 
-    def describe_sizes(self) -> str:
-        """What of it needs several devices, for messages: ``tensor_parallel_size 2 x data_parallel_size 2``."""
-        names = (part.name for part in dataclasses.fields(self) if part.name.endswith("_parallel_size"))
-        sizes = {name: getattr(self, name) for name in names}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+EXECUTORS = ("local", "ray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesConfig(Section):
+    """Several hosts. Each has the same number of ranks, in order; host 0 serves, and on the others the same command
+    with their ``node_rank`` starts theirs."""
+
+    nnodes: int = option(1, "hosts that the ranks are on", low=1, high=1024)
+    node_rank: int = option(0, "which of them this is; 0 serves, the others wait for its engine", low=0, high=1023)
+    master_addr: str = option("127.0.0.1", "address of host 0, under which the others reach it", metavar="HOST")
+    master_port: int = option(29500, "port of host 0 where the others connect", low=1, high=65535)
+    node_token_file: str | None = option(
+        None, "file with a secret, the same on all hosts, without which none may connect; needed with several",
+        metavar="FILE"
+    )
+    executor: str = option(
+        "local", "who starts processes: local: this machine and those of nnodes; ray: a Ray cluster places the ranks, "
+        "or with headrace batch whole engines", choices=EXECUTORS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank counts from 0, so with nnodes {self.nnodes} it is at most {self.nnodes - 1}; got "
+                f"{self.node_rank}", param="node_rank"
+            )
+        if self.nnodes > 1 and self.executor == "ray":
+            raise ConfigError("with executor ray the hosts are those of the cluster; leave nnodes at 1", param="nnodes")
+        if self.nnodes > 1 and not self.node_token_file:
+            raise ConfigError(
+                "several hosts need a shared secret: make a file with openssl rand -hex 32 > token, and give each host "
+                "the same as --node-token-file token", param="node_token_file"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +350,7 @@ class ServerConfig(ToleranceConfig):
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
-    "parallel": ParallelConfig, "speculation": SpeculationConfig,
+    "parallel": ParallelConfig, "nodes": NodesConfig, "speculation": SpeculationConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -334,6 +365,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     replica: int = 0
 
@@ -354,7 +386,7 @@ class ServeConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "speculation")
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation")
 
 
 def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:

@@ -110,6 +110,12 @@ def set_passive_waiting() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def use_interface(name: str) -> None:
+    """Have the collectives of Gloo and NCCL use a network interface, unless the user has chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
 def find_groups(controller: str) -> list[Path]:
     """Cgroup folders (v1 or v2) that may hold a limit of a controller (``cpu``, ``memory``) for this process, innermost
     first; inside a container the outermost is the container's own. Some may not exist."""

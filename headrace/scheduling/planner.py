@@ -145,21 +145,20 @@ class Planner:
             self._admit(sketch, budget)
         return sketch
 
-    def _count_room(self) -> int:
-        """How many more requests may run; zero or less for none."""
+    @property
+    def _can_admit(self) -> bool:
         running = self._running
-        return min(running.num_free_rows, min(self._max_running, self._limit.tokens) - running.num_running)
+        return running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens)
 
     def _make_way(self) -> Request | None:
         """A request of those whose turn it is, if they can hope for a row in this step. Where rows or pages are short,
         whoever has none gets a turn, and one that has several gives up one for it."""
-        queue, room = self._queue, self._count_room()
-        if self._running.num_several and (self._is_blocked or room <= 0):
+        queue = self._queue
+        if self._running.num_several and (self._is_blocked or not self._can_admit):
             newcomer, self._is_blocked = queue.newcomer(), False
             if newcomer is not None and self._retraction.make_way(newcomer):
                 queue.let_in(newcomer)
-                room = self._count_room()
-        return queue.next_in_turn() if room > 0 else None
+        return queue.next_in_turn() if self._can_admit else None
 
     def _divide(self, budget: int, newcomer: Request | None) -> dict[Path, int]:
         """Tokens of this step by path, when several clients or HTTP requests prefill or wait to: one long prompt must
@@ -269,8 +268,7 @@ class Planner:
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
         queue, is_whole, self._is_blocked = self._queue, self._ledger.keeps_nothing, False
-        room = self._count_room()
-        while budget > 0 and room > 0:
+        while budget > 0 and self._can_admit:
             request = queue.peek()
             if request is None or (is_whole and request.known_len > budget):
                 break
@@ -282,7 +280,6 @@ class Planner:
                 length = self._add_chunk(sketch, request, budget)
                 assert length > 0, f"{request} was admitted without a page to start with"
                 budget -= length
-                room -= 1
         queue.end_step()
 
     def _seal(self, sketch: Sketch) -> Flight:

@@ -29,6 +29,7 @@ class LastWord:
 
     def __init__(self) -> None:
         self._tell: Callable[[Exception], None] | None = None
+        self._part: Callable[[], None] = lambda: None
 
     def goes_to(self, tell: Callable[[Exception], None]) -> None:
         """Call ``tell`` before the end; it must be safe to call from any thread."""
@@ -38,6 +39,14 @@ class LastWord:
         """Tell it, if somebody listens."""
         if self._tell is not None:
             self._tell(error)
+
+    def before_end(self, part: Callable[[], None]) -> None:
+        """Call ``part`` when this process ends as it was told to, and not because of an error."""
+        self._part = part
+
+    def part(self) -> None:
+        """Take leave of whom `before_end` named."""
+        self._part()
 
 
 LAST_WORD = LastWord()

@@ -158,6 +158,7 @@ def produce_token(engine: Engine) -> None:
 
 
 def _leave_before_serving(_: int, __: FrameType | None) -> None:
+    LAST_WORD.part()
     leave(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
 
@@ -231,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
         _start(config, builder, channel).run()
+        LAST_WORD.part()
     except Exception as error:  # process main: tell the client why, then end
         if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client reports it to the user
             logger.debug("the engine ends: %s", error, exc_info=error)

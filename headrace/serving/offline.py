@@ -66,7 +66,9 @@ class LLM:
         # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
         config = engine_config(model=_plain_name(model), **options)
-        has_one_device = config.parallel.data_parallel_size == config.parallel.tensor_parallel_size == 1
+        has_one_device = (
+            config.parallel.data_parallel_size == config.parallel.tensor_parallel_size == config.nodes.nnodes == 1
+        )
         self._client: LocalClient | ReplicatedClient = (
             LocalClient(config) if has_one_device else ReplicatedClient(config)
         )

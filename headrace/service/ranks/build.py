@@ -4,26 +4,27 @@ executor of a worker. Both lead to torch, as service/build does.
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from contextlib import ExitStack
-from typing import Any
 
+import psutil
 import torch
 
+from headrace.base import env
 from headrace.base.config import EngineConfig
-from headrace.base.errors import HeadraceError
 from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.parallel.group import Group, Rendezvous, find_store, join_group, serve_rendezvous
-from headrace.parallel.push import open_push_group
+from headrace.parallel.group import Rendezvous, find_store, join_group, serve_rendezvous
 from headrace.service.build import assemble_engine, build_engine, build_rank_0, prepare_process
-from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
-from headrace.service.ranks.launch import LOOPBACK, LocalLauncher
+from headrace.service.ranks.launch import LOOPBACK, Launcher, LocalLauncher
+from headrace.service.ranks.nodes import NodeLauncher
 from headrace.service.ranks.workers import Workers
 
 
@@ -31,16 +32,10 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Start the workers of the other ranks, if there are any, meet them, and build the engine; raises the typed errors
     of base/errors."""
     size = config.parallel.tensor_parallel_size
+    launcher, resources = choose_launcher(config, size, progress), ExitStack()
     if size == 1:
         return build_engine(config, progress)
-    launcher, resources, groups = LocalLauncher(config, size), ExitStack(), list[Group]()
-
-    def fail(error: HeadraceError) -> None:
-        for group in groups:
-            group.waits.abort()  # or the device would wait for the dead rank while this process ends
-        end_with(error)
-
-    workers = Workers(config, size, launcher, on_failure=fail)  # first: they import what is imported here already
+    workers = Workers(config, size, launcher)  # first: they import what is imported here already
     with ExitStack() as undo:
         undo.callback(resources.close)
         undo.callback(workers.close)
@@ -48,11 +43,10 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         prepare_process()
         store, rendezvous = serve_rendezvous(LOOPBACK, size)
         workers.assign(rendezvous.port)
-        group = join_ranks(0, size, _device_of(config, launcher.place), store)
-        groups.append(group)
+        _use_network(workers.num_hosts, workers.address)
+        group = join_group(0, size, _device_of(config, launcher.place), store)
         resources.callback(group.close)
-        with group.waits.patient():
-            executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
+        executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
         workers.await_ready()
         undo.pop_all()  # it stands
     return assemble_engine(RankedExecutor(executor, workers, resources))
@@ -63,18 +57,43 @@ def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
     config, rank, size, place = assignment.config, assignment.rank, assignment.size, assignment.place
     start_plugins()
     progress("meeting the other ranks", 0.0)
+    _use_network(assignment.num_hosts, assignment.address)
     store = find_store(Rendezvous(assignment.address, assignment.port), size)
-    group = join_ranks(rank, size, _device_of(config, place), store)
-    with group.waits.patient():
-        return build_executor(config, progress, group, place)
+    return build_executor(config, progress, join_group(rank, size, _device_of(config, place), store), place)
 
 
-def join_ranks(rank: int, size: int, device: torch.device, store: Any) -> Group:
-    """The group of all ranks; on GPUs with own collectives for small tensors, where all of them can."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return open_push_group(join_group(rank, size, device, store), device)
+def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Launcher:
+    """The way to start ranks that the configuration asks for; raises `ConfigError` where they cannot be placed."""
+    if config.nodes.nnodes > 1:
+        return NodeLauncher(config, size, progress)
+    return LocalLauncher(config, size)
+
+
+def _use_network(num_hosts: int, address: str) -> None:
+    """Have collectives between hosts use the network that leads to rank 0."""
+    if num_hosts > 1 and (name := find_interface(address)) is not None:
+        env.use_interface(name)
+
+
+def find_interface(address: str) -> str | None:
+    """The network interface over which an address is reached; None where that cannot be told."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing
+        own = ipaddress.ip_address(probe.getsockname()[0])
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == family and own in _network_of(entry.address, entry.netmask):
+                return str(name)
+    return None
+
+
+def _network_of(address: str, mask: str | None) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    # loopback alone has other addresses than the one that is listed
+    plain = address.partition("%")[0]
+    is_whole = mask is not None and ipaddress.ip_address(plain).is_loopback and ":" not in plain
+    return ipaddress.ip_network(f"{plain}/{mask}" if is_whole else plain, strict=False)
 
 
 def _device_of(config: EngineConfig, place: Place) -> torch.device:
-    return resolve_device(config.device.device, place.index, config.parallel)
+    return resolve_device(config.device.device, place.index)

@@ -72,8 +72,8 @@ class Host(Protocol):
         """The configuration of the engine, with what is this machine's own."""
 
     @property
-    def address(self) -> str:
-        """Where this machine reaches that of rank 0."""
+    def address(self) -> str | None:
+        """Where this machine reaches that of rank 0; None for the same machine."""
 
     @property
     def workers(self) -> Sequence[WorkerHandle]:
@@ -170,8 +170,10 @@ class LocalWorker:
 class LocalHost:
     """Starts the workers of ``places`` (by rank) as children of this process, see `Host`."""
 
-    def __init__(self, config: EngineConfig, places: dict[int, Place], address: str, builder: str = RANK_BUILDER):
-        self.config, self.address = config, address
+    address = None
+
+    def __init__(self, config: EngineConfig, places: dict[int, Place], builder: str = RANK_BUILDER):
+        self.config = config
         self.workers: list[LocalWorker] = []
         self._children = Children(len(places), restarts=True)
         with ExitStack() as undo:
@@ -203,4 +205,4 @@ class LocalLauncher:
     def launch(self, config: EngineConfig, size: int) -> list[Host]:
         """See `Launcher`."""
         places = {rank: Place(self._first + rank, self._count) for rank in range(1, size)}
-        return [LocalHost(config, places, LOOPBACK, self._builder)]
+        return [LocalHost(config, places, self._builder)]

@@ -53,8 +53,7 @@ from headrace.service.transport import LENGTH, engine_line, frame
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_S = 1.0
-"""How often a rank without commands looks whether its last step came through."""
+RECEIVE_S = 60.0
 WORKER_MODULE = "headrace.service.ranks.worker"
 RANK_BUILDER = "headrace.service.ranks.build:build_rank"
 
@@ -100,7 +99,6 @@ class CommandLoop:
         """Until `Close`; raises what a command raises that cannot be undone."""
         while True:
             message = self._ring.receive(RECEIVE_S)
-            self._executor.check()
             if message is None:
                 continue
             command = decode_command(message)

@@ -33,7 +33,7 @@ from headrace.service.ranks.commands import (
     decode_reply,
 )
 from headrace.service.ranks.heartbeats import BEAT_S, Silence
-from headrace.service.ranks.launch import CLOSE_S, Host, Launcher, WorkerHandle
+from headrace.service.ranks.launch import CLOSE_S, LOOPBACK, Host, Launcher, WorkerHandle
 from headrace.service.transport import READ_BYTES, Frames, frame
 
 logger = logging.getLogger(__name__)
@@ -80,12 +80,23 @@ class Workers:
         self._workers = [_Worker(host, handle) for host in self._hosts for handle in host.workers]
         self._watcher.start()
 
+    @property
+    def address(self) -> str:
+        """Of this machine, as others know it."""
+        return next((host.address for host in self._hosts if host.address is not None), LOOPBACK)
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines that have ranks, with this one."""
+        return 1 + sum(host.address is not None for host in self._hosts)
+
     def assign(self, port: int) -> None:
         """Send each worker its assignment; ``port`` is that of the store where ranks meet."""
         for worker in self._workers:
             handle, host = worker.handle, worker.host
+            address = host.address or self.address
             assignment = Assignment(
-                host.config, handle.rank, self._size, handle.place, host.address, port, len(self._hosts)
+                host.config, handle.rank, self._size, handle.place, address, port, self.num_hosts
             )
             with contextlib.suppress(OSError):  # it is dead; the watcher says so
                 handle.line.sendall(frame(assignment))
@@ -111,8 +122,8 @@ class Workers:
         self._is_serving = True
 
     def explain(self) -> None:
-        """Called when rank 0 failed to start: raises the error of a worker that failed before, if there is one. A
-        broken connection to a dead rank is only a consequence."""
+        """Called when rank 0 failed to start or to compute: raises the error of a worker that failed before, if there
+        is one. A broken connection to a dead rank is only a consequence."""
         deadline = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < deadline:
             self._check()
@@ -225,7 +236,8 @@ class Workers:
 
     def _describe_death(self, worker: _Worker) -> HeadraceError:
         code = worker.handle.wait(LAST_WORDS_S)
-        how = "closed its line" if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
+        alive = "closed its line" if worker.handle.is_alive() else "was lost with its host"
+        how = alive if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
             f"ended with exit code {code}"
         )
         who = f"{worker.handle.name} {how}"

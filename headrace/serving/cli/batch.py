@@ -27,7 +27,7 @@ ON_RAY_ALONE = frozenset({"num_replicas", "shard_size", "output_format", "ray_ad
 def run(invocation: Invocation) -> int:
     """Run the batch; 1 if any line failed."""
     source, target = _paths(invocation.words)
-    if invocation.section("batch").executor == "ray":
+    if invocation.section("nodes").executor == "ray":
         return _run_on_ray(invocation, source, target)
     for name in ON_RAY_ALONE & {name for name, origin in invocation.sources.items() if origin == "flag"}:
         raise ConfigError(f"{name} is for a run on Ray; add --executor ray", param=name)

@@ -84,13 +84,10 @@ class GenerateOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Section):
-    """How requests of the input are read, and where they run."""
+    """How requests of the input are read. With ``--executor ray`` replicas of a Ray cluster answer them: the output is
+    then a folder, and the input may be one, of JSONL or Parquet files."""
 
     served_model_name: str | None = option(None, "model name in the requests; default: the model's own", metavar="NAME")
-    executor: str = option(
-        "local", "local: one engine on this machine; ray: replicas on a Ray cluster; the output is then a folder, the "
-        "input may be one, of JSONL or Parquet files", choices=("local", "ray")
-    )
     num_replicas: int | None = option(
         None, "engines on the Ray cluster; default: as many as it holds, while it grows and shrinks", low=1, high=65536
     )

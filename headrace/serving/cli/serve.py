@@ -25,8 +25,13 @@ def serve_config(invocation: Invocation) -> ServeConfig:
 
 
 def run(invocation: Invocation) -> int:
-    """Serve until a signal stops the server."""
+    """Serve until a signal stops the server; on a host other than 0, until host 0 has ended."""
     config = serve_config(invocation)
+    if config.engine.nodes.node_rank:
+        from headrace.service.ranks.agent import run_agents
+
+        run_agents(config.engine)
+        return 0
     with contextlib.ExitStack() as undo:
         # started first: they have the most to import
         engines = [spawn_engine() for _ in range(config.engine.parallel.data_parallel_size)]
