@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 
+from headrace.kernels.collective import Limits
 from headrace.kernels.collective.mailbox import Mailbox
-from headrace.kernels.collective.push import Limits, PushCollectives, Room
+from headrace.kernels.collective.push import PushCollectives, Room
 from headrace.parallel.group import Rendezvous, find_store, join_group, serve_rendezvous
 from headrace.parallel.push import PushGroup, open_push_group
 
@@ -120,7 +121,7 @@ def run_rank(rank: int, size: int, meeting: Rendezvous, options: argparse.Namesp
             line[name] = -nccl.agree([-int(1000 * time_graph(call, rounds))])[0] / 1000
             if name in ("one step", "NCCL", "fused") and rows <= 64:
                 line[f"{name} eager"] = -nccl.agree([-int(1000 * time_eager(call))])[0] / 1000
-        group.check()
+        group.waits.check()
         if rank == 0:
             told = "; ".join(f"{name} {took:.1f}" for name, took in line.items())
             print(f"{rows * width * 2:>10} {told}", flush=True)

@@ -217,6 +217,12 @@ class ParallelConfig(Section):
         metavar="NAME"
     )
 
+    def describe_sizes(self) -> str:
+        """What of it needs several devices, for messages: ``tensor_parallel_size 2 x data_parallel_size 2``."""
+        names = (part.name for part in dataclasses.fields(self) if part.name.endswith("_parallel_size"))
+        sizes = {name: getattr(self, name) for name in names}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
 
 EXECUTORS = ("local", "ray")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from headrace.base import env
+from headrace.base.config import ParallelConfig
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.kernels.operation import KernelQuery
@@ -17,9 +18,9 @@ from headrace.kernels.operation import KernelQuery
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def resolve_device(name: str, offset: int = 0) -> torch.device:
+def resolve_device(name: str, offset: int = 0, parallel: ParallelConfig | None = None) -> torch.device:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device, of GPUs the one ``offset`` places further on; raises
-    `ConfigError` when it is not there."""
+    `ConfigError` when it is not there. ``parallel``: the options by which there are several."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -31,9 +32,8 @@ def resolve_device(name: str, offset: int = 0) -> torch.device:
     place = int(index or 0) + offset
     if place >= count:
         found = f"there are {count} GPUs" if count else "torch finds no GPU (is this torch built for CUDA?)"
-        advice = f"this replica takes the GPU after {offset} others; lower data_parallel_size" if offset else (
-            "use device cpu or auto"
-        )
+        sizes = parallel.describe_sizes() if parallel is not None else ""
+        advice = f"{sizes} takes a GPU for each rank; lower it" if offset and count else "use device cpu or auto"
         wanted = f"cuda:{place}" if offset else name
         raise ConfigError(f"device {wanted!r} is not available: {found}; {advice}", param="device")
     return torch.device("cuda", place)

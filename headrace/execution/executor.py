@@ -81,10 +81,23 @@ class LocalExecutor:
             clear_frames(error.__traceback__)  # or the error would keep the step's tensors alive
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
+    def check(self) -> None:
+        """See `headrace.service.executor.Executor`."""
+        self._model.group.waits.check()
+
     def use_idle_moment(self) -> bool:
         """See `headrace.service.executor.Executor`."""
+        if self._runner is None or not self._runner.has_graphs:
+            return False
+        group = self._model.group
+        with group.waits.patient():
+            is_left = self._record_next(self._runner)
+            # ranks capture at their own pace: the next step must not have to wait for one that still compiles
+            return bool(group.agree([int(is_left)])[0])
+
+    def _record_next(self, runner: Runner) -> bool:
         try:
-            return self._runner is not None and self._runner.record_next()
+            return runner.record_next()
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for a graph: %s", error)
             return True
@@ -116,16 +129,19 @@ class LocalExecutor:
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
-        self._model.release(parts, self._progress, discards_weights=discards_weights)
+        with self._model.group.waits.patient():
+            self._model.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
         """Bring them back."""
-        self._model.acquire(parts, self._progress)
+        with self._model.group.waits.patient():
+            self._model.acquire(parts, self._progress)
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
         config = replace(self.config.model, model=model, load_format=load_format, revision=None)
-        self._model.replace_weights(config, self._progress)
+        with self._model.group.waits.patient():
+            self._model.replace_weights(config, self._progress)
 
     def start_profile(self, options: StartProfile) -> None:
         """Record what this process and its device do."""
@@ -159,7 +175,7 @@ def build_executor(
     """
     group = group or Group()
     place = place or Place(config.replica, config.parallel.data_parallel_size)
-    device = resolve_device(config.device.device, place.index)
+    device = resolve_device(config.device.device, place.index, config.parallel)
     if device.type == "cpu":
         take_cores(place.index, place.count)
     else:

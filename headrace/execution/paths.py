@@ -106,6 +106,23 @@ class PlainPath:
         return output
 
 
+class _DecodeArrays:
+    """What a fused step of the same entries [2, R] reads and writes, step after step: the native call's tensors and
+    numpy's views of them, as a call of torch takes longer than all that numpy does here.
+
+    ``requests`` [3, R]: see `FusedDecode`. ``tokens`` [3, R]: ids, states and counts, which are 1 without drafts;
+    ``sampled`` are the first two."""
+
+    def __init__(self, entries: np.ndarray):
+        count = entries.shape[1]
+        self.entries, self.rows = entries, entries[0]
+        self.requests_np, tokens_np = np.empty((3, count), dtype=np.int64), np.ones((3, count), dtype=np.int64)
+        self.requests_np[0] = entries[0]
+        self.requests, self.tokens = torch.from_numpy(self.requests_np), torch.from_numpy(tokens_np)
+        self.lengths_np, self.inputs_np, self.ids_np = self.requests_np[1], self.requests_np[2], tokens_np[0]
+        self.sampled = self.tokens[:2]
+
+
 class FusedPath:
     """Decodes alone, in one native call on a CPU that computes the argmax, too."""
 
@@ -114,6 +131,7 @@ class FusedPath:
 
     def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
         self._model, self._rows, self._tables = model, rows, tables
+        self._arrays: _DecodeArrays | None = None  # of the latest step
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`; None until the native kernels are compiled and the weights packed for them."""
@@ -121,20 +139,25 @@ class FusedPath:
         return None if fused is None else partial(self._launch, step, fused)
 
     def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
-        shape, rows = step.shape, self._rows
+        shape, rows, arrays = step.shape, self._rows, self._arrays
         # One memory on a CPU: lengths are exact, and the native call reads the page tables in place.
         assert rows.last_token_np is not None, "a fused path runs on a CPU"
-        entries = torch.from_numpy(shape.entries)
-        drafted = entry_tokens(entries[0], entries[1], rows.tensors) if shape.most_drafts else None
-        tokens = rows.last_token_np[shape.rows] if drafted is None else drafted
-        requests = torch.from_numpy(np.stack((shape.rows, shape.ends, tokens)))
-        logits, sampled = fused.run(requests, self._tables.tensor, is_greedy=step.is_greedy)
-        positions = torch.from_numpy(shape.ends - 1)
+        if arrays is None or arrays.entries is not shape.entries:
+            arrays = self._arrays = _DecodeArrays(shape.entries)
+        arrays.lengths_np[:] = shape.ends
+        if shape.most_drafts:
+            entries = torch.from_numpy(shape.entries)
+            arrays.requests[2] = entry_tokens(entries[0], entries[1], rows.tensors)
+        else:
+            arrays.inputs_np[:] = rows.last_token_np[arrays.rows]
+        logits = fused.run(arrays.requests, self._tables.tensor, arrays.sampled if step.is_greedy else None)
         if logits is not None:
-            return StepOutput(logits, positions)
-        if drafted is None:
-            return StepOutput(greedy=rows.accept_undrafted(sampled, shape.rows, shape.ends))
-        return StepOutput(greedy=rows.accept(sampled, entries, positions, shape.most_drafts))
+            return StepOutput(logits, torch.from_numpy(shape.ends - 1))
+        if shape.most_drafts:
+            positions = torch.from_numpy(shape.ends - 1)
+            return StepOutput(greedy=rows.accept(arrays.sampled, entries, positions, shape.most_drafts))
+        rows.advance(arrays.rows, arrays.ids_np, shape.ends)
+        return StepOutput(greedy=arrays.tokens)
 
 
 def compute_sampled_logits(

@@ -36,7 +36,7 @@ class PendingSample:
         self._pooled = pooled or []
         self._prompts = [(span, logprobs.copy_to_host()) for span, logprobs in prompts or []]
         self._sample, self._propose = sample, propose
-        self._tokens: torch.Tensor | None = None
+        self._tokens: torch.Tensor | list[list[int]] | None = None
         self._logprobs: Logprobs | None = None
         self._errors: dict[int, str | None] = {}
         self.drafts: list[RowDraft] = []
@@ -55,6 +55,8 @@ class PendingSample:
         try:
             sampled = self._sample()
             self._tokens = to_host(sampled.tokens)
+            if sampled.tokens.is_cpu:  # then they are there, and the next launch may overwrite them
+                self._read()
             self._logprobs = sampled.logprobs.copy_to_host() if sampled.logprobs is not None else None
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
@@ -79,9 +81,15 @@ class PendingSample:
     def read_tokens(self) -> tuple[list[int], list[int]]:
         """The sampled ids, and how many of their row's count, in the order of the batch; waits for the step."""
         self._wait()
-        assert self._tokens is not None
-        ids, _, counts = self._tokens.tolist()
+        ids, _, counts = self._read()
         return ids, counts
+
+    def _read(self) -> list[list[int]]:
+        """Ids, states and counts, which are on the host."""
+        if isinstance(self._tokens, torch.Tensor):
+            self._tokens = self._tokens.tolist()
+        assert self._tokens is not None
+        return self._tokens
 
     def _wait(self) -> None:
         self.close()
@@ -96,14 +104,14 @@ class PendingSample:
         prompts = [
             PromptLogprobs(s.row, s.start, s.records(logprobs)) for s, logprobs in self._prompts
         ]
+        failed, pooled = self._read_pooled()
         if self._tokens is None or self._batch is None:
-            return StepResult(self._step_id, [], None, prompts, *self._read_pooled())
+            return StepResult(self._step_id, [], None, prompts, failed, pooled)
         # [3, S or more]: a graph's output includes its padding.
-        ids, states, counts = (column[: len(self._batch.rows)] for column in self._tokens.tolist())
+        ids, states, counts = (column[: len(self._batch.rows)] for column in self._read())
         kept, span_counts = self._find_kept(counts)
         logprobs = self._spread_logprobs(len(ids))
         # Failures are by row, so they need no reordering.
-        failed, pooled = self._read_pooled()
         troubled = self._find_troubled(states, kept)
         failed += [(row, MESSAGES[state]) for row, state in troubled if state != NOTHING_ALLOWED]
         refused = [
@@ -149,7 +157,7 @@ class PendingSample:
         """``(row, state)`` of rows for which no token could be sampled where one counts."""
         assert self._batch is not None
         harmless = (OK,) if self._check_finite else (OK, NOT_FINITE)
-        if all(state in harmless for state in states):
+        if not any(states):  # as nearly always; OK is 0
             return []
         found = {
             int(self._batch.rows[index]): states[index]

@@ -113,14 +113,10 @@ class Rows:
         """Find out which drafts are right, and advance the rows; see `headrace.kernels.verify.ACCEPT`."""
         return self._accept(sampled, entries, positions, self.tensors, most)
 
-    def accept_undrafted(self, sampled: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """`accept` on a CPU for ``rows`` [R] without drafts, which have ``lengths`` [R] afterwards. Through numpy, as
-        torch's calls would be a thirtieth of a step."""
+    def advance(self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """`accept` on a CPU for ``rows`` [R] without drafts: their last tokens and lengths are now these [R]."""
         assert self.last_token_np is not None and self.computed_len_np is not None, "on a CPU"
-        out = np.ones((3, len(rows)), dtype=np.int64)
-        out[:2] = sampled
-        self.last_token_np[rows], self.computed_len_np[rows] = out[0], lengths
-        return torch.from_numpy(out)
+        self.last_token_np[rows], self.computed_len_np[rows] = tokens, lengths
 
     def accept_at_rate(self, rate: float) -> None:
         """Let drafts be right with this probability each, from now on: for benchmarks, as output is then noise."""

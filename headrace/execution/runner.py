@@ -55,7 +55,7 @@ class Runner:
         self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
-        self._samples = True
+        self._samples, self._inference_mode = True, torch.inference_mode()  # entered again by each step
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
@@ -89,10 +89,13 @@ class Runner:
         """Let drafts be right at this rate, whatever they are: for benchmarks."""
         self._rows.accept_at_rate(rate)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingSample:
         """Launch a plan without waiting for the device; results are read later, in plan order. May raise
         `torch.OutOfMemoryError`; the caller must then `reset` and start all rows anew."""
+        with self._inference_mode:
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> PendingSample:
         # First: the sampling reads row state (penalties, rules, matchers) that this plan's releases and starts change.
         self._close_step()
         upload = Upload()
@@ -157,6 +160,11 @@ class Runner:
         self._captured = CapturedSteps(sizes, self._model, self._inputs, recorder, self._proposer)
         self.paths[:0] = self._captured.paths
         return self._captured
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps run as graphs, some of which may be missing."""
+        return self._captured is not None
 
     @torch.inference_mode()
     def record_next(self) -> bool:

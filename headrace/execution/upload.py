@@ -48,7 +48,7 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the host, readable once the device has passed this point of the stream (record an event behind it);
     on a CPU the tensor itself."""
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

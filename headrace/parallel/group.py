@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.parallel.share import Share, share_heads, share_units
 
 logger = logging.getLogger(__name__)
@@ -25,11 +25,37 @@ TIMEOUT = timedelta(minutes=30)
 """Of collectives on the host. Dead and hung ranks are noticed by those who watch the processes, far earlier."""
 
 
+class PeerTimeout(HeadraceError):
+    """A rank waited for another longer than it may, so results are meaningless; the ranks must be restarted."""
+
+    kind = "peer_timeout"
+    status = 503
+
+
+class Waits:
+    """How long collectives wait for other ranks on the device. Of groups whose library has no such bounds: as long as
+    it takes."""
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """While the body runs, waits may be long: each rank loads, compiles and captures at its own pace. Afterwards
+        they last as long as a step may take."""
+        yield
+
+    def check(self) -> None:
+        """Raise `PeerTimeout` if results are meaningless because another rank came too late. Does not wait for the
+        device."""
+
+    def abort(self) -> None:
+        """End all waits, from any thread; results are meaningless."""
+
+
 class Group:
     """A group of one rank, whose collectives change nothing; the base class of larger groups."""
 
     rank: int = 0
     size: int = 1
+    waits: Waits = Waits()
 
     @property
     def is_single(self) -> bool:

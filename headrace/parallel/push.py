@@ -8,39 +8,71 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from headrace.base.errors import HeadraceError, PluginError
-from headrace.kernels.collective import COLLECTIVES, Collectives
+from headrace.base.errors import PluginError
+from headrace.kernels.collective import COLLECTIVES, Collectives, Limits
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.operation import KernelQuery
-from headrace.parallel.group import Group
+from headrace.parallel.group import Group, PeerTimeout, Waits
+from headrace.parallel.limits import measure_limits
 
 logger = logging.getLogger(__name__)
 
+PATIENT_SECONDS = 600.0
+"""Budget while ranks load, compile and capture."""
 TEST_SECONDS = 0.25
 """Budget of each call of the start-up test."""
 TEST_BYTES = 64 << 10
 REASON_BYTES = 240
 
 
-class PeerTimeout(HeadraceError):
-    """A rank waited for another longer than the budget, so results are meaningless; the group must be started anew."""
+class PushWaits(Waits):
+    """See `Waits`; of collectives that have a budget of time and an error word."""
 
-    kind = "peer_timeout"
-    status = 503
+    def __init__(self, collectives: Collectives, device: torch.device):
+        self._collectives, self._device, self._is_patient = collectives, device, False
+        collectives.set_budget(BUDGET_SECONDS)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """See `Waits`."""
+        was_patient, self._is_patient = self._is_patient, True
+        self._collectives.set_budget(PATIENT_SECONDS)
+        try:
+            yield
+            if not was_patient and self._device.type == "cuda":
+                # what was launched here may still wait for ranks that are slower
+                torch.cuda.synchronize(self._device)
+        finally:
+            self._is_patient = was_patient
+            if not was_patient:
+                self._collectives.set_budget(BUDGET_SECONDS)
+
+    def check(self) -> None:
+        """See `Waits`."""
+        if failure := self._collectives.failure:
+            raise PeerTimeout(f"{failure}; the ranks must be restarted")
+
+    def abort(self) -> None:
+        """See `Waits`."""
+        self._collectives.abort()
 
 
 class PushGroup(Group):
     """See `Group`. ``base`` has the same ranks; ``mailbox`` is closed with the group."""
 
-    def __init__(self, base: Group, collectives: Collectives, mailbox: Mailbox | None = None):
+    def __init__(
+        self, base: Group, collectives: Collectives, device: torch.device, mailbox: Mailbox | None = None
+    ):
         self.rank, self.size = base.rank, base.size
         self._base, self.collectives, self._mailbox = base, collectives, mailbox
+        self.waits = PushWaits(collectives, device)
         self._is_muted = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,20 +124,6 @@ class PushGroup(Group):
         finally:
             self._is_muted = was_muted
 
-    def set_budget(self, seconds: float) -> None:
-        """How long a collective waits for the other ranks, from now on."""
-        self.collectives.set_budget(seconds)
-
-    def check(self) -> None:
-        """Raise `PeerTimeout` if results are meaningless because a peer came too late. Does not wait for the device.
-        """
-        if failure := self.collectives.failure:
-            raise PeerTimeout(f"{failure}; the ranks must be restarted")
-
-    def abort(self) -> None:
-        """End all calls on the device, whose results are meaningless."""
-        self.collectives.abort()
-
     def close(self) -> None:
         """See `Group`. All ranks must have finished their calls."""
         if self._mailbox is not None:
@@ -131,8 +149,24 @@ def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> 
     collectives.set_budget(TEST_SECONDS)
     if not _all_can(base, device, _test(base, device, collectives)):
         return _give_up(base, mailbox)
-    collectives.set_budget(BUDGET_SECONDS)
-    return PushGroup(base, collectives, mailbox)
+    collectives.set_budget(PATIENT_SECONDS)
+    began = time.monotonic()
+    collectives.limits = measure_limits(base, collectives, device)
+    if not _all_can(base, device, collectives.failure):
+        return _give_up(base, mailbox)
+    if base.rank == 0:
+        logger.info("%s, measured in %.0f ms", _describe(collectives.limits), 1000 * (time.monotonic() - began))
+    return PushGroup(base, collectives, device, mailbox)
+
+
+def _describe(limits: Limits) -> str:
+    one_step, fused, sums, gathers = (
+        f"{size / 1024:.0f} KB" for size in (limits.one_step, limits.fused, limits.sums, limits.gathers)
+    )
+    return (
+        f"own collectives up to {sums} ({one_step} in one step, {fused} fused with a norm, gathers {gathers}), NCCL "
+        "above"
+    )
 
 
 def _give_up(base: Group, mailbox: Mailbox | None) -> Group:

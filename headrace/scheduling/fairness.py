@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from headrace.scheduling.request import Request
 
@@ -106,14 +106,18 @@ class FairLine:
 
     def push(self, request: Request, path: Path) -> None:
         """Let a request wait at a node. At an inner one it goes before all that wait below."""
-        nodes = [self._root, *self._descend(path)]
-        for parent, child in itertools.pairwise(nodes):
+        node = self._root
+        node.size += 1
+        for key in path:
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Share((*node.path, key))
             if not child.size:
-                parent.activate(child, request.seq)
-        for node in nodes:
-            node.size += 1
-        nodes[-1].waiting[request.seq] = request
-        heapq.heappush(nodes[-1].ages, request.seq)
+                node.activate(child, request.seq)
+            child.size += 1
+            node = child
+        node.waiting[request.seq] = request
+        heapq.heappush(node.ages, request.seq)
 
     def head(self) -> Share:
         """The node whose turn it is; some request must wait."""
@@ -147,18 +151,16 @@ class FairLine:
 
     def remove(self, request: Request, path: Path) -> None:
         """Take a request out of the node that it was pushed to."""
-        if not path:
-            self._root.size -= 1
-            del self._root.waiting[request.seq]
-            return
-        nodes = [self._root, *self._descend(path)]
-        del nodes[-1].waiting[request.seq]
-        for node in nodes:
-            node.size -= 1
-        for parent, child in itertools.pairwise(nodes):
-            parent.num_active -= not child.size
-        for node in nodes[:-1]:
-            node.forget_idle()
+        node = self._root
+        node.size -= 1
+        for key in path:
+            child = node.children[key]
+            child.size -= 1
+            if not child.size:
+                node.num_active -= 1
+                node.forget_idle()
+            node = child
+        del node.waiting[request.seq]
 
     def charge(self, path: Path, num_tokens: int) -> None:
         """Tokens of a request of this path are computed, or with a negative number will not be after all."""
@@ -171,15 +173,6 @@ class FairLine:
             child.tag += cost
             if child.size:
                 heapq.heappush(node.line, (child.tag, True, next(self._numbers), child))
-            node = child
-
-    def _descend(self, path: Path) -> Iterator[Share]:
-        node = self._root
-        for key in path:
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = Share((*node.path, key))
-            yield child
             node = child
 
 

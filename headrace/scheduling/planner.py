@@ -145,20 +145,21 @@ class Planner:
             self._admit(sketch, budget)
         return sketch
 
-    @property
-    def _can_admit(self) -> bool:
+    def _count_room(self) -> int:
+        """How many more requests may run; zero or less for none."""
         running = self._running
-        return running.has_free_row and running.num_running < min(self._max_running, self._limit.tokens)
+        return min(running.num_free_rows, min(self._max_running, self._limit.tokens) - running.num_running)
 
     def _make_way(self) -> Request | None:
         """A request of those whose turn it is, if they can hope for a row in this step. Where rows or pages are short,
         whoever has none gets a turn, and one that has several gives up one for it."""
-        queue = self._queue
-        if self._running.num_several and (self._is_blocked or not self._can_admit):
+        queue, room = self._queue, self._count_room()
+        if self._running.num_several and (self._is_blocked or room <= 0):
             newcomer, self._is_blocked = queue.newcomer(), False
             if newcomer is not None and self._retraction.make_way(newcomer):
                 queue.let_in(newcomer)
-        return queue.next_in_turn() if self._can_admit else None
+                room = self._count_room()
+        return queue.next_in_turn() if room > 0 else None
 
     def _divide(self, budget: int, newcomer: Request | None) -> dict[Path, int]:
         """Tokens of this step by path, when several clients or HTTP requests prefill or wait to: one long prompt must
@@ -268,7 +269,8 @@ class Planner:
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
         queue, is_whole, self._is_blocked = self._queue, self._ledger.keeps_nothing, False
-        while budget > 0 and self._can_admit:
+        room = self._count_room()
+        while budget > 0 and room > 0:
             request = queue.peek()
             if request is None or (is_whole and request.known_len > budget):
                 break
@@ -280,6 +282,7 @@ class Planner:
                 length = self._add_chunk(sketch, request, budget)
                 assert length > 0, f"{request} was admitted without a page to start with"
                 budget -= length
+                room -= 1
         queue.end_step()
 
     def _seal(self, sketch: Sketch) -> Flight:

@@ -34,8 +34,8 @@ class RunningSet:
         self._released: list[int] = []
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def num_running(self) -> int:

@@ -44,6 +44,10 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""
 
+    def check(self) -> None:
+        """Raise `headrace.parallel.group.PeerTimeout` if results are meaningless because another rank came too late.
+        Never waits for the device."""
+
     def use_idle_moment(self) -> bool:
         """Called while the engine is idle: do part of the work that later steps would need, such as capturing a graph,
         for at most a tenth of a second (a request that arrives waits for it). Returns False when nothing is left."""

@@ -12,7 +12,7 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
-from headrace.base.config import EngineConfig, engine_config
+from headrace.base.config import EngineConfig, ParallelConfig, engine_config
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
@@ -203,8 +203,14 @@ def test_replicas_take_one_gpu_after_the_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert [str(resolve_device("auto", place)) for place in (0, 2)] == ["cuda:0", "cuda:2"]
     assert str(resolve_device("cuda:1", 1)) == "cuda:2" and resolve_device("cpu", 5) == CPU
-    with pytest.raises(ConfigError, match=r"cuda:3.*3 GPUs.*data_parallel_size"):
-        resolve_device("cuda:1", 2)
+    for parallel, named in (
+        (ParallelConfig(tensor_parallel_size=4), "tensor_parallel_size 4 takes"),
+        (ParallelConfig(data_parallel_size=3), "data_parallel_size 3 takes"),
+        (ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
+         "tensor_parallel_size 2 x data_parallel_size 2 takes"),
+    ):
+        with pytest.raises(ConfigError, match=f"cuda:3.*3 GPUs; {named}"):
+            resolve_device("cuda:1", 2, parallel)
 
 
 def test_threads_follow_option_then_environment(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,9 @@ def run(
     for row, sequence in zip(rows, sequences, strict=True):
         tables[:, row] = torch.tensor(sequence.page_tables, dtype=torch.int32)
     lengths = torch.tensor([sequence.length + 1 for sequence in sequences])
-    return step.run(torch.stack((rows, lengths, torch.tensor(tokens))), tables, is_greedy=is_greedy)
+    sampled = torch.full((2, len(rows)), -1)
+    requests = torch.stack((rows, lengths, torch.tensor(tokens)))
+    return step.run(requests, tables, sampled if is_greedy else None), sampled
 
 
 def check(harness: Harness, sequences: list[Sequence]) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from headrace.kernels.collective import reference
+from headrace.kernels.collective import UNMEASURED, Limits, reference
 from headrace.parallel import push
-from headrace.parallel.group import Group, Rendezvous, find_store, join_group, serve_rendezvous
-from headrace.parallel.push import PeerTimeout, PushGroup, open_push_group
+from headrace.parallel.group import Group, PeerTimeout, Rendezvous, find_store, join_group, serve_rendezvous
+from headrace.parallel.limits import NEVER, SIZES, choose_limits, measure_limits
+from headrace.parallel.push import PATIENT_SECONDS, PushGroup, open_push_group
+
+CPU = torch.device("cpu")
 
 
 class Recorder(Group):
@@ -20,6 +23,13 @@ class Recorder(Group):
 
     def __init__(self, serves: int | None = None):
         self.rank, self.size, self.calls, self.serves, self.failure = 0, 2, [], serves, ""
+        self.budgets, self.limits, self.is_aborted = [], UNMEASURED, False
+
+    def set_budget(self, seconds):
+        self.budgets.append(seconds)
+
+    def abort(self):
+        self.is_aborted = True
 
     def _take(self, name, x):
         if self.serves is not None and x.numel() > self.serves:
@@ -42,7 +52,7 @@ class Recorder(Group):
 
 def test_small_tensors_are_pushed_and_large_ones_left_to_the_library():
     library, kernels = Recorder(), Recorder(serves=8)
-    group = PushGroup(library, kernels)
+    group = PushGroup(library, kernels, CPU)
     small, large = torch.zeros(8), torch.zeros(9)
     for x in (small, large):
         group.all_reduce(x), group.all_gather(x, [8, 8]), group.broadcast(x)
@@ -55,7 +65,7 @@ def test_small_tensors_are_pushed_and_large_ones_left_to_the_library():
 
 def test_a_muted_group_waits_for_nobody():
     library, kernels = Recorder(), Recorder()
-    group = PushGroup(library, kernels)
+    group = PushGroup(library, kernels, CPU)
     with group.muted():
         group.all_reduce(torch.zeros(8))
         assert group.reduce_add_norm(*[torch.zeros(8)] * 3, eps=1.0, offset=0.0) is None
@@ -66,11 +76,83 @@ def test_a_muted_group_waits_for_nobody():
 
 def test_a_late_peer_is_a_typed_error():
     kernels = Recorder()
-    group = PushGroup(Recorder(), kernels)
-    group.check()
+    group = PushGroup(Recorder(), kernels, CPU)
+    group.waits.check()
     kernels.failure = "rank 0 waited in vain for rank 1"
     with pytest.raises(PeerTimeout, match="rank 1; the ranks must be restarted"):
-        group.check()
+        group.waits.check()
+
+
+def test_ranks_wait_long_while_they_load_and_capture():
+    kernels = Recorder()
+    group = PushGroup(Recorder(), kernels, CPU)
+    with group.waits.patient():
+        with group.waits.patient():  # as where a weight update captures graphs
+            assert kernels.budgets[-1] == PATIENT_SECONDS == 600
+        assert kernels.budgets[-1] == 600
+    assert kernels.budgets[0] == kernels.budgets[-1] == 10
+    with pytest.raises(KeyError), group.waits.patient():
+        raise KeyError
+    assert kernels.budgets[-1] == 10
+    group.waits.abort()
+    assert kernels.is_aborted
+    with Group().waits.patient():  # of one rank
+        Group().waits.check()
+
+
+def test_limits_are_where_the_next_way_gets_faster():
+    sizes = [8, 16, 32, 64, 128]
+
+    def times(*took):
+        return dict(zip(sizes, took, strict=True))
+
+    limits = choose_limits({
+        "one_step": times(2, 3, 6, 12, 24), "two_steps": times(4, 5, 5.5, 8, 16), "library": times(9, 9, 9, 9, 9),
+        "norm": times(2, 2, 2, 2, 2), "fused": times(3, 4, 7, 11, NEVER),
+        "gather": times(2, 10, 4, 10, 10), "library_gather": times(5, 5, 5, 5, 5),
+    })
+    # a gather that was slow once, at 16, between fast ones is noise
+    assert limits == Limits(one_step=16, fused=32, sums=64, gathers=32)
+    nothing = {name: times(*[NEVER] * 5) for name in ("one_step", "two_steps", "fused", "gather")}
+    library = {name: times(*[1] * 5) for name in ("library", "norm", "library_gather")}
+    assert choose_limits({**nothing, **library}) == Limits(0, 0, 0, 0)
+
+
+def test_all_ranks_take_the_times_of_the_slowest():
+    class Kernels(Recorder):
+        """What they return is how long they take."""
+
+        def all_reduce(self, x):
+            return 10.0 if self.limits.one_step else 20.0
+
+        def reduce_add_norm(self, x, stream, weight, *, eps, offset):
+            return None
+
+        def all_gather(self, x):
+            return 1.0
+
+    class Library(Recorder):
+        def __init__(self, one_step_elsewhere):
+            super().__init__()
+            self.elsewhere = -round(1000 * one_step_elsewhere)
+
+        def all_reduce(self, x):
+            return 15.0
+
+        def all_gather(self, x, sizes):
+            return 15.0
+
+        def agree(self, values):
+            return [min(self.elsewhere, values[0]), *values[1:]]
+
+    def clock(call):
+        made = call()
+        return NEVER if made is None else made if isinstance(made, float) else 3.0
+
+    kernels, largest = Kernels(), SIZES[-1]
+    assert measure_limits(Library(9.0), kernels, CPU, clock) == Limits(largest, 0, largest, largest)
+    assert measure_limits(Library(25.0), kernels, CPU, clock) == Limits(0, 0, 0, largest)
+    assert kernels.limits is UNMEASURED
 
 
 def test_without_gpus_the_group_stays_as_it_is():
@@ -129,7 +211,7 @@ def _check_values(rank: int, size: int, port: int) -> None:
     device, library = _join(rank, size, port)
     group = open_push_group(library, device)
     assert isinstance(group, PushGroup)
-    group.set_budget(30)
+    group.collectives.set_budget(30)
     rng = torch.Generator().manual_seed(0)
     for turn, rows in enumerate((1, 3, 200, 1, 2000, 64)):
         parts = [torch.randn(rows, 1024, generator=rng).to(device, torch.bfloat16) for _ in range(size)]
@@ -152,14 +234,14 @@ def _check_values(rank: int, size: int, port: int) -> None:
         graph.replay()
         assert (out == value * size**5).all()
         assert (group.all_reduce(torch.full_like(x, value)) == value * size).all()
-    group.check()
-    group.set_budget(0.1)
+    group.waits.check()
+    group.collectives.set_budget(0.1)
     assert group.agree([rank + 5]) == [5]
     if rank == 0:  # the others never come
         group.all_reduce(x)
         torch.cuda.synchronize()
         with pytest.raises(PeerTimeout):
-            group.check()
+            group.waits.check()
     group.agree([0])
     group.close()
 

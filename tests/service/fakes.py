@@ -20,6 +20,7 @@ from headrace.base.errors import HeadraceError, WeightError
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
+from headrace.parallel.group import PeerTimeout
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -69,9 +70,9 @@ class FakePending:
 class FakeExecutor:
     """Runs plans as `StepPlan` prescribes them, on lists. A prompt that contains ``FAIL_LAUNCH`` or ``FAIL_RESULT``
     makes its step raise; the former when launched, the latter when its result is read. ``DIE`` kills the process,
-    ``HANG`` stops it in its step for good."""
+    ``HANG`` stops it in its step for good; from ``LATE`` on, another rank has not come in time."""
 
-    FAIL_LAUNCH, FAIL_RESULT, DIE, HANG = 251, 252, 253, 254
+    FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):
         self.config = resolve_for_device(config, "cpu")
@@ -88,7 +89,7 @@ class FakeExecutor:
         self.delay_s = delay_s
         self.rows: dict[int, list[int]] = {}
         self.num_resets = self.num_idle_moments = 0
-        self.is_closed = False
+        self.is_closed = self.is_late = False
         self.launched: list[StepPlan] = []
         self.released: frozenset[str] = frozenset()
         self.shift = 0
@@ -103,6 +104,7 @@ class FakeExecutor:
         planned = {t for row in plan.rows for t in self.rows[row][:64]}
         if self.DIE in planned:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.is_late |= self.LATE in planned
         if self.HANG in planned:
             time.sleep(3600)
         if self.FAIL_LAUNCH in planned and not any(t == self.FAIL_RESULT for t in planned):
@@ -120,6 +122,10 @@ class FakeExecutor:
                 known.append(tokens[-1])
         outcome = Boom("device lost") if self.FAIL_RESULT in planned else StepResult(plan.step_id, tokens)
         return FakePending(outcome, self.delay_s)
+
+    def check(self) -> None:
+        if self.is_late:
+            raise PeerTimeout("rank 1 waited in vain for rank 0; the ranks must be restarted")
 
     def use_idle_moment(self) -> bool:
         self.num_idle_moments += 1

@@ -20,6 +20,7 @@ from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import EngineBroken, EngineUnavailable, HeadraceError, ModelError, WeightError
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.ranks.commands import Reset
 from headrace.service.ranks.heartbeats import SILENCE_S, Heartbeats, Silence
 from headrace.service.ranks.ring import RingPlace, RingReader, RingWriter
 
@@ -200,6 +201,21 @@ def test_failed_steps_are_not_contained(config_only: Path, poison: int):
     if poison == FakeExecutor.FAIL_LAUNCH:
         error = failures.get(timeout=PATIENCE_S)
         assert isinstance(error, EngineBroken) and "rank 1 (pid" in error.message and "launch failed" in error.message
+    executor.close()
+
+
+def test_a_rank_that_comes_too_late_breaks_the_engine(config_only: Path):
+    """Whoever notices: rank 0 does not report what it computed without the other, and a worker ends."""
+    failures = queue.SimpleQueue[HeadraceError]()
+    workers, executor = start_ranks(ranked_config(config_only, 2), on_failure=failures.put)
+    engine = engine_over(executor)
+    assert run(engine, [1, 2, 3], 2) == continuation([1, 2, 3], 2)
+    with pytest.raises(EngineBroken, match=r"step .* failed on rank 0.*PeerTimeout: rank 1 waited in vain for rank 0"):
+        run(engine, [1, FakeExecutor.LATE], 4)
+    error = failures.get(timeout=PATIENCE_S)
+    assert isinstance(error, EngineBroken) and "rank 1 (pid" in error.message and "waited in vain" in error.message
+    with pytest.raises(EngineBroken):
+        workers.send(Reset())
     executor.close()
 
 

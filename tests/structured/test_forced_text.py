@@ -216,7 +216,7 @@ def generate(llm: LLM, asks: list[SamplingParams], *, forces: bool) -> list[list
 
 @pytest.fixture(scope="module", params=[1, 2])
 def llm(request: pytest.FixtureRequest, folder: Path):  # noqa: F811
-    # Without measured times all that is forced is verified at once: how many steps a text takes depends on nothing else.
+    # Without measured times all that is forced is verified at once; the number of steps depends on nothing else.
     with pytest.MonkeyPatch.context() as patch, LLM(str(folder), **BASE, overlap_depth=request.param) as llm:
         patch.setattr(DraftPolicy, "note_time", lambda *_, **__: None)
         llm.generate("x", SamplingParams(grammar=CALL, max_tokens=2))

@@ -5,6 +5,7 @@ W ranks, T tokens, D hidden size, S split-K partial sums.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,6 +15,21 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 MOST_RANKS = 8
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of a tensor up to which sums go in one step, with a norm in one kernel, at all, and gathers go at all.
+    Above them, two steps, separate kernels and other libraries are faster."""
+
+    one_step: int
+    fused: int
+    sums: int
+    gathers: int
+
+
+UNMEASURED = Limits(128 << 10, 1 << 20, 8 << 20, 256 << 10)
+"""Until `headrace.parallel.limits` has measured the machine."""
+
+
 class Collectives(Protocol):
     """What a rank does together with its peers. All ranks must make the same calls in the same order, and each rank's
     calls must follow each other on its device. Calls may be captured in CUDA graphs. Each returns None, with nothing
@@ -21,8 +37,10 @@ class Collectives(Protocol):
     shapes, dtypes and strides alone.
 
     A call that waits for a peer longer than the budget ends with meaningless results, and so do all later ones;
-    `failure` tells.
+    `failure` tells. ``limits`` must be the same on all ranks, and may be changed between two calls.
     """
+
+    limits: Limits
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once."""

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.collective import MOST_RANKS
+from headrace.kernels.collective import MOST_RANKS, UNMEASURED, Limits
 from headrace.kernels.cuda_source import CudaKernel, compile_source
 from headrace.kernels.launch import ceil_div
 
@@ -43,26 +43,6 @@ class Room:
 
 
 ROOM = Room()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes of a tensor up to which sums go in one step, with a norm in one kernel, at all, and gathers go at all.
-    Above them, two steps, separate kernels and other libraries are faster."""
-
-    one_step: int
-    fused: int
-    sums: int
-    gathers: int
-
-
-LIMITS = {
-    2: Limits(16 << 20, 1 << 20, 16 << 20, 1 << 20), 3: Limits(512 << 10, 2 << 20, 8 << 20, 512 << 10),
-    4: Limits(384 << 10, 2 << 20, 8 << 20, 512 << 10),
-}
-"""The fused one for two ranks was measured with both on one H200; the others are estimates from published figures."""
-MANY = Limits(128 << 10, 1 << 20, 8 << 20, 256 << 10)
-"""For more ranks."""
 
 
 class _Call(ctypes.Structure):
@@ -106,13 +86,14 @@ class PushCollectives:
 
     def __init__(
         self, mailboxes: Sequence[int], rank: int, device: torch.device, *, room: Room = ROOM,
-        limits: Limits | None = None, most_blocks: int = MOST_BLOCKS,
+        limits: Limits = UNMEASURED, most_blocks: int = MOST_BLOCKS,
     ):
         self.rank, self.size, self.device, self.room = rank, len(mailboxes), device, room
-        self.limits = limits or LIMITS.get(self.size, MANY)
+        self.limits = limits
         self._most_blocks = most_blocks
         # late peers, aborted, budget in milliseconds: see `Host` in the source
         self._host = torch.zeros(HOST_WORDS, dtype=torch.int32).pin_memory()
+        self._words = (c_int * HOST_WORDS).from_address(self._host.data_ptr())
         self.set_budget(BUDGET_SECONDS)
         addresses = (c_uint64 * MOST_RANKS)(*mailboxes)
         self._call = _Call(addresses, self._host.data_ptr(), room.sums, room.gathers, rank)
@@ -126,23 +107,25 @@ class PushCollectives:
 
     def set_budget(self, seconds: float) -> None:
         """See `Collectives`."""
-        self._host[BUDGET] = max(1, int(seconds * 1000))
+        self._words[BUDGET] = max(1, int(seconds * 1000))
 
     def abort(self) -> None:
         """See `Collectives`."""
-        self._host[ABORTED] = 1
+        self._words[ABORTED] = 1
 
     @property
     def late(self) -> list[int]:
         """Ranks that this one has waited for in vain."""
-        return [rank for rank in range(self.size) if self._host[rank]]
+        return [rank for rank in range(self.size) if self._words[rank]]
 
     @property
     def failure(self) -> str:
         """See `Collectives`."""
+        if not any(self._words[: ABORTED + 1]):
+            return ""
         if late := self.late:
             return f"rank {self.rank} waited in vain for rank {', '.join(map(str, late))}"
-        return "collectives were aborted" if self._host[ABORTED] else ""
+        return "collectives were aborted"
 
     def two_step_bytes(self, num_bytes: int) -> int:
         """Room that a sum in two steps takes: see `Half` in the source."""

@@ -138,17 +138,17 @@ class FusedDecode:
         self._reals = torch.tensor((ends.embedding_scale, ends.eps, ends.offset), dtype=torch.float64)
 
     def run(
-        self, requests: torch.Tensor, page_tables: torch.Tensor, *, is_greedy: bool,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self, requests: torch.Tensor, page_tables: torch.Tensor, sampled: torch.Tensor | None,
+    ) -> torch.Tensor | None:
         """Run one step. ``requests`` [3, R] int64, contiguous: row indices, the rows' lengths up to and with the token
         that is computed, and that token; a row may occur several times, in order. ``page_tables`` [groups, rows,
-        entries] int32. Returns ``(logits, sampled)``: if ``is_greedy``, None and ids and states [2, R] as
-        `SAMPLE_GREEDY`; else logits [R, V] float32 and a ``sampled`` that is not written."""
-        ops, count = NATIVE.find(), requests.shape[1]
+        entries] int32. Writes ids and states as `SAMPLE_GREEDY` into ``sampled`` [2, R] int64 and returns None; without
+        it, returns logits [R, V] float32."""
+        ops, logits = NATIVE.find(), None
         assert ops is not None, "fused layers exist only where the native library is loaded"
-        sampled = torch.empty((2, count), dtype=torch.int64)
-        logits = None if is_greedy else torch.empty((count, self._vocab_size), dtype=torch.float32)
-        ops.decode_step(
-            *self._layers.numbers, self._ends, self._reals, requests, page_tables, sampled, logits
-        )
-        return logits, sampled
+        if sampled is None:
+            count = requests.shape[1]
+            sampled = torch.empty((2, count), dtype=torch.int64)  # not written
+            logits = torch.empty((count, self._vocab_size), dtype=torch.float32)
+        ops.decode_step(*self._layers.numbers, self._ends, self._reals, requests, page_tables, sampled, logits)
+        return logits

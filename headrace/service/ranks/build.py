@@ -7,18 +7,22 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import torch
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
+from headrace.base.errors import HeadraceError
 from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.parallel.group import Rendezvous, find_store, join_group, serve_rendezvous
+from headrace.parallel.group import Group, Rendezvous, find_store, join_group, serve_rendezvous
+from headrace.parallel.push import open_push_group
 from headrace.service.build import assemble_engine, build_engine, build_rank_0, prepare_process
+from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
@@ -35,7 +39,14 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     launcher, resources = choose_launcher(config, size, progress), ExitStack()
     if size == 1:
         return build_engine(config, progress)
-    workers = Workers(config, size, launcher)  # first: they import what is imported here already
+    groups = list[Group]()
+
+    def fail(error: HeadraceError) -> None:
+        for group in groups:
+            group.waits.abort()  # or the device would wait for the dead rank while this process ends
+        end_with(error)
+
+    workers = Workers(config, size, launcher, on_failure=fail)  # first: they import what is imported here already
     with ExitStack() as undo:
         undo.callback(resources.close)
         undo.callback(workers.close)
@@ -44,9 +55,11 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         store, rendezvous = serve_rendezvous(LOOPBACK, size)
         workers.assign(rendezvous.port)
         _use_network(workers.num_hosts, workers.address)
-        group = join_group(0, size, _device_of(config, launcher.place), store)
+        group = join_ranks(0, size, _device_of(config, launcher.place), store)
+        groups.append(group)
         resources.callback(group.close)
-        executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
+        with group.waits.patient():
+            executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
         workers.await_ready()
         undo.pop_all()  # it stands
     return assemble_engine(RankedExecutor(executor, workers, resources))
@@ -59,7 +72,16 @@ def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
     progress("meeting the other ranks", 0.0)
     _use_network(assignment.num_hosts, assignment.address)
     store = find_store(Rendezvous(assignment.address, assignment.port), size)
-    return build_executor(config, progress, join_group(rank, size, _device_of(config, place), store), place)
+    group = join_ranks(rank, size, _device_of(config, place), store)
+    with group.waits.patient():
+        return build_executor(config, progress, group, place)
+
+
+def join_ranks(rank: int, size: int, device: torch.device, store: Any) -> Group:
+    """The group of all ranks; on GPUs with own collectives for small tensors, where all of them can."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return open_push_group(join_group(rank, size, device, store), device)
 
 
 def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Launcher:
@@ -96,4 +118,4 @@ def _network_of(address: str, mask: str | None) -> ipaddress.IPv4Network | ipadd
 
 
 def _device_of(config: EngineConfig, place: Place) -> torch.device:
-    return resolve_device(config.device.device, place.index)
+    return resolve_device(config.device.device, place.index, config.parallel)

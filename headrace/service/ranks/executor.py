@@ -31,12 +31,15 @@ class _PendingRanks:
 
     step_id: int
     pending: PendingStep
+    check: Callable[[], None]
     workers: Workers
 
     def result(self) -> StepResult:
-        """Raises `EngineBroken` for whatever the step raises."""
+        """Raises `EngineBroken` for whatever the step raises, and if a rank came too late for it."""
         try:
-            return self.pending.result()
+            result = self.pending.result()
+            self.check()
+            return result
         except Exception as error:  # whatever the device or a kernel raises, see the module
             self.workers.explain()
             raise _broken(self.step_id, error) from error
@@ -77,10 +80,17 @@ class RankedExecutor:
         self._may_record = True
         self._workers.send(Execute(plan))
         try:
-            return _PendingRanks(plan.step_id, self._executor.execute(plan), self._workers)
+            self._executor.check()
+            return _PendingRanks(
+                plan.step_id, self._executor.execute(plan), self._executor.check, self._workers
+            )
         except Exception as error:  # as above
             self._workers.explain()
             raise _broken(plan.step_id, error) from error
+
+    def check(self) -> None:
+        """Of rank 0, before and after each step; the others check theirs."""
+        self._executor.check()
 
     def use_idle_moment(self) -> bool:
         """On all ranks, unless there was nothing left to do since the last command."""

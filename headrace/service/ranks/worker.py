@@ -53,7 +53,8 @@ from headrace.service.transport import LENGTH, engine_line, frame
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_S = 60.0
+RECEIVE_S = 1.0
+"""How often a rank without commands looks whether its last step came through."""
 WORKER_MODULE = "headrace.service.ranks.worker"
 RANK_BUILDER = "headrace.service.ranks.build:build_rank"
 
@@ -99,6 +100,7 @@ class CommandLoop:
         """Until `Close`; raises what a command raises that cannot be undone."""
         while True:
             message = self._ring.receive(RECEIVE_S)
+            self._executor.check()
             if message is None:
                 continue
             command = decode_command(message)
