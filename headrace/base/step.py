@@ -67,6 +67,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     tokens are sampled at the end of span i: all positions of decodes; 1 for a prefill chunk that reaches the end, else
     0, and 0 for rows with ``pooling``.
 
+    ``last_tokens``: of decodes, where the host knows them: ranks that did not sample them take them from here, and then
+    ``begins`` are exact. Empty where the device may be ahead of the host.
+
     ``drafts``: guesses for rows that decode here; rows without one verify the drafts that the device made for them.
     ``num_proposals``: how many drafts per row a device drafter makes after this step; it does not run for 0.
     """
@@ -82,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     appends: list[PageAppend] = []
     drafts: list[RowDraft] = []
     num_proposals: int = 0
+    last_tokens: list[int] = []  # [num_decodes], or []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -93,6 +93,12 @@ class Rows:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known
 
+    def take_known(self, known: torch.Tensor) -> None:
+        """Set the last tokens and lengths of rows from the host; ``known`` [3, n] int64: rows, tokens, lengths."""
+        own, tokens, lengths = known
+        self.tensors.last_token.index_copy_(0, own, tokens)
+        self.tensors.computed_len.index_copy_(0, own, lengths)
+
     @staticmethod
     def pack_drafts(drafts: list[RowDraft]) -> np.ndarray:
         """Guesses as `headrace.kernels.verify.PLACE_DRAFTS` takes them, flat."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from headrace.base.cache import CacheLayout
@@ -105,6 +106,9 @@ class Runner:
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
         path, launch = self._choose_path(step, upload)
+        if plan.last_tokens:
+            count = plan.num_decodes
+            upload.add("known", np.array((plan.rows[:count], plan.last_tokens, plan.begins[:count])).ravel())
         if plan.drafts:
             upload.add("guesses", self._rows.pack_drafts(plan.drafts))
         if self._grammars is not None and step.batch.most_drafts and len(step.batch.constrained):
@@ -117,6 +121,8 @@ class Runner:
         pooled = self._pooler.pack(step.shape, upload) if StepFeature.POOLING in step.features else None
         sent = upload.send(self._device)
         self._apply_pages(sent)
+        if plan.last_tokens:
+            self._rows.take_known(sent["known"].view(3, -1))
         if plan.drafts:
             self._rows.place_drafts(sent["guesses"], len(plan.drafts))
         output = launch(sent)

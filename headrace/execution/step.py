@@ -67,7 +67,7 @@ class StepShape:
         num_decodes, order = plan.num_decodes, None
         assert len(set(plan.rows)) == len(lengths) > 0, "a plan has at least one span and each row once"
         assert lengths.min() > 0, "spans have tokens"
-        if num_decodes and rows.computed_len_np is not None:
+        if num_decodes and rows.computed_len_np is not None and not plan.last_tokens:
             begins[:num_decodes] = rows.computed_len_np[owners[:num_decodes]]
         if num_decodes == len(lengths):
             longest_first = np.argsort(-(begins + lengths), kind="stable")

@@ -83,7 +83,10 @@ class Sketch:
 
 class Planner:
     """Composes plans. A step has at most ``limit.tokens`` tokens, and at most ``min(limit.tokens, max_running)``
-    requests run. As a decode without drafts is one token, all decodes fit into every step."""
+    requests run. As a decode without drafts is one token, all decodes fit into every step.
+
+    ``num_stages``: steps that are computed at the same time, each in another pipeline stage. With more than one a row
+    decodes again only once its token was committed, as the first stage learns it from the host."""
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Planner:
         drafting: Drafting,
         limit: StepLimit,
         max_running: int,
+        num_stages: int = 1,
     ):
         self._ledger = ledger
         self._running = running
@@ -104,7 +108,7 @@ class Planner:
         self._retraction = retraction
         self._drafting = drafting
         self._limit = limit
-        self._max_running = max_running
+        self._max_running, self._num_stages = max_running, num_stages
         self._next_step_id = 0
         self._is_blocked = False  # whether the next in line had no pages in the last step
 
@@ -178,7 +182,7 @@ class Planner:
         """One token, and drafts to verify, for every decoding request whose output may still grow, counting tokens in
         flight. Retracts others when there are no pages for them. Runs for every request in every step: no work per
         request but the lists."""
-        ready = [request for request in self._running.decoding if request.planned_len < request.limit_len]
+        ready = self._find_ready()
         lengths = self._drafting.choose_lengths(ready, self._limit.tokens) if self._drafting.has_drafts else None
         if lengths is None or not self._grow_for_drafts(sketch, ready, lengths):
             ready = self._grow_decodes(sketch, ready)
@@ -196,6 +200,17 @@ class Planner:
         else:
             for request in ready:
                 request.planned_len += 1
+
+    def _find_ready(self) -> list[Request]:
+        """Decoding requests whose output may still grow. With several stages those whose last token is known, and of
+        all decoding ones a stage's part, so that steps are of like size."""
+        decoding = self._running.decoding
+        ready = [request for request in decoding if request.planned_len < request.limit_len]
+        if self._num_stages == 1:
+            return ready
+        return [request for request in ready if request.planned_len < request.known_len][
+            : -(-len(decoding) // self._num_stages)
+        ]
 
     def _grow_decodes(self, sketch: Sketch, ready: list[Request]) -> list[Request]:
         """Give every ready request room for one more position; returns those that are still ready."""
@@ -295,6 +310,7 @@ class Planner:
                 self._ledger.take_appends(request.holding, request.row, sketch.appends)
             running.rewired = {}
         releases, starts = running.take_changes()
+        decodes = sketch.requests[: sketch.num_decodes] if self._num_stages > 1 else []
         plan = StepPlan(
             step_id=self._next_step_id,
             num_decodes=sketch.num_decodes,
@@ -307,6 +323,7 @@ class Planner:
             appends=sketch.appends,
             drafts=[verified.draft for verified in sketch.verified.values()],
             num_proposals=self._propose(sketch),
+            last_tokens=[request.tokens[-1] for request in decodes],
         )
         self._next_step_id += 1
         self._limit.count_step()

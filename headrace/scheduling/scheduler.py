@@ -36,7 +36,8 @@ _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
 
 class Scheduler:
-    """Up to ``overlap_depth`` plans (1 or 2) may be in flight. Every request added ends with exactly one output that
+    """Up to ``depth`` plans may be in flight: ``overlap_depth``, or one for each of ``num_stages`` pipeline stages. Every
+    request added ends with exactly one output that
     carries ``finish``, whether from `commit`, `abort`, `expire`, `refuse` or `fail`."""
 
     def __init__(
@@ -44,11 +45,12 @@ class Scheduler:
         drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
+        num_stages: int = 1,
     ):
         self._clock = clock
         self._layout = layout
         self._default_deadline_s = config.default_deadline_s
-        self._depth = config.overlap_depth or _DEFAULTS["overlap_depth"]
+        self.depth = max(config.overlap_depth or _DEFAULTS["overlap_depth"], num_stages)
         max_step_tokens = config.max_step_tokens or _DEFAULTS["max_step_tokens"]
         # A decode takes one token of a step's budget: with no more requests than tokens, all decodes fit every step.
         max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
@@ -83,6 +85,7 @@ class Scheduler:
         self._planner = Planner(
             ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission,
             retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
+            num_stages=num_stages,
         )  # fmt: skip
         self._committer = Committer(
             lifecycle=self._lifecycle, sharing=self._sharing, drafting=self._drafting, counters=self._counters
@@ -159,7 +162,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run now (commit what is in flight, or wait for requests)."""
-        if len(self._flights) >= self._depth:
+        if len(self._flights) >= self.depth:
             return None
         flight = self._planner.plan(is_idle=not self._flights)
         if flight is None:

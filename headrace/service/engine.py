@@ -78,7 +78,6 @@ class Engine:
         self._scheduler = scheduler
         self._hooks = Hooks() if hooks is None else hooks
         self._waiting_room = WaitingRoom(scheduler, create_coordinators(executor, self._hooks))
-        self._depth = executor.config.scheduler.overlap_depth or 1
         self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""
         self._last_result_at = 0.0
@@ -125,13 +124,13 @@ class Engine:
             self._outputs.append(output)
 
     def step(self) -> list[RequestOutput]:
-        """Launch plans until ``overlap_depth`` are in flight, then wait for the oldest one and commit it. Returns the
+        """Launch plans until the scheduler's ``depth`` are in flight, then wait for the oldest one and commit it. Returns the
         outputs of that step and of requests that were refused, aborted or expired since the last call."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.poll()
         while (
-            not self._is_paused and len(self._in_flight) < self._depth and (plan := self._scheduler.plan()) is not None
+            not self._is_paused and len(self._in_flight) < self._scheduler.depth and (plan := self._scheduler.plan()) is not None
         ):
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it

@@ -241,10 +241,10 @@ class FakeRunner:
 class FakeEngine:
     """Scheduler and fake device, in the engine's loop; collects outputs and checks how they end."""
 
-    def __init__(self, scheduler: Scheduler, layout: CacheLayout, *, vocab: int, depth: int):
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, layout: CacheLayout, *, vocab: int, num_stages: int = 1):
+        self.scheduler, self.num_stages = scheduler, num_stages
         self.runner = FakeRunner(layout, vocab)
-        self.layout, self.vocab, self.depth = layout, vocab, depth
+        self.layout, self.vocab, self.depth = layout, vocab, scheduler.depth
         self.flights: list[tuple[StepPlan, StepResult]] = []
         self.asks: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -283,9 +283,22 @@ class FakeEngine:
     def launch(self, failed: set[str] = frozenset()) -> StepPlan | None:
         plan = self.scheduler.plan()
         if plan is not None:
+            if self.num_stages > 1:
+                self._check_stages(plan)
             self.plans.append(plan)
             self.flights.append((plan, self.runner.execute(plan, failed)))
         return plan
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """The first stage can begin with the plan now: it needs no token that is still on its way."""
+        decodes = plan.rows[: plan.num_decodes]
+        assert len(self.flights) < self.num_stages and len(plan.last_tokens) == plan.num_decodes
+        for row, begin, last in zip(decodes, plan.begins, plan.last_tokens, strict=False):
+            known = self.runner.rows[row]
+            assert (begin, last) == (known.computed_len, known.last_token), "the plan says where the row is"
+            for flight, _ in self.flights:
+                sampling = [r for r, count in zip(flight.rows, flight.samples, strict=True) if count]
+                assert row not in sampling, "the row's last token is not known to the host yet"
 
     def land(self) -> list[RequestOutput]:
         plan, result = self.flights.pop(0)
@@ -346,13 +359,16 @@ def make_layout(
 
 
 def make_engine(
-    layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = True, clock=lambda: 0.0, **options
+    layout: CacheLayout, *, vocab: int = 50, prefix_cache: bool = True, clock=lambda: 0.0, num_stages: int = 1,
+    **options
 ) -> FakeEngine:
     """A fake engine over the layout; ``options`` are the scheduler's."""
     options = {"max_step_tokens": 16, "overlap_depth": 1, "max_running_requests": layout.max_rows} | options
     config = SchedulerConfig(**options)
-    scheduler = Scheduler(config, CacheConfig(prefix_cache=prefix_cache), layout, clock=clock)
-    return FakeEngine(scheduler, layout, vocab=vocab, depth=config.overlap_depth)
+    scheduler = Scheduler(
+        config, CacheConfig(prefix_cache=prefix_cache), layout, clock=clock, num_stages=num_stages
+    )
+    return FakeEngine(scheduler, layout, vocab=vocab, num_stages=num_stages)
 
 
 def make_ask(

@@ -27,7 +27,7 @@ def build(rng: random.Random) -> FakeEngine:
     )  # fmt: skip
     return make_engine(
         layout, vocab=VOCAB, prefix_cache=rng.random() < 0.85, max_step_tokens=rng.choice([8, 8, 13, 32, 64]),
-        overlap_depth=rng.randint(1, 2),
+        overlap_depth=rng.randint(1, 2), num_stages=rng.choice([1, 1, 2, 3, 4]),
         policy=rng.choice(["fcfs", "priority", "longest-prefix"]), starvation_steps=rng.choice([1, 3, 50]),
         share_prefix_in_batch=rng.random() < 0.8,
     )  # fmt: skip

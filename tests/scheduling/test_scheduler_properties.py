@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         full=st.booleans(),
         rows=st.integers(1, 5),
         depth=st.integers(1, 2),
+        num_stages=st.sampled_from([1, 1, 2, 3]),
         step_tokens=st.integers(8, 40),
         policy=st.sampled_from(["fcfs", "priority", "longest-prefix"]),
         starvation=st.integers(1, 5),
@@ -42,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         soft_pages=st.sampled_from([0, 0, 3, 12]),
     )
     def build(
-        self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, step_tokens, policy, starvation,
+        self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, num_stages, step_tokens, policy, starvation,
         prefix_cache, share, soft_pages
     ):
         self.now = 0.0
@@ -54,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.engine = make_engine(
             layout, vocab=VOCAB, prefix_cache=prefix_cache, clock=lambda: self.now, max_step_tokens=step_tokens,
-            overlap_depth=depth, policy=policy, starvation_steps=starvation, share_prefix_in_batch=share, max_queued=12,
+            overlap_depth=depth, num_stages=num_stages, policy=policy, starvation_steps=starvation, share_prefix_in_batch=share, max_queued=12,
         )
         self.count = 0
 
