@@ -197,6 +197,14 @@ class ParallelConfig(Section):
         1, "ranks that divide each layer among them, one device each (on a CPU: one part of the cores each)", low=1,
         high=64, alias="tp"
     )
+    pipeline_parallel_size: int = option(
+        1, "stages that each have some of the layers and compute at the same time, of tensor_parallel_size ranks each",
+        low=1, high=64, alias="pp"
+    )
+    pipeline_layers: str | None = option(
+        None, "layers of each stage, such as 15,17; default: such that the largest one is as small as possible",
+        metavar="N,N"
+    )
     enable_expert_parallel: bool = option(
         False, "divide a mixture's experts among the ranks of tensor_parallel_size, whole ones, instead of each of them"
     )
@@ -216,6 +224,20 @@ class ParallelConfig(Section):
         "least-loaded, round-robin, or that of an installed package",
         metavar="NAME"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, stages = self.pipeline_layers, self.pipeline_parallel_size
+        if layers is not None and len(layers.split(",")) != stages:
+            raise ConfigError(
+                f"pipeline_layers has {len(layers.split(','))} numbers for the {stages} stages of "
+                "pipeline_parallel_size; state one for each, or leave it out", param="pipeline_layers",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def describe_sizes(self) -> str:
         """What of it needs several devices, for messages: ``tensor_parallel_size 2 x data_parallel_size 2``."""

@@ -27,7 +27,7 @@ from headrace.execution.graphs import GraphSizes, bucket_sizes, step_sizes
 from headrace.execution.loading import LoadedModel, Progress
 from headrace.execution.runner import Runner
 from headrace.layers.attention import ATTENTION_BACKENDS
-from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry
+from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, UnusedBackend
 from headrace.layers.build import Build
 from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.plan import CachePlan, free_bytes
@@ -136,8 +136,7 @@ class Assembly:
                 vocab_size=self.loaded.vocab_size, max_tokens=self.max_step_tokens, device=self.device,
                 check_finite=self.config.device.check_finite,
             )
-            if not self.loaded.group.is_single:
-                runner.join(self.loaded.group)
+            runner.join(self.loaded.ranks, self.loaded.dtype)
             draft = self.loaded.draft
             if draft is not None:
                 sizes = self.graph_sizes()
@@ -207,13 +206,14 @@ def choose_backends(
     models: Sequence[nn.Module], groups: list[CacheGroup], build: Build, cache: CacheConfig, name: str
 ) -> ChosenBackends:
     """Take the named attention backend, or the best that can serve each group. The page size is the user's, else the
-    one that the first group's backend prefers, else 16."""
+    one that the backend of the first group with layers prefers, else 16."""
     wanted = None if name == "auto" else name
     page_size = cache.page_size or DEFAULT_PAGE_SIZE
     try:
         choices = _choose(models, groups, build, page_size, wanted)
         # A backend is chosen for a page size, and may prefer another: then all groups choose again, for that one.
-        preferred = choices[0].preferred_page_size if choices else None
+        first = next((choice for group, choice in zip(groups, choices, strict=True) if group.layers), None)
+        preferred = None if first is None else first.preferred_page_size
         if cache.page_size is None and preferred is not None and preferred != page_size:
             page_size = preferred
             choices = _choose(models, groups, build, page_size, wanted)
@@ -236,6 +236,8 @@ def _choose_one(
     if kind in CACHE_BACKENDS:
         own: Any = CACHE_BACKENDS.load(kind)
         return _Choice(own.preferred_page_size, lambda: own(group.spec, page_size, build.device))
+    if not group.layers:
+        return _Choice(None, UnusedBackend)
     geometry = _geometry(group, [by_layer[layer] for layer in group.layers], build, page_size)
     backend: Any = ATTENTION_BACKENDS.choose(geometry, wanted)
     return _Choice(backend.preferred_page_size, lambda: backend(geometry, build.device))

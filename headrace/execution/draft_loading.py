@@ -41,7 +41,8 @@ from headrace.models.drafters.contract import (
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights
 from headrace.models.weights.safetensors_file import read_header
-from headrace.parallel.group import Group
+from headrace.parallel.layout import Stage
+from headrace.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ DEFAULT_DRAFTS = 3
 
 
 def load_with_draft(
-    config: EngineConfig, device: torch.device, progress: Progress, group: Group | None = None
+    config: EngineConfig, device: torch.device, progress: Progress, ranks: Ranks | None = None,
+    stage: Stage | None = None
 ) -> LoadedModel:
-    """Load the model, and the drafter that the configuration asks for; raises what `load_model` and `load_draft`
-    raise, the latter with ``speculative_config`` as the parameter. With method ``auto`` and no model named, the
-    checkpoint's own module is used if it has a sound one."""
-    loaded = load_model(config, device, progress, group)
+    """Load the model, see `load_model`, and the drafter that the configuration asks for; raises what `load_model` and
+    `load_draft` raise, the latter with ``speculative_config`` as the parameter. With method ``auto`` and no model
+    named, the checkpoint's own module is used if it has a sound one."""
+    loaded = load_model(config, device, progress, ranks, stage)
     options = config.speculation.options
     if loaded.pooling is not None:
         return loaded
@@ -76,6 +78,11 @@ def load_with_draft(
         method = _choose_method(options, loaded)
         if method is None:
             return loaded
+        if not loaded.stage.is_whole:
+            raise ConfigError(
+                f"{OPTION}: a drafter on the device reads a model of one pipeline stage; use method ngram or suffix, "
+                "or leave pipeline_parallel_size at 1", param=OPTION,
+            )
         choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
         return replace(loaded, draft=load_draft(choice, config, loaded, device, progress))
     except (ConfigError, ModelError) as error:
@@ -137,7 +144,7 @@ def load_draft(
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device, keeps_codes=keeps), keeps_blocks=keeps,
-        tensor=target.group,
+        tensor=target.ranks.tensor,
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),
@@ -146,7 +153,7 @@ def load_draft(
     )
     with explain_full_device(device), torch.no_grad():
         model = kind.build_model(query)
-        model.cache_specs = share_caches(model.cache_specs, target.group)
+        model.cache_specs = share_caches(model.cache_specs, target.ranks.tensor)
         check_codes(model.cache_specs, device, whose=f"the drafter {source.name}")
         _check_context(model, source.name, target.max_model_len)
         progress("loading the drafter's weights", 0.5)

@@ -35,6 +35,7 @@ from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 from headrace.parallel.group import Group
+from headrace.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +84,17 @@ class LocalExecutor:
 
     def check(self) -> None:
         """See `headrace.service.executor.Executor`."""
-        self._model.group.waits.check()
+        self._model.ranks.tensor.waits.check()
 
     def use_idle_moment(self) -> bool:
         """See `headrace.service.executor.Executor`."""
         if self._runner is None or not self._runner.has_graphs:
             return False
-        group = self._model.group
-        with group.waits.patient():
+        ranks = self._model.ranks
+        with ranks.tensor.waits.patient():
             is_left = self._record_next(self._runner)
             # ranks capture at their own pace: the next step must not have to wait for one that still compiles
-            return bool(group.agree([int(is_left)])[0])
+            return bool(ranks.world.agree([int(is_left)])[0])
 
     def _record_next(self, runner: Runner) -> bool:
         try:
@@ -129,18 +130,18 @@ class LocalExecutor:
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
-        with self._model.group.waits.patient():
+        with self._model.ranks.tensor.waits.patient():
             self._model.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
         """Bring them back."""
-        with self._model.group.waits.patient():
+        with self._model.ranks.tensor.waits.patient():
             self._model.acquire(parts, self._progress)
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
         config = replace(self.config.model, model=model, load_format=load_format, revision=None)
-        with self._model.group.waits.patient():
+        with self._model.ranks.tensor.waits.patient():
             self._model.replace_weights(config, self._progress)
 
     def start_profile(self, options: StartProfile) -> None:
@@ -164,16 +165,16 @@ def ignore_progress(stage: str, fraction: float) -> None:
 
 
 def build_executor(
-    config: EngineConfig, progress: Progress = ignore_progress, group: Group | None = None, place: Place | None = None
+    config: EngineConfig, progress: Progress = ignore_progress, ranks: Ranks | None = None, place: Place | None = None
 ) -> LocalExecutor:
     """Load the model onto its device, size and allocate the cache, run a first step; raises typed errors. All ranks of
-    a ``group`` do so at the same time, each with its part of the model. ``place`` None: the replicas are on this
+    ``ranks`` do so at the same time, each with its part of the model. ``place`` None: the replicas are on this
     machine, each with one rank.
 
     The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
     free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
     """
-    group = group or Group()
+    ranks = ranks or Ranks()
     place = place or Place(config.replica, config.parallel.data_parallel_size)
     device = resolve_device(config.device.device, place.index, config.parallel)
     if device.type == "cpu":
@@ -183,11 +184,11 @@ def build_executor(
     threads = set_threads(config.device.threads, place.count)
     config = resolve_for_device(config, device.type)
     start_triton(device)
-    loaded = load_with_draft(config, device, progress, group)
-    assembly = Assembly.of(_fit_steps(config, loaded), loaded, device)
+    loaded = load_with_draft(config, device, progress, ranks)
+    assembly = _agree_on_pages(Assembly.of(_fit_steps(config, loaded), loaded, device))
     config = assembly.config
     progress("running the largest steps", 0.8)
-    with group.muted():
+    with ranks.muted():
         measured = prepare_steps(assembly)
     progress("sizing the KV cache", 0.85)
     # Processes on the CPU share its memory; each GPU has its own.
@@ -196,7 +197,7 @@ def build_executor(
     # What torch holds from the measurement counts as taken: the largest step will need it again.
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
-    plan = _agree(plan, group)
+    plan = _agree(plan, ranks.world)
     progress("running a first step", 0.9)
     model = DeviceModel(assembly, assembly.layout_of(plan))
     assert model.runner is not None
@@ -213,6 +214,17 @@ def build_executor(
     progress("ready", 1.0)
     speculation = replace(assembly.speculation, times=model.runner.times)
     return LocalExecutor(model, facts=facts, memory=memory, progress=progress, speculation=speculation)
+
+
+def _agree_on_pages(assembly: Assembly) -> Assembly:
+    """With one page size on all ranks: backends may prefer different ones."""
+    own = assembly.config.cache.page_size
+    assert own
+    size = assembly.loaded.ranks.world.agree([own])[0]
+    if size == own:
+        return assembly
+    config = replace(assembly.config, cache=replace(assembly.config.cache, page_size=size))
+    return Assembly.of(config, assembly.loaded, assembly.device)
 
 
 def _agree(plan: CachePlan, group: Group) -> CachePlan:

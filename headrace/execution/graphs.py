@@ -29,6 +29,7 @@ from headrace.kernels.sample import SAMPLE_GREEDY
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.model import ServedModel
+from headrace.parallel.links import Handover
 
 DENSE_BUCKETS = (1, 2, 4)
 """Numbers of requests below 8 with a graph of their own: there a padded row costs as much as a real one. From 8 on
@@ -80,8 +81,9 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
 class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     """Decodes of one bucket, with or without drafts. ``entries`` [2, B] int64 is its input (`headrace.kernels.verify`);
     padding is the null row. `run` returns logits [B, V] float32 and [3, B] int64 (argmax ids, states, counts), and
-    writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. Outputs may
-    be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
+    writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. In pipeline
+    stages before the last it returns hidden states [B, W] and its input instead, and leaves the state alone. Outputs
+    may be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
     before that run."""
 
     def __init__(
@@ -116,10 +118,14 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
         groups = inputs.decode_groups(decodes)
-        batch, proposer = ForwardBatch(decodes.token_ids, decodes.positions, groups), self._proposer
+        carried, proposer = inputs.handover.view(self.size), self._proposer
+        batch = ForwardBatch(decodes.token_ids, decodes.positions, groups, carried=carried)
         if proposer is not None:
             batch.features = proposer.ask_features()
-        logits = self._model.compute_logits(self._model.forward(batch))
+        hidden = self._model.forward(batch)
+        if not inputs.handover.is_last:
+            return hidden, self.entries
+        logits = self._model.compute_logits(hidden)
         greedy = rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
         if proposer is not None:
             proposer.keep_features(batch.features)
@@ -202,9 +208,9 @@ class DecodeGraphPath:
     is_greedy_sampler = True
 
     def __init__(
-        self, buckets: Buckets[DecodeGraph], drafting: DraftGraphs | None = None,
+        self, buckets: Buckets[DecodeGraph], handover: Handover, drafting: DraftGraphs | None = None,
     ):
-        self._buckets, self._drafting = buckets, drafting
+        self._buckets, self._handover, self._drafting = buckets, handover, drafting
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
@@ -218,7 +224,10 @@ class DecodeGraphPath:
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
         graph.entries.view(-1).copy_(sent["decodes"])
+        self._handover.receive(step.shape.num_tokens)
         logits, greedy = graph.run()
+        if self._handover.pass_on(logits[: step.shape.num_tokens]):
+            return StepOutput()
         count = len(step.samples)
         output = (
             StepOutput(greedy=greedy) if step.is_greedy
@@ -293,6 +302,8 @@ class MixedGraphPath:
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
         self._inputs.fill(step.shape, sent, graph.size)
         hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
+        if self._inputs.handover.pass_on(hidden):
+            return StepOutput()
         # Logits are computed outside of the graph: S varies, and is far below the bucket's size.
         logits = compute_sampled_logits(self._model, hidden, step, sent)
         output = StepOutput(logits, self._inputs.find_positions(sent), hidden=hidden)
@@ -319,7 +330,7 @@ class CapturedSteps:
         if proposer is not None:
             self._drafting = DraftGraphs(sizes, decodes, inputs, proposer, recorder)
             self._kinds += [self._drafting.follows, self._drafting.mixed_follows, self._drafting.chains]
-        self.decodes = DecodeGraphPath(decodes, self._drafting)
+        self.decodes = DecodeGraphPath(decodes, inputs.handover, self._drafting)
         self.mixed = MixedGraphPath(mixed, model, inputs, self._drafting)
 
     @property

@@ -19,6 +19,7 @@ from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
+from headrace.parallel.links import Handover
 
 NO_POSITION = 2**31
 """A position beyond every text: the start of the second text where a row has only one."""
@@ -55,6 +56,7 @@ class InputBuilder:
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.tensors.last_token.device)
         self.max_requests = layout.max_rows
+        self.handover = Handover()
 
     def make_draft_room(self) -> None:
         """Let captured steps with prefill have drafts, each a request: more than there are rows."""
@@ -122,7 +124,7 @@ class InputBuilder:
         groups = [self._prepare_group(g, shape) for g in range(len(self.backends))]
         batch = ForwardBatch(
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
-            sent.get("text_kinds")
+            sent.get("text_kinds"), carried=self.handover.view(num_tokens)
         )
         if pruned is not None:
             inputs = [self._prune(group.inputs, shape.ends[pruned], sent["sample_requests"]) for group in groups]
@@ -169,7 +171,9 @@ class InputBuilder:
             )
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))
-        return ForwardBatch(static.token_ids[:size], static.positions[:size], groups)
+        return ForwardBatch(
+            static.token_ids[:size], static.positions[:size], groups, carried=self.handover.view(size)
+        )
 
     def decode_groups(self, decodes: DecodeInputs) -> list[GroupStep]:
         """Every cache group over these decodes, its backend prepared. Of lengths the host knows bounds only, for the
@@ -218,6 +222,7 @@ class InputBuilder:
             # Entries beyond stay stale: kv_lens bounds what attention reads.
             pages = table[:, :num_entries].index_select(0, sent["rows"])
             static.page_tables[group, :num_requests, :num_entries] = pages
+        self.handover.receive(num_tokens)  # last: a CPU waits here
 
     def _num_entries(self, shape: StepShape) -> int:
         return -(-int(shape.ends.max()) // self.layout.page_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.messages import FamilyParsers, ModelFacts
+from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
@@ -31,7 +32,7 @@ from headrace.layers.quantization.storage import can_store_blocks, count_bytes, 
 from headrace.memory.plan import base_group
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
-from headrace.models.checkpoint import has_blocks, open_weights
+from headrace.models.checkpoint import has_blocks, open_weights, weigh_layers
 from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
@@ -43,6 +44,8 @@ from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
+from headrace.parallel.layout import Layout, Stage, divide_layers, read_division, stage_of
+from headrace.parallel.ranks import Ranks
 from headrace.parallel.share import share_kv_heads
 
 logger = logging.getLogger(__name__)
@@ -79,8 +82,10 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device. ``groups`` have no pages yet; ``num_layers`` counts layers without cache too.
-    ``kv_dtype``: name of the dtype of cached keys and values. ``draft``: a drafter for it."""
+    """A model on its device, or the part of one that this rank of ``ranks`` has: of ``stage`` alone. ``groups`` are the
+    cache groups of all stages, without pages yet, each with the layers that are here; ``num_layers`` counts those of
+    all stages, without cache too. ``kv_dtype``: name of the dtype of cached keys and values. ``draft``: a drafter for
+    it."""
 
     source: ModelSource
     family: Family
@@ -94,7 +99,8 @@ class LoadedModel:
     max_model_len: int
     pooling: PoolingPlan | None = None
     draft: LoadedDraft | None = None
-    group: Group = field(default_factory=Group)
+    ranks: Ranks = field(default_factory=Ranks)
+    stage: Stage = field(default_factory=Stage)
 
     @property
     def cache_groups(self) -> list[CacheGroup]:
@@ -123,11 +129,13 @@ class LoadedModel:
 
 
 def load_model(
-    config: EngineConfig, device: torch.device, progress: Progress, group: Group | None = None
+    config: EngineConfig, device: torch.device, progress: Progress, ranks: Ranks | None = None,
+    stage: Stage | None = None
 ) -> LoadedModel:
-    """Find, build and fill the model, of which this rank of ``group`` has a part; raises `ModelError`, `ConfigError` or
-    `WeightError`."""
-    group = group or Group()
+    """Find, build and fill the model, of which this rank of ``ranks`` has a part: ``stage``, or what it gets when
+    layers are divided evenly. Raises `ModelError`, `ConfigError` or `WeightError`."""
+    ranks = ranks or Ranks()
+    group = ranks.tensor
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = _read(config.model)
     dtype, resolved = resolve_dtypes(
@@ -135,8 +143,10 @@ def load_model(
         rounds_inputs=_rounds_inputs(source, config.model, device, progress)
     )
     kv_dtype = str(resolved).removeprefix("torch.")
-    specs = share_caches(family.cache_specs(spec, kv_dtype), group)
-    check_codes(specs, device)
+    specs = family.cache_specs(spec, kv_dtype)
+    stage = stage or choose_stage(source, family, spec, config, ranks.layout)
+    groups = own_groups(specs, stage.layers(len(specs)), group)
+    check_codes([cache.spec for cache in groups], device)
     max_model_len = _limit_context(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
@@ -147,7 +157,7 @@ def load_model(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ExpertRanks(group) if config.parallel.enable_expert_parallel else ExpertRanks(),
-            all2all_backend=config.parallel.all2all_backend,
+            all2all_backend=config.parallel.all2all_backend, stage=stage,
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
@@ -156,11 +166,43 @@ def load_model(
         if device.type == "cpu":
             store_fastest(model)
         if pooling is not None:
+            model.is_capturable = False  # texts are computed in steps of their own length
+        if pooling is not None and stage.is_last:
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
-        source, family, spec, model, dtype, kv_dtype, group_layers(specs), len(specs), spec.vocab_size, max_model_len,
-        pooling, group=group
+        source, family, spec, model, dtype, kv_dtype, groups, len(specs), spec.vocab_size, max_model_len, pooling,
+        ranks=ranks, stage=stage
     )
+
+
+def choose_stage(
+    source: ModelSource, family: Family, spec: Any, config: EngineConfig, layout: Layout
+) -> Stage:
+    """The layers of a rank: as ``pipeline_layers`` says, or such that the stage with the most bytes of weights has as
+    few as possible; raises `ConfigError`."""
+    stages, stated = layout.pipeline, config.parallel.pipeline_layers
+    if stages == 1:
+        return Stage()
+    if not load_target(family.model).supports_stages:
+        raise ConfigError(
+            f"{family.name} models cannot be divided into pipeline stages; use tensor_parallel_size",
+            param="pipeline_parallel_size",
+        )
+    if stated is not None:
+        return stage_of(read_division(stated, spec.num_layers, stages), layout.stage)
+    weights, head = [1] * spec.num_layers, 0
+    if config.model.load_format != "dummy":
+        weights, head = weigh_layers(source, family, spec.num_layers)
+    return stage_of(divide_layers(weights, head, stages), layout.stage)
+
+
+def own_groups(specs: Sequence[CacheSpec | None], own: Collection[int], group: Group) -> list[CacheGroup]:
+    """The cache groups of layers with these specs, with the ``own`` layers among theirs, and what this rank of
+    ``group`` caches of them. Numbered alike on all ranks: some may be without layers here."""
+    shared = [
+        (cache, share_caches([cache.spec], group)[0]) for cache in group_layers(list(specs))
+    ]
+    return [CacheGroup(spec, [i for i in cache.layers if i in own]) for cache, spec in shared if spec is not None]
 
 
 def share_caches(specs: Sequence[CacheSpec | None], group: Group) -> list[CacheSpec | None]:
@@ -289,7 +331,7 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         return
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,
-        keeps_blocks=build.keeps_blocks
+        keeps_blocks=build.keeps_blocks, wants=model.wants
     )
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 
@@ -327,7 +369,6 @@ def _attach_pooling_head(model: ServedModel, plan: PoolingPlan, build: Build) ->
         model.pooling_head = PoolingHead(plan.reduction, model.scores, takes=build.dtype)
     else:
         model.pooling_head = PoolingHead(plan.reduction, _embedding_head(plan, build))
-    model.is_capturable = False  # texts are computed in steps of their own length
 
 
 def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:

@@ -33,7 +33,7 @@ class StepOutput:
     int64: argmax ids, states and counts (`headrace.kernels.verify.ACCEPT`), which are already in the rows' state.
     ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten by the next step's
     launch. ``propose`` makes drafts for the next step, given what was sampled (as ``greedy``, whoever sampled it); set
-    where the step wants that."""
+    where the step wants that. Empty in pipeline stages before the last."""
 
     logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -90,6 +90,8 @@ class PlainPath:
         if is_drafting and self._proposer is not None:
             batch.features = self._proposer.ask_features()
         hidden = self._model.forward(batch)
+        if self._inputs.handover.pass_on(hidden):
+            return StepOutput()
         output = StepOutput(positions=self._inputs.find_positions(sent))
         if is_pruned:
             # hidden [S, D]: the sampled positions already

@@ -23,7 +23,7 @@ from headrace.execution.proposing import Proposer
 from headrace.execution.result import PendingDrafts, PendingSample
 from headrace.execution.rows import Rows
 from headrace.execution.sampling import ReceivingSampler, Sampled, Sampler
-from headrace.execution.step import Step, StepFeature
+from headrace.execution.step import OF_LAST_STAGE, Step, StepFeature
 from headrace.execution.structured.library import GrammarStore
 from headrace.execution.structured.rows import BitmaskFill, GrammarRows
 from headrace.execution.upload import Upload
@@ -32,7 +32,8 @@ from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool, build_pool
-from headrace.parallel.group import Group
+from headrace.parallel.links import Handover
+from headrace.parallel.ranks import Ranks
 
 
 class Runner:
@@ -57,6 +58,7 @@ class Runner:
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
         self._samples, self._inference_mode = True, torch.inference_mode()  # entered again by each step
+        self._features = ~StepFeature(0)
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
         self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
@@ -71,11 +73,16 @@ class Runner:
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
 
-    def join(self, group: Group) -> None:
-        """Run the same plans as the other ranks of a group: rank 0 samples, and the others take what it sampled."""
-        self._samples = group.rank == 0
+    def join(self, ranks: Ranks, dtype: torch.dtype) -> None:
+        """Run the same plans as the other ranks: rank 0 samples, and the others of its pipeline stage take what it
+        sampled; those of stages before it learn it from plans. ``dtype``: of what stages send each other."""
+        self._samples, links = ranks.layout.rank == 0, ranks.links
         kind = Sampler if self._samples else ReceivingSampler
-        self._sampler = kind(self._rows, self.layout.max_rows, self._sampler.vocab_size, group)
+        self._sampler = kind(self._rows, self.layout.max_rows, self._sampler.vocab_size, ranks.tensor)
+        shape = (self._inputs.max_tokens, self._model.carried_width)
+        carried = torch.zeros(shape, dtype=dtype, device=self._device) if links.has_previous else None
+        self._inputs.handover = Handover(links, carried)
+        self._features = ~StepFeature(0) if self._inputs.handover.is_last else ~OF_LAST_STAGE
 
     def draft_with(self, draft: DraftModel, *, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> None:
         """Let a drafter make drafts behind steps that ask for it. Its layers are the layout's behind those of the
@@ -105,6 +112,7 @@ class Runner:
             self._apply_pages(upload.send(self._device))
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
+        step.features &= self._features
         path, launch = self._choose_path(step, upload)
         if plan.last_tokens:
             count = plan.num_decodes

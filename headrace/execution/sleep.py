@@ -34,7 +34,7 @@ class DeviceModel:
         self.layout, self.device, self.config = layout, assembly.device, assembly.config
         self.released: frozenset[DevicePart] = frozenset()
         self.equip: Callable[[Runner], None] = lambda runner: None
-        self.group = assembly.loaded.group
+        self.ranks, self._stage = assembly.loaded.ranks, assembly.loaded.stage
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = self._build_runner(assembly)
 
@@ -89,7 +89,7 @@ class DeviceModel:
         sweep(self.device)
 
     def _load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
-        return load_with_draft(replace(self.config, model=model), self.device, progress, self.group)
+        return load_with_draft(replace(self.config, model=model), self.device, progress, self.ranks, self._stage)
 
     def _load_back(self, progress: Progress) -> None:
         if self._loaded is None:
@@ -110,7 +110,7 @@ class DeviceModel:
         # Memory may have been taken by others meanwhile. The layout stays: the scheduler and clients know it.
         try:
             assembly = Assembly.of(self.config, self._loaded, self.device)
-            with self.group.muted():
+            with self.ranks.muted():
                 measure_steps(assembly)
             runner = self._build_runner(assembly)
             if "cuda_graph" not in self.released:

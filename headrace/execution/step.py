@@ -42,6 +42,10 @@ class StepFeature(IntFlag):
     """A row holds two texts (a cross-encoder's pair), told apart by text kinds."""
 
 
+OF_LAST_STAGE = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING
+"""What only the last pipeline stage computes."""
+
+
 @dataclass(slots=True)
 class StepShape:
     """The requests of a step as host arrays, int64. A decode with k drafts is 1 + k requests, its *entries*, one after

@@ -108,7 +108,7 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
         0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None
     )
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
-    decodes = [] if is_pooling else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1])]
+    decodes = [] if is_pooling else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1], last_tokens=[0])]
     for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
         result = runner.execute(plan).result()
         if result.failed_rows:

@@ -160,7 +160,10 @@ def _longest_context(demand: CacheDemand, groups: list[CacheGroup]) -> int:
 def _most_pages(demand: CacheDemand, config: CacheConfig, budget: int) -> int:
     """The most pages of the base group with which all groups stay within the budget."""
     # Bisection: a window group's pages are no linear function of the base group's. ``low`` fits, ``high`` does not.
-    low, high = 0, max(budget, 0) // group_page_bytes(base_group(demand.groups), demand.page_size) + 1
+    # Groups may be without layers in a pipeline stage, and take no bytes there: the other stages bound their pages.
+    sizes = [group_page_bytes(group, demand.page_size) for group in demand.groups]
+    base = group_page_bytes(base_group(demand.groups), demand.page_size)
+    low, high = 0, max(budget, 0) // (base or min((size for size in sizes if size), default=1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
         total = sum(_pages_of(g, middle, demand, config) * group_page_bytes(g, demand.page_size) for g in demand.groups)

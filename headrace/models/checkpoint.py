@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 from headrace.base.errors import ConfigError
 from headrace.models.catalog import find_gguf_family
+from headrace.models.family import Family
 from headrace.models.source import ModelSource
 from headrace.models.weights.device_copy import copy_ahead
 from headrace.models.weights.gguf_naming import name_tensors
 from headrace.models.weights.gguf_tensors import holds_blocks, read_tensors
-from headrace.models.weights.safetensors_file import read_safetensors
+from headrace.models.weights.safetensors_file import read_header, read_safetensors
 
 MAX_THREADS = 16
 
@@ -20,6 +22,26 @@ MAX_THREADS = 16
 def has_blocks(source: ModelSource) -> bool:
     """Whether the files have, or are said to have, quantised weights that layers may keep as blocks."""
     return holds_blocks(source.gguf_tensors) or bool(source.config.get("quantization_config"))
+
+
+def weigh_layers(source: ModelSource, family: Family, count: int) -> tuple[list[int], int]:
+    """How much of the weights is in each of ``count`` layers, and in the head: a step reads all of these. In bytes as
+    stored, or numbers for a GGUF file. The number of a layer is the first one in a tensor's name."""
+    if source.kind == "gguf":
+        named = name_tensors(source.gguf_tensors, source.gguf_metadata, family.gguf_naming)
+        sizes = [(tensor.name, math.prod(tensor.stored.shape)) for tensor in named]
+    else:
+        sizes = [(t.name, t.stop - t.start) for path in source.weight_files for t in read_header(path)]
+    layers, rest = [0] * count, dict[str, int]()
+    for name, size in sizes:
+        number = next((int(part) for part in name.split(".") if part.isascii() and part.isdigit()), None)
+        if number is None:
+            name = family.names.rename_one(name).rpartition(".")[0]
+            rest[name] = rest.get(name, 0) + size
+        elif number < count:
+            layers[number] += size
+    by_part = {ours: rest[theirs] for theirs, ours in family.names.modules.items() if theirs in rest}
+    return layers, by_part.get("head", by_part.get("embedding", 0) if family.generates else 0)
 
 
 def open_weights(

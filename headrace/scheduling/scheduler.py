@@ -36,9 +36,9 @@ _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
 
 class Scheduler:
-    """Up to ``depth`` plans may be in flight: ``overlap_depth``, or one for each of ``num_stages`` pipeline stages. Every
-    request added ends with exactly one output that
-    carries ``finish``, whether from `commit`, `abort`, `expire`, `refuse` or `fail`."""
+    """Up to ``depth`` plans may be in flight: ``overlap_depth``, or one for each of ``num_stages`` pipeline stages.
+    Every request added ends with exactly one output that carries ``finish``, whether from `commit`, `abort`, `expire`,
+    `refuse` or `fail`."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheConfig, layout: CacheLayout, *,

@@ -18,7 +18,7 @@ from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.parallel.group import Group
+from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
@@ -55,7 +55,7 @@ def read_vocabulary(config: ModelConfig) -> Vocabulary:
 
 def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> Engine:
     """Load the model onto its device and build the scheduler and engine; raises the typed errors of base/errors."""
-    if config.parallel.tensor_parallel_size > 1:
+    if config.parallel.num_ranks > 1:
         raise ConfigError("an engine in this process has one rank; start it in its own", param="tensor_parallel_size")
     prepare_process()
     return assemble_engine(build_rank_0(config, progress))
@@ -69,10 +69,10 @@ def prepare_process() -> None:
 
 
 def build_rank_0(
-    config: EngineConfig, progress: Progress, group: Group | None = None, place: Place | None = None
+    config: EngineConfig, progress: Progress, ranks: Ranks | None = None, place: Place | None = None
 ) -> LocalExecutor:
     """The executor of this process: the only one, or that of rank 0, which alone needs grammars."""
-    executor = build_executor(config, progress, group, place)
+    executor = build_executor(config, progress, ranks, place)
     executor.serve_grammars(partial(read_vocabulary, config.model))
     return executor
 
@@ -82,7 +82,8 @@ def assemble_engine(executor: Executor) -> Engine:
     hooks = load_hooks(executor.config)
     drafting = build_drafting(executor.config.speculation.options, executor.speculation)
     scheduler = Scheduler(
-        executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks
+        executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks,
+        num_stages=executor.config.parallel.pipeline_parallel_size,
     )
     return Engine(scheduler, executor, hooks)
 

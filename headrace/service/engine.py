@@ -1,8 +1,8 @@
 """`Engine`: the step loop. Plans, executes and commits; contains failed steps.
 
-Refuses: sockets, processes, text. Overlap scheduling is a queue of depth ``overlap_depth``: with 2, step N+1 is planned
-and launched while the device computes step N. The scheduler plans with tokens that are not known yet; `commit` settles
-what it assumed.
+Refuses: sockets, processes, text. Overlap scheduling is a queue of the depth that the scheduler has: with 2, step N+1
+is planned and launched while the device computes step N. The scheduler plans with tokens that are not known yet;
+`commit` settles what it assumed.
 """
 
 from __future__ import annotations
@@ -124,14 +124,12 @@ class Engine:
             self._outputs.append(output)
 
     def step(self) -> list[RequestOutput]:
-        """Launch plans until the scheduler's ``depth`` are in flight, then wait for the oldest one and commit it. Returns the
-        outputs of that step and of requests that were refused, aborted or expired since the last call."""
+        """Launch plans until as many are in flight as the scheduler allows, then wait for the oldest one and commit it.
+        Returns the outputs of that step and of requests that were refused, aborted or expired since the last call."""
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.poll()
-        while (
-            not self._is_paused and len(self._in_flight) < self._scheduler.depth and (plan := self._scheduler.plan()) is not None
-        ):
+        while not self._is_paused and (plan := self._scheduler.plan()) is not None:
             if not self._execute(plan):
                 while self._in_flight:  # what was launched before the failure stands; nothing may follow it
                     self._commit(outputs)

@@ -1,7 +1,7 @@
 """`LLM` and `AsyncLLM`: Headrace as a Python library, with vLLM's interface. Importing this does not import torch.
 
-`LLM` runs the engine in the caller's process and thread, or with ``data_parallel_size`` or ``tensor_parallel_size`` in
-processes of their own; `AsyncLLM` starts engine processes.
+`LLM` runs the engine in the caller's process and thread, or where several devices are asked for in processes of their
+own; `AsyncLLM` starts engine processes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Running(TypedDict, total=False):
 
 
 class LLM:
-    """A loaded model, in this process unless ``data_parallel_size`` or ``tensor_parallel_size`` asks for several.
+    """A loaded model, in this process unless ``data_parallel_size``, ``tensor_parallel_size`` or
+    ``pipeline_parallel_size`` asks for several.
 
     ``options`` are the engine options of ``headrace serve``: ``device``, ``dtype``, ``load_format``, ``tokenizer``,
     ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
@@ -66,9 +67,8 @@ class LLM:
         # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
         config = engine_config(model=_plain_name(model), **options)
-        has_one_device = (
-            config.parallel.data_parallel_size == config.parallel.tensor_parallel_size == config.nodes.nnodes == 1
-        )
+        parallel, nodes = config.parallel, config.nodes
+        has_one_device = parallel.data_parallel_size == parallel.num_ranks == nodes.nnodes == 1
         self._client: LocalClient | ReplicatedClient = (
             LocalClient(config) if has_one_device else ReplicatedClient(config)
         )

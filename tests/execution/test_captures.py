@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from headrace.execution.captures import Buckets, Capture, NoRecorder, Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
+from headrace.parallel.links import Handover
 
 
 class Recorder:
@@ -50,7 +52,7 @@ def log() -> list[str]:
 @pytest.fixture
 def captured(log: list[str]) -> CapturedSteps:
     """Steps whose buckets keep a log."""
-    steps = CapturedSteps(GraphSizes([], []), None, None, None)
+    steps = CapturedSteps(GraphSizes([], []), None, SimpleNamespace(handover=Handover()), None)
     steps._kinds = tuple(Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
     return steps
 

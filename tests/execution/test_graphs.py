@@ -9,6 +9,7 @@ import pytest
 
 from headrace.execution.graphs import MAX_SPAN, TOKEN_SIZES, CapturedSteps, GraphSizes, step_sizes
 from headrace.execution.step import StepShape
+from headrace.parallel.links import Handover
 
 
 def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
@@ -21,7 +22,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(max_requests=300)
+    inputs = SimpleNamespace(max_requests=300, handover=Handover())
     return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 

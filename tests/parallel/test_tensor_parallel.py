@@ -79,16 +79,16 @@ def compare(
 def test_tokens_of_several_ranks_are_those_of_one(
     ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    if ranks.group.size > 2 and family not in ("LlamaForCausalLM", "Olmo2ForCausalLM", "DeepseekV3ForCausalLM"):
+    if ranks.size > 2 and family not in ("LlamaForCausalLM", "Olmo2ForCausalLM", "DeepseekV3ForCausalLM"):
         pytest.skip("four ranks serve three families here")
-    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch)
+    compare(ranks, draw_config(family, ranks.size), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("family", random_models.MIXTURES)
 def test_divided_experts_compute_what_those_of_one_rank_do(
     ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch, enable_expert_parallel=True)
+    compare(ranks, draw_config(family, ranks.size), tmp_path, monkeypatch, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("all2all_backend", ["all-gather", "all-to-all"])
@@ -97,14 +97,22 @@ def test_tokens_that_travel_to_their_experts_come_back(
     ranks: RankProcesses, family: str, all2all_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     own = {"enable_expert_parallel": True, "all2all_backend": all2all_backend}
-    compare(ranks, draw_config(family, ranks.group.size), tmp_path, monkeypatch, **own)
+    compare(ranks, draw_config(family, ranks.size), tmp_path, monkeypatch, **own)
 
 
 def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compare_embeddings(ranks, "BertModel", tmp_path, monkeypatch)
+
+
+def compare_embeddings(
+    ranks: RankProcesses, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, num_layers: int = 2,
+    **own: Any
+) -> None:
+    """Embed, or classify, on one rank and on all."""
     config = {
-        "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 97, "hidden_size": 32,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "max_position_embeddings": 64,
-        "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+        "architectures": [architecture], "model_type": "bert", "vocab_size": 97, "hidden_size": 32,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "intermediate_size": 40,
+        "max_position_embeddings": 64, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer": True, "dtype": "float32"}
@@ -113,11 +121,12 @@ def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, mon
     def embed() -> list[list[float]]:
         llm = LLM(**options)
         try:
-            return [list(embedding) for embedding in llm.embed(prompts)]
+            run = llm.embed if architecture == "BertModel" else llm.classify
+            return [list(embedding) for embedding in run(prompts)]
         finally:
             llm.close()
 
     alone = embed()
-    monkeypatch.setattr(build, "build_executor", ranks.builder(options))
+    monkeypatch.setattr(build, "build_executor", ranks.builder({**options, **own}))
     for one, other in zip(alone, embed(), strict=True):
         assert other == pytest.approx(one, abs=1e-5)

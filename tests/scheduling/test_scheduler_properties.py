@@ -43,8 +43,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         soft_pages=st.sampled_from([0, 0, 3, 12]),
     )
     def build(
-        self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, num_stages, step_tokens, policy, starvation,
-        prefix_cache, share, soft_pages
+        self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, num_stages, step_tokens, policy,
+        starvation, prefix_cache, share, soft_pages
     ):
         self.now = 0.0
         num_pages = 1 + -(-MAX_MODEL_LEN // page_size) // 2 + spare_pages
@@ -55,7 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.engine = make_engine(
             layout, vocab=VOCAB, prefix_cache=prefix_cache, clock=lambda: self.now, max_step_tokens=step_tokens,
-            overlap_depth=depth, num_stages=num_stages, policy=policy, starvation_steps=starvation, share_prefix_in_batch=share, max_queued=12,
+            overlap_depth=depth, num_stages=num_stages, policy=policy,
+            starvation_steps=starvation, share_prefix_in_batch=share, max_queued=12,
         )
         self.count = 0
 

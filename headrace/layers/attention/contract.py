@@ -128,4 +128,18 @@ class AttentionBackend(CacheBackend):
         at position L - Q + i and sees positions up to its own (bottom-right causal mask)."""
 
 
+class UnusedBackend(AttentionBackend):
+    """That of a cache group whose layers are all in other pipeline stages."""
+
+    supports_dynamic_lengths = True
+    fuses_layers = True
+
+    def prepare(self, inputs: AttentionInputs) -> None:
+        """See `CacheBackend`."""
+
+    def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        raise AssertionError("no layer of this group is here")
+
+
 ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

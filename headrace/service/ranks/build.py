@@ -7,7 +7,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import ExitStack
-from typing import Any
 
 import psutil
 import torch
@@ -19,8 +18,9 @@ from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.parallel.group import Group, Rendezvous, find_store, join_group, serve_rendezvous
-from headrace.parallel.push import open_push_group
+from headrace.parallel.group import Rendezvous, Waits, find_store, serve_rendezvous
+from headrace.parallel.layout import Layout
+from headrace.parallel.ranks import join_ranks
 from headrace.service.build import assemble_engine, build_engine, build_rank_0, prepare_process
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
@@ -35,15 +35,15 @@ from headrace.service.ranks.workers import Workers
 def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Start the workers of the other ranks, if there are any, meet them, and build the engine; raises the typed errors
     of base/errors."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.num_ranks
     launcher, resources = choose_launcher(config, size, progress), ExitStack()
     if size == 1:
         return build_engine(config, progress)
-    groups = list[Group]()
+    waits = list[Waits]()
 
     def fail(error: HeadraceError) -> None:
-        for group in groups:
-            group.waits.abort()  # or the device would wait for the dead rank while this process ends
+        for own in waits:
+            own.abort()  # or the device would wait for the dead rank while this process ends
         end_with(error)
 
     workers = Workers(config, size, launcher, on_failure=fail)  # first: they import what is imported here already
@@ -55,11 +55,11 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         store, rendezvous = serve_rendezvous(LOOPBACK, size)
         workers.assign(rendezvous.port)
         _use_network(workers.num_hosts, workers.address)
-        group = join_ranks(0, size, _device_of(config, launcher.place), store)
-        groups.append(group)
-        resources.callback(group.close)
-        with group.waits.patient():
-            executor = build_rank_0(config, workers.note_progress(progress), group, launcher.place)
+        ranks = join_ranks(_layout_of(config, 0), _device_of(config, launcher.place), store)
+        waits.append(ranks.tensor.waits)
+        resources.callback(ranks.close)
+        with ranks.tensor.waits.patient():
+            executor = build_rank_0(config, workers.note_progress(progress), ranks, launcher.place)
         workers.await_ready()
         undo.pop_all()  # it stands
     return assemble_engine(RankedExecutor(executor, workers, resources))
@@ -72,16 +72,13 @@ def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
     progress("meeting the other ranks", 0.0)
     _use_network(assignment.num_hosts, assignment.address)
     store = find_store(Rendezvous(assignment.address, assignment.port), size)
-    group = join_ranks(rank, size, _device_of(config, place), store)
-    with group.waits.patient():
-        return build_executor(config, progress, group, place)
+    ranks = join_ranks(_layout_of(config, rank), _device_of(config, place), store)
+    with ranks.tensor.waits.patient():
+        return build_executor(config, progress, ranks, place)
 
 
-def join_ranks(rank: int, size: int, device: torch.device, store: Any) -> Group:
-    """The group of all ranks; on GPUs with own collectives for small tensors, where all of them can."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return open_push_group(join_group(rank, size, device, store), device)
+def _layout_of(config: EngineConfig, rank: int) -> Layout:
+    return Layout(rank, config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
 
 
 def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Launcher:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.base.admin import AcquireMemory, DevicePart, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.cache import CacheLayout
@@ -24,25 +23,37 @@ from headrace.service.executor import Executor, PendingStep
 from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
 from headrace.service.ranks.workers import Workers
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
+
 class _PendingRanks:
-    """A launched step of rank 0."""
+    """A step of rank 0. Raises `EngineBroken` for whatever its launch and the step raise, and if a rank came too late
+    for it. With ``is_late`` it is launched when its result is asked for, which is in the order of plans."""
 
-    step_id: int
-    pending: PendingStep
-    check: Callable[[], None]
-    workers: Workers
+    def __init__(self, executor: Executor, plan: StepPlan, workers: Workers, *, is_late: bool):
+        self._executor, self._plan, self._workers = executor, plan, workers
+        self._pending = None if is_late else self._guard(self._launch)
 
     def result(self) -> StepResult:
-        """Raises `EngineBroken` for whatever the step raises, and if a rank came too late for it."""
+        """See `PendingStep`."""
+        pending = self._pending = self._pending or self._guard(self._launch)
+        return self._guard(lambda: self._read(pending))
+
+    def _launch(self) -> PendingStep:
+        self._executor.check()
+        return self._executor.execute(self._plan)
+
+    def _read(self, pending: PendingStep) -> StepResult:
+        result = pending.result()
+        self._executor.check()
+        return result
+
+    def _guard(self, call: Callable[[], T]) -> T:
         try:
-            result = self.pending.result()
-            self.check()
-            return result
+            return call()
         except Exception as error:  # whatever the device or a kernel raises, see the module
-            self.workers.explain()
-            raise _broken(self.step_id, error) from error
+            self._workers.explain()
+            raise _broken(self._plan.step_id, error) from error
 
 
 def _broken(step_id: int, error: Exception) -> EngineBroken:
@@ -59,6 +70,9 @@ class RankedExecutor:
         self.facts, self.memory, self.speculation = executor.facts, executor.memory, executor.speculation
         self._executor, self._workers, self._resources = executor, workers, resources
         self._may_record = True  # graphs may be missing; alike on all ranks
+        # A CPU computes when it launches. This process has the last stage: it must not wait for the stages before while
+        # there are plans to send to them.
+        self._is_late = executor.facts.device == "cpu" and executor.config.parallel.pipeline_parallel_size > 1
 
     @property
     def config(self) -> EngineConfig:
@@ -79,14 +93,7 @@ class RankedExecutor:
         """Launch a plan on all ranks."""
         self._may_record = True
         self._workers.send(Execute(plan))
-        try:
-            self._executor.check()
-            return _PendingRanks(
-                plan.step_id, self._executor.execute(plan), self._executor.check, self._workers
-            )
-        except Exception as error:  # as above
-            self._workers.explain()
-            raise _broken(plan.step_id, error) from error
+        return _PendingRanks(self._executor, plan, self._workers, is_late=self._is_late)
 
     def check(self) -> None:
         """Of rank 0, before and after each step; the others check theirs."""

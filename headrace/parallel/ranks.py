@@ -1,0 +1,56 @@
+"""`Ranks`: a rank's place, groups and neighbours; `join_ranks` meets the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.parallel.group import Group, TorchGroup, join_group
+from headrace.parallel.layout import Layout
+from headrace.parallel.links import StageLinks, TorchLinks
+from headrace.parallel.push import open_push_group
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``world``: all ranks of the engine. ``tensor``: those of this rank's stage, which divide its layers. ``links``:
+    to the stages before and behind. By default one rank."""
+
+    layout: Layout = field(default_factory=Layout)
+    world: Group = field(default_factory=Group)
+    tensor: Group = field(default_factory=Group)
+    links: StageLinks = field(default_factory=StageLinks)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """See `Group.muted`."""
+        with self.world.muted(), self.tensor.muted(), self.links.muted():
+            yield
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self.tensor.close()
+        self.world.close()
+
+
+def join_ranks(layout: Layout, device: torch.device, store: Any) -> Ranks:
+    """Meet the others in a store; waits for all of them. On GPUs those of a stage have own collectives for small
+    tensors, where all of them can. Raises `ConfigError` where this process is in a group already."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = join_group(layout.rank, layout.size, device, store)
+    if layout.pipeline == 1:
+        world = open_push_group(world, device)
+        return Ranks(layout, world, world)
+    tensor = Group()
+    if layout.tensor > 1:
+        # all ranks make all groups, in the same order
+        groups = [dist.new_group(layout.tensor_ranks(stage)) for stage in range(layout.pipeline)]
+        own = TorchGroup(layout.tensor_rank, layout.tensor, device, groups[layout.stage])
+        tensor = open_push_group(own, device)
+    return Ranks(layout, world, tensor, TorchLinks(layout))
