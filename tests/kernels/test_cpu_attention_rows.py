@@ -1,4 +1,5 @@
-"""A row of attention is one number whatever else is computed with it: threads, other requests, and drafts beside it."""
+"""A row of attention is one number, bit for bit, however it is computed: decoded alone or beside others, as a draft, in
+a prompt cut anywhere, over a shared prefix, by any number of threads."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ import torch
 from attention_cases import Case, Problem, make_problem
 from cpu_isas import isa  # noqa: F401
 
+from headrace.layers.attention.contract import AttentionInputs
 from headrace.layers.attention.cpu import CpuAttention
 
-LENGTHS = (1, 31, 64, 255, 256, 257, 700, 1900)
+LENGTH = 700
 CASES = {
-    "group-3": Case(tuple((1, n) for n in LENGTHS), num_heads=9, num_kv_heads=3),
-    "one-kv-head": Case(tuple((1, n) for n in LENGTHS), num_heads=4, num_kv_heads=1, head_dim=128, has_sinks=True),
-    "window": Case(tuple((1, n) for n in LENGTHS), num_heads=6, num_kv_heads=2, window=300),
-    "odd-dims": Case(tuple((1, n) for n in LENGTHS), num_heads=3, num_kv_heads=3, head_dim=40, value_dim=72,
-                     softcap=2.0, page_size=64),
+    "group-3": Case(((LENGTH, LENGTH),), num_heads=9, num_kv_heads=3),
+    "one-kv-head": Case(((LENGTH, LENGTH),), num_heads=4, num_kv_heads=1, head_dim=128, has_sinks=True),
+    "window": Case(((LENGTH, LENGTH),), num_heads=6, num_kv_heads=2, window=300),
+    "narrow-window": Case(((LENGTH, LENGTH),), num_heads=2, num_kv_heads=2, window=37, page_size=32),
+    "odd-dims": Case(((LENGTH, LENGTH),), num_heads=3, num_kv_heads=3, head_dim=40, value_dim=72, softcap=2.0,
+                     page_size=64),
+    "small-pages": Case(((LENGTH, LENGTH),), num_heads=7, num_kv_heads=1, head_dim=36, page_size=4),
+    "group-8": Case(((LENGTH, LENGTH),), num_heads=8, num_kv_heads=1, head_dim=32, has_sinks=True, softcap=5.0,
+                    window=450),
+    "steep": Case(((LENGTH, LENGTH),), num_heads=10, num_kv_heads=2, steepness=40.0),
 }
+POSITIONS = (0, 1, 7, 15, 16, 31, 32, 63, 64, 95, 96, 97, 127, 128, 190, 191, 192, 255, 256, 287, 288, 301, 383, 384,
+             449, 500, 576, 613, 697, 698, 699)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,44 +40,65 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def run_alone(problem: Problem, row: int, query_len: int) -> torch.Tensor:
-    """The last ``query_len`` positions of a request of one query, which read as many keys fewer; by one thread."""
+def make(name: str, dtype: torch.dtype) -> Problem:
+    return make_problem(CASES[name], "cpu", dtype)
+
+
+def run(problem: Problem, *spans: tuple[int, int]) -> list[torch.Tensor]:
+    """Positions [first, end) of the prompt for each span, in one step: requests that share the prompt's pages."""
     inputs = problem.inputs
+    starts = torch.tensor([0, *(end - first for first, end in spans)]).cumsum(0).int()
+    kv_lens = torch.tensor([end for _, end in spans], dtype=torch.int32)
+    inputs = AttentionInputs(
+        int(starts[-1]), 0, [end - first for first, end in spans], kv_lens.tolist(), LENGTH, LENGTH, starts, kv_lens,
+        inputs.page_table.expand(len(spans), -1), inputs.slots
+    )
+    q = torch.cat([problem.q[first:end] for first, end in spans])
+    out = replace(problem, q=q, inputs=inputs).run(CpuAttention(problem.geometry, torch.device("cpu")))
+    return list(out.split((starts[1:] - starts[:-1]).tolist()))
+
+
+def decode_alone(problem: Problem) -> dict[int, torch.Tensor]:
+    """Each of `POSITIONS` by itself, by one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        problem = replace(problem, q=problem.q[row : row + 1].expand(query_len, -1, -1).contiguous(), inputs=replace(
-            inputs, query_start=torch.tensor([0, query_len], dtype=torch.int32), kv_lens=inputs.kv_lens[row : row + 1],
-            page_table=inputs.page_table[row : row + 1],
-        ))
-        return problem.run(CpuAttention(problem.geometry, torch.device("cpu")))
+        return {at: run(problem, (at, at + 1))[0][0] for at in POSITIONS}
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_a_decode_does_not_depend_on_threads_or_other_requests(name: str, dtype: torch.dtype, threads: int):
-    problem = make_problem(CASES[name], "cpu", dtype)
-    together = problem.run(CpuAttention(problem.geometry, torch.device("cpu")))
-    for row in range(len(LENGTHS)):
-        assert torch.equal(together[row], run_alone(problem, row, 1)[0]), f"{threads} threads, {LENGTHS[row]} keys"
+def check(alone: dict[int, torch.Tensor], spans: list[tuple[int, int]], out: list[torch.Tensor]) -> None:
+    for (first, end), rows in zip(spans, out, strict=True):
+        for at in range(first, end):
+            if at in alone:
+                assert torch.equal(rows[at - first], alone[at]), f"position {at} in {first} to {end}"
 
 
 @pytest.mark.usefixtures("isa", "threads")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_verified_drafts_are_computed_as_decodes(name: str, dtype: torch.dtype):
-    """Four queries of a request in one call, each as if it came alone with the keys up to its own."""
-    problem = make_problem(CASES[name], "cpu", dtype)
-    for pages in (problem.pages.k, problem.pages.v):
-        pages.nan_to_num_(nan=0.5)  # before the window of the last query lie keys of those before it
-    inputs = problem.inputs
-    for row, length in enumerate(LENGTHS):
-        query_len = min(4, length)
-        together = run_alone(problem, row, query_len)
-        for i in range(query_len):
-            shorter = inputs.kv_lens - (query_len - 1 - i)
-            alone = run_alone(replace(problem, inputs=replace(inputs, kv_lens=shorter)), row, 1)
-            assert torch.equal(together[i], alone[0])
+class TestOneRow:
+    def test_a_prompt_gives_what_decodes_give(self, name: str, dtype: torch.dtype):
+        problem = make(name, dtype)
+        spans = [(0, LENGTH)]
+        check(decode_alone(problem), spans, run(problem, *spans))
+
+    @pytest.mark.parametrize("size", [5, 33, 96, 250])
+    def test_wherever_a_prompt_is_cut(self, name: str, dtype: torch.dtype, size: int):
+        problem = make(name, dtype)
+        spans = [(first, min(first + size, LENGTH)) for first in range(0, LENGTH, size)]
+        spans = [span for span in spans if any(first in range(*span) for first in POSITIONS)]
+        check(decode_alone(problem), spans, [run(problem, span)[0] for span in spans])
+
+    def test_decodes_over_a_shared_prefix(self, name: str, dtype: torch.dtype):
+        """Requests of one query that share nothing, some, or nearly all of their pages, in one step."""
+        problem = make(name, dtype)
+        spans = [(at, at + 1) for at in POSITIONS]
+        check(decode_alone(problem), spans, run(problem, *spans))
+
+    def test_drafts_and_short_chunks_over_a_shared_prefix(self, name: str, dtype: torch.dtype):
+        problem = make(name, dtype)
+        spans = [(at - n, at + 1) for n, at in zip((1, 2, 3, 4, 6, 9, 15, 0, 30), POSITIONS[-9:], strict=True)]
+        check(decode_alone(problem), spans, run(problem, *spans))
+        check(decode_alone(problem), spans, [run(problem, span)[0] for span in spans])

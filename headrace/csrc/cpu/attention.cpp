@@ -12,16 +12,23 @@
 
 namespace headrace::HEADRACE_ISA {
 
-static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
-  if (a.kv_type == kCodes) return decode_of_codes(a, range, partial, scratch);
 #ifdef HEADRACE_IS_AVX512
-  if (is_for_pairs(a)) return decode_pairs(a, range, partial, scratch);
+static int64_t chunk_keys(const Attention& a) { return is_narrow(a) ? kPairKeys : kChunkKeys; }
+#else
+static int64_t chunk_keys(const Attention&) { return kChunkKeys; }
 #endif
-  decode_of_floats(a, range, partial, scratch);
+
+static void decode(const Attention& a, const KeyRange& range, float* partials, int64_t step, float* scratch) {
+  if (a.kv_type == kCodes) return decode_of_codes(a, range, chunk_keys(a), partials, step, scratch);
+#ifdef HEADRACE_IS_AVX512
+  if (is_narrow(a)) return decode_pairs(a, range, partials, step, scratch);
+#endif
+  decode_of_floats(a, range, partials, step, scratch);
 }
 
 static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) {
-  return a.kv_type == kCodes ? decode_scratch_of_codes(a, num_kv_heads) : decode_scratch_of_floats(a, num_kv_heads);
+  return a.kv_type == kCodes ? decode_scratch_of_codes(a, num_kv_heads)
+                             : DecodeState::floats(a, num_kv_heads, chunk_keys(a));
 }
 
 #ifdef HEADRACE_IS_AVX512
@@ -42,6 +49,7 @@ static int64_t tile_rows(const Attention& a) { return TileBuffers::most_rows(a);
 #endif
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {decode, decode_scratch, merge, finish, tile, tile_scratch, tile_rows};
+const AttentionKernels attention_kernels = {chunk_keys, decode,       decode_scratch, merge,
+                                            finish,     tile,         tile_scratch,   tile_rows};
 
 }  // namespace headrace::HEADRACE_ISA

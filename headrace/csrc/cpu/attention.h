@@ -42,21 +42,21 @@ struct Attention {
       nullptr;  // of kv_type kCodes, whose lots of tokens take the place of tokens in the strides: see codes.h
   ScaleStrides scale_strides = {};
   Partial partial;     // set: tiles write partial results here instead of `out`
+  int64_t first_key = 0, last_key = INT64_MAX;  // tiles see keys [first_key, last_key) alone
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };
 
 constexpr int64_t kMostDecodeGroup = 8;  // decodes with more query heads per kv head use tiles
-constexpr int64_t kDecodeKeys = 32;      // keys of a block in decode
+constexpr int64_t kDecodeKeys = 32;      // keys of a block in decode; chunks are whole blocks
 constexpr int64_t kMostLanes = 16;
 
 // Dims are padded to whole vectors of any instruction set.
 inline int64_t padded(int64_t size, int64_t step = kMostLanes) { return (size + step - 1) / step * step; }
 
 // Keys [first, last) of a request with one query, for the query heads of `num_heads` kv heads from `first_head` on.
-// Those up to `fetched` are read next, and prefetched.
 struct KeyRange {
-  int64_t request, first_head, num_heads, first, last, fetched;
+  int64_t request, first_head, num_heads, first, last;
 };
 
 // Partial results of `num_rows` rows are contiguous: maxima [M], sums of weights [M], sums of values [M, padded V].
@@ -77,8 +77,14 @@ struct Tile {
   int64_t request, kv_head, first_row, num_rows;
 };
 
+// A row's result is defined chunk by chunk, so that it is the same number by number whoever computes it. Chunk i holds
+// keys [i, i + 1) * chunk_keys, wherever a request's cached part, a window or a thread's share begins. Each chunk gives
+// a partial result of its own, in an order of sums that decodes and tiles keep alike, and `merge` adds these from left
+// to right. Keys that a row does not see have no part in it, chunks without any that it sees leave it as it is.
 struct AttentionKernels {
-  void (*decode)(const Attention& a, const KeyRange& range, float* partial, float* scratch);
+  int64_t (*chunk_keys)(const Attention& a);
+  // The partial results of the chunks of a range: merged (step 0), or each by itself, `step` floats apart.
+  void (*decode)(const Attention& a, const KeyRange& range, float* partials, int64_t step, float* scratch);
   int64_t (*decode_scratch)(const Attention& a, int64_t num_kv_heads);
   void (*merge)(const Attention& a, int64_t num_rows, const Partial& into, const Partial& from);
   void (*finish)(const Attention& a, const PartialRows& rows, const Partial& partial);  // sinks, division, to `out`

@@ -16,8 +16,9 @@ static const AttentionKernels& plainer = avx512::attention_kernels;
 
 void tile_of_codes(const Attention& a, const Tile& tile, float* scratch);  // in attention_amx_codes.cpp
 
-static void decode(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
-  plainer.decode(a, range, partial, scratch);
+static int64_t chunk_keys(const Attention& a) { return plainer.chunk_keys(a); }
+static void decode(const Attention& a, const KeyRange& range, float* partials, int64_t step, float* scratch) {
+  plainer.decode(a, range, partials, step, scratch);
 }
 static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) {
   return plainer.decode_scratch(a, num_kv_heads);
@@ -32,6 +33,7 @@ static int64_t tile_scratch(const Attention& a, int64_t num_rows) {
 static int64_t tile_rows(const Attention& a) { return is_narrow(a) ? AmxBuffers::most_rows(a) : plainer.tile_rows(a); }
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {decode, decode_scratch, merge, finish, tile, tile_scratch, tile_rows};
+const AttentionKernels attention_kernels = {chunk_keys, decode,       decode_scratch, merge,
+                                            finish,     tile,         tile_scratch,   tile_rows};
 
 }  // namespace headrace::HEADRACE_ISA

@@ -299,7 +299,9 @@ struct CodeQueries {
 };
 
 inline int64_t decode_scratch_of_codes(const Attention& a, int64_t num_kv_heads) {
-  return CodeQueries::floats(a, num_kv_heads * a.group()) + padded(a.head_dim) + 4 * LotRoom::floats(a) + kMostLot;
+  const int64_t heads = num_kv_heads * a.group();
+  return padded(CodeQueries::floats(a, heads)) + padded(a.head_dim) + 4 * LotRoom::floats(a) + kMostLot +
+         partial_size(a, heads);
 }
 
 // Keys [first, last) of a block that begins at `at`, as bits.
@@ -315,20 +317,12 @@ HEADRACE_INLINE void find_lots(const Attention& a, const KeyRange& range, const 
   lots[1] = at + kMostLot < range.last ? lot_at(a, table, at + kMostLot, range.first_head) : lots[0];
 }
 
-static void decode_of_codes(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
+// `room` for two lots.
+static void decode_codes_of_chunk(const Attention& a, const KeyRange& range, int64_t end, const CodeQueries& queries,
+                                  const Partial& at_heads, float* room) {
   const int64_t group = a.group(), heads = range.num_heads * group, v_width = padded(a.value_dim);
-  const Partial at_heads = partial_at(a, partial, heads);
-  const CodeQueries queries(a, heads, scratch);
-  float* room = scratch + padded(CodeQueries::floats(a, heads));
-  const char* q =
-      static_cast<const char*>(a.q) +
-      (a.query_start[range.request] * a.q_stride + range.first_head * group * a.head_dim) * size_of(a.q_type);
-  for (int64_t h = 0; h < heads; ++h) {
-    queries.encode_head(a, h, q + h * a.head_dim * size_of(a.q_type), room);
-    at_heads.top[h] = -INFINITY, at_heads.total[h] = 0.0f;
-  }
+  for (int64_t h = 0; h < heads; ++h) at_heads.top[h] = -INFINITY, at_heads.total[h] = 0.0f;
   memset(at_heads.sums, 0, heads * v_width * sizeof(float));
-  room += padded(a.head_dim);
   const LotRoom rooms[2] = {LotRoom(a, room), LotRoom(a, room + padded(LotRoom::floats(a)))};
   const bool is_whole = page_size_of(a) >= kMostLot;
   const int32_t* table = a.table + range.request * a.table_stride;
@@ -338,7 +332,7 @@ static void decode_of_codes(const Attention& a, const KeyRange& range, float* pa
     const uint32_t seen = seen_of_block(range.first, range.last, at);
     if (is_whole) {
       found[0] = later[0], found[1] = later[1];
-      if (at + kDecodeKeys < range.fetched) find_lots(a, range, table, at + kDecodeKeys, later);
+      if (at + kDecodeKeys < end) find_lots(a, range, table, at + kDecodeKeys, later);
     }
     for (int64_t k = 0; k < range.num_heads; ++k) {
       Lot lots[2], next[2];
@@ -366,6 +360,22 @@ static void decode_of_codes(const Attention& a, const KeyRange& range, float* pa
       });
     }
   }
+}
+
+static void decode_of_codes(const Attention& a, const KeyRange& range, int64_t chunk_keys, float* partials,
+                            int64_t step, float* scratch) {
+  const int64_t heads = range.num_heads * a.group();
+  float* const spare = scratch;
+  const CodeQueries queries(a, heads, scratch + partial_size(a, heads));
+  float* const room = scratch + partial_size(a, heads) + padded(CodeQueries::floats(a, heads));
+  const char* q = static_cast<const char*>(a.q) + (a.query_start[range.request] * a.q_stride +
+                                                   range.first_head * a.group() * a.head_dim) *
+                                                      size_of(a.q_type);
+  for (int64_t h = 0; h < heads; ++h) queries.encode_head(a, h, q + h * a.head_dim * size_of(a.q_type), room);
+  over_chunks(a, range, chunk_keys, partials, step, spare, [&](int64_t first, int64_t last, const Partial& into) {
+    decode_codes_of_chunk(a, {range.request, range.first_head, range.num_heads, first, last}, range.last, queries, into,
+                          room + padded(a.head_dim));
+  });
 }
 
 // Keys [at, at + n) as floats, rows of `dim`, and their values, rows of `width`.

@@ -2,35 +2,126 @@
 #pragma once
 
 #include "attention_rows.h"
+#include "unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
-// Products of `kHeads` queries [*, padded E] with four keys. Rows of keys end where they end: nothing beyond is read.
-template <int kHeads, class T>
-HEADRACE_INLINE void multiply_keys(const float* q, int64_t q_width, const T* const* keys, int64_t dim, float* logits,
-                                   int64_t logits_stride) {
-  Vec sums[kHeads][4];
-  for (int h = 0; h < kHeads; ++h)
-    for (int j = 0; j < 4; ++j) sums[h][j] = Vec(0.0f);
-  over_lanes(dim, [&](int64_t e, auto part) {
-    Vec key[4];
-    for (int j = 0; j < 4; ++j) key[j] = part.load(keys[j] + e);
-    for (int h = 0; h < kHeads; ++h) {
-      const Vec query = load(q + h * q_width + e);
-      for (int j = 0; j < 4; ++j) sums[h][j] = fma(query, key[j], sums[h][j]);
-    }
-  });
-  for (int h = 0; h < kHeads; ++h) store_sums(logits + h * logits_stride, sums[h]);
+// Four dimensions of kLanes keys, `stride` apart, a key to a lane.
+HEADRACE_INLINE void turn_keys(const float* keys, int64_t stride, Vec (&out)[4]) {
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  __m512 r[4];
+  HEADRACE_EACH(i, 4) {  // keys i, i + 4, i + 8, i + 12
+    const float* key = keys + i * stride;
+    r[i] = _mm512_castps128_ps512(_mm_loadu_ps(key));
+    r[i] = _mm512_mask_broadcast_f32x4(r[i], 0x00f0, _mm_loadu_ps(key + 4 * stride));
+    r[i] = _mm512_mask_broadcast_f32x4(r[i], 0x0f00, _mm_loadu_ps(key + 8 * stride));
+    r[i] = _mm512_mask_broadcast_f32x4(r[i], 0xf000, _mm_loadu_ps(key + 12 * stride));
+  }
+  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1])),
+                b = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1])),
+                c = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3])),
+                d = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d)), out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+#elif defined(HEADRACE_IS_AVX2)
+  __m256 r[4];
+  HEADRACE_EACH(i, 4)
+  r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(keys + i * stride)),
+                              _mm_loadu_ps(keys + (i + 4) * stride), 1);
+  const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(r[0], r[1])),
+                b = _mm256_castps_pd(_mm256_unpackhi_ps(r[0], r[1])),
+                c = _mm256_castps_pd(_mm256_unpacklo_ps(r[2], r[3])),
+                d = _mm256_castps_pd(_mm256_unpackhi_ps(r[2], r[3]));
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c)), out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d)), out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+#else
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < kLanes; ++j) out[i].v[j] = keys[j * stride + i];
+#endif
 }
 
-// sums [kHeads, padded V] = rescale * sums + weights * n rows of values.
-template <int kHeads, int kVecs, class T, class Part>
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+// Transposes 4 x 4 lanes of 128 bits by themselves: of the first four vectors, and of the others.
+HEADRACE_INLINE void turn_lanes(__m512 (&r)[8]) {
+  HEADRACE_EACH(i, 2) {
+    const __m512* x = r + 4 * i;
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1])),
+                  b = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1])),
+                  c = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3])),
+                  d = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+    r[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), r[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    r[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    r[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+}
+
+// Eight dimensions of 16 keys, of which 4 to 7 and 8 to 11 have changed places.
+HEADRACE_INLINE void turn_keys(const float* keys, int64_t stride, Vec (&out)[8]) {
+  __m512 r[8];
+  HEADRACE_EACH(i, 8) {  // keys i and i + 8
+    const float* key = keys + i * stride;
+    r[i] = _mm512_mask_broadcast_f32x8(_mm512_castps256_ps512(_mm256_loadu_ps(key)), 0xff00,
+                                       _mm256_loadu_ps(key + 8 * stride));
+  }
+  turn_lanes(r);
+  HEADRACE_EACH(i, 4)
+  out[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88), out[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+}
+HEADRACE_INLINE Vec in_order(Vec a) { return _mm512_shuffle_f32x4(a.v, a.v, 0xd8); }
+#endif
+
+// Products of `kHeads` queries [*, padded E] with kVecs times kLanes keys, `stride` apart, as tiles add them up: a
+// dimension after the other. Rows of keys end where they end: nothing beyond is read.
+template <int kHeads, int kVecs, class F>
+HEADRACE_INLINE void multiply_keys(const float* q, int64_t q_width, const float* const (&keys)[kVecs], int64_t stride,
+                                   int64_t dim, float* const (&logits)[kVecs], int64_t logits_stride, F& next) {
+  Vec sums[kHeads][kVecs];
+  for (int h = 0; h < kHeads; ++h)
+    for (int g = 0; g < kVecs; ++g) sums[h][g] = Vec(0.0f);
+  const auto add = [&](int64_t e, int g, Vec key) {
+    for (int h = 0; h < kHeads; ++h) sums[h][g] = fma(Vec(q[h * q_width + e]), key, sums[h][g]);
+  };
+  int64_t e = 0;
+#if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
+  for (; e + 8 <= dim; e += 8) {
+    next.advance();
+    HEADRACE_EACH(g, kVecs) {
+      Vec key[8];
+      turn_keys(keys[g] + e, stride, key);
+      HEADRACE_EACH(i, 8) add(e + i, g, key[i]);
+    }
+  }
+  for (int h = 0; h < kHeads; ++h)
+    for (int g = 0; g < kVecs; ++g) sums[h][g] = in_order(sums[h][g]);
+#endif
+  for (; e + 4 <= dim; e += 4) {
+    if (e % 8 == 0) next.advance();
+    HEADRACE_EACH(g, kVecs) {
+      Vec key[4];
+      turn_keys(keys[g] + e, stride, key);
+      HEADRACE_EACH(i, 4) add(e + i, g, key[i]);
+    }
+  }
+  for (; e < dim; ++e)
+    for (int g = 0; g < kVecs; ++g) {
+      float room[kLanes];
+      for (int j = 0; j < kLanes; ++j) room[j] = keys[g][j * stride + e];
+      add(e, g, load(room));
+    }
+  for (int h = 0; h < kHeads; ++h)
+    for (int g = 0; g < kVecs; ++g) store(logits[g] + h * logits_stride, sums[h][g]);
+}
+
+// sums [kHeads, padded V] = weights * rows [first, last) of values.
+template <int kHeads, int kVecs, class T, class Part, class F>
 HEADRACE_INLINE void add_values_at(int64_t e, Part part, const float* weights, int64_t weights_stride,
-                                   const T* const* values, int64_t n, float* sums, int64_t width, const float* fades) {
+                                   const T* const* values, int64_t first, int64_t last, float* sums, int64_t width,
+                                   F& next) {
   Vec acc[kHeads][kVecs];
   for (int h = 0; h < kHeads; ++h)
-    for (int u = 0; u < kVecs; ++u) acc[h][u] = load(sums + h * width + e + u * kLanes) * Vec(fades[h]);
-  for (int64_t j = 0; j < n; ++j) {
+    for (int u = 0; u < kVecs; ++u) acc[h][u] = Vec(0.0f);
+  for (int64_t j = first; j < last; ++j) {
+    if (j % 4 == 0) next.advance();
     Vec value[kVecs];
     for (int u = 0; u < kVecs; ++u) value[u] = part.load(values[j] + e + u * kLanes);
     for (int h = 0; h < kHeads; ++h) {
@@ -42,22 +133,18 @@ HEADRACE_INLINE void add_values_at(int64_t e, Part part, const float* weights, i
     for (int u = 0; u < kVecs; ++u) store(sums + h * width + e + u * kLanes, acc[h][u]);
 }
 
-template <int kHeads, class T>
-HEADRACE_INLINE void add_values(const float* weights, int64_t weights_stride, const T* const* values, int64_t n,
-                                float* sums, int64_t dim, int64_t width, const float* fades) {
+template <int kHeads, class T, class F>
+HEADRACE_INLINE void add_values(const float* weights, int64_t weights_stride, const T* const* values, int64_t first,
+                                int64_t last, float* sums, int64_t dim, int64_t width, F& next) {
   constexpr int kVecs = kHeads > 2 && kLanes < 16 ? 2 : 4;  // as many sums as there are registers for
   int64_t e = 0;
   for (; e + kVecs * kLanes <= dim; e += kVecs * kLanes)
-    add_values_at<kHeads, kVecs>(e, Whole{}, weights, weights_stride, values, n, sums, width, fades);
+    add_values_at<kHeads, kVecs>(e, Whole{}, weights, weights_stride, values, first, last, sums, width, next);
   for (; e + kLanes <= dim; e += kLanes)
-    add_values_at<kHeads, 1>(e, Whole{}, weights, weights_stride, values, n, sums, width, fades);
+    add_values_at<kHeads, 1>(e, Whole{}, weights, weights_stride, values, first, last, sums, width, next);
   if (e < dim)
-    add_values_at<kHeads, 1>(e, Rest{static_cast<int>(dim - e)}, weights, weights_stride, values, n, sums, width,
-                             fades);
-}
-
-inline int64_t decode_scratch_of_floats(const Attention& a, int64_t num_kv_heads) {
-  return num_kv_heads * a.group() * padded(a.head_dim) + kMostDecodeGroup * kDecodeKeys;
+    add_values_at<kHeads, 1>(e, Rest{static_cast<int>(dim - e)}, weights, weights_stride, values, first, last, sums,
+                             width, next);
 }
 
 // f.template operator()<n>(first) for heads in lots of at most three.
@@ -69,135 +156,196 @@ HEADRACE_INLINE void over_heads(int64_t num_heads, const F& f) {
   if (head < num_heads) f.template operator()<1>(head);
 }
 
-// Partial results and queries of a range, in memory of the caller.
-struct DecodeState {
-  int64_t group, heads, q_width, v_width;
-  float *top, *total, *sums, *q, *logits;
-
-  DecodeState(const Attention& a, int64_t num_kv_heads, float* partial, float* scratch)
-      : group(a.group()), heads(num_kv_heads * group), q_width(padded(a.head_dim)), v_width(padded(a.value_dim)) {
-    const Partial at = partial_at(a, partial, heads);
-    top = at.top, total = at.total, sums = at.sums, q = scratch, logits = q + heads * q_width;
-  }
-};
-
-// Rows of keys and values of a block, of the first kv head of a range; those beyond the last are the last.
-template <class T>
-struct BlockRows {
-  int64_t n = 0;
-  const T *keys[kDecodeKeys], *values[kDecodeKeys];
-
-  void find(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at) {
-    const int64_t page = int64_t{1} << a.page_bits, last = at < range.last ? range.last : range.fetched;
-    n = last - at < kDecodeKeys ? last - at : kDecodeKeys;
-    for (int64_t j = 0; j < n; ++j) {
-      const bool is_new = j == 0 || (at + j) % page == 0;
-      keys[j] = is_new ? static_cast<const T*>(row_at(a.k, a.k_strides, a, table, at + j, range.first_head))
-                       : keys[j - 1] + a.k_strides.token;
-      values[j] = is_new ? static_cast<const T*>(row_at(a.v, a.v_strides, a, table, at + j, range.first_head))
-                         : values[j - 1] + a.v_strides.token;
+// The same for all heads of a group at once, as long as registers hold two sums for each: keys are turned once.
+template <class F>
+HEADRACE_INLINE void over_more_heads(int64_t num_heads, const F& f) {
+  if (kLanes < 16 || num_heads <= 3) return over_heads(num_heads, f);
+  if constexpr (kLanes == 16) {
+    static_assert(kMostDecodeGroup == 8);
+    switch (num_heads) {
+      case 4: return f.template operator()<4>(0);
+      case 5: return f.template operator()<5>(0);
+      case 6: return f.template operator()<6>(0);
+      case 7: return f.template operator()<7>(0);
+      default: return f.template operator()<8>(0);
     }
-    for (int64_t j = n; n > 0 && j < kDecodeKeys; ++j) keys[j] = keys[n - 1], values[j] = values[n - 1];
   }
-};
+}
 
-// Prefetches the rows of the next block, spread evenly over `slots` calls while this one is computed: a core tracks
-// only a few outstanding lines.
-template <class T>
-struct Fetching {
-  const T* const* rows;
-  int64_t count, slots, width;  // values of a row, from the first head to the last
-  int64_t row = 0, credit = 0;
+// Prefetches rows [at, end) of keys, or of values, of all heads of a range, spread evenly over `slots` calls while
+// others are computed with: a core tracks only a few outstanding lines.
+struct RowFetch {
+  const Attention& a;
+  const void* pages;
+  const PageStrides& strides;
+  const int32_t* table;
+  int64_t first_head, bytes, at, end, slots;
+  int64_t count = end - at, credit = 0;
 
   HEADRACE_INLINE void advance() {
-    for (credit += count; credit >= slots; credit -= slots, ++row)
-      for (int64_t e = 0; e < width; e += 64 / sizeof(T)) __builtin_prefetch(rows[row] + e, 0, 2);
+    for (credit += count; credit >= slots && at < end; credit -= slots, ++at) {
+      const char* row = static_cast<const char*>(row_at(pages, strides, a, table, at, first_head));
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
   }
 };
+struct NoFetch {
+  HEADRACE_INLINE void advance() {}
+};
 
-// n rows of keys and values of one kv head, whose first query head is `head`; meanwhile the next block is prefetched.
-template <class T>
-HEADRACE_INLINE void decode_block(const Attention& a, const DecodeState& s, int64_t head, const T* const* keys,
-                                  const T* const* values, int64_t n, Fetching<T>& next_keys, Fetching<T>& next_values) {
-  const float* q = s.q + head * s.q_width;
-  for (int64_t j = 0; j < n; j += 4) {
-    next_keys.advance(), next_values.advance();
-    over_heads(s.group, [&]<int kHeads>(int64_t h) {
-      multiply_keys<kHeads>(q + h * s.q_width, s.q_width, keys + j, a.head_dim, s.logits + h * kDecodeKeys + j,
-                            kDecodeKeys);
-    });
-  }
-  float fades[kMostDecodeGroup];
-  for (int64_t h = 0; h < s.group; ++h) {
-    float* row = s.logits + h * kDecodeKeys;
-    if (a.softcap > 0.0f) cap_logits(row, n, a.softcap);
-    fades[h] = soften(row, n, padded(n, kLanes), s.top[head + h], s.total[head + h]);
-  }
-  over_heads(s.group, [&]<int kHeads>(int64_t h) {
-    add_values<kHeads>(s.logits + h * kDecodeKeys, kDecodeKeys, values, n, s.sums + (head + h) * s.v_width, a.value_dim,
-                       s.v_width, fades + h);
-  });
+HEADRACE_INLINE RowFetch fetch_keys(const Attention& a, const KeyRange& range, int64_t at, int64_t end, int64_t slots) {
+  const int64_t bytes = ((range.num_heads - 1) * a.k_strides.head + a.head_dim) * size_of(a.kv_type);
+  return {a, a.k, a.k_strides, a.table + range.request * a.table_stride, range.first_head, bytes, at, end, slots};
+}
+HEADRACE_INLINE RowFetch fetch_values(const Attention& a, const KeyRange& range, int64_t at, int64_t end,
+                                      int64_t slots) {
+  const int64_t bytes = ((range.num_heads - 1) * a.v_strides.head + a.value_dim) * size_of(a.kv_type);
+  return {a, a.v, a.v_strides, a.table + range.request * a.table_stride, range.first_head, bytes, at, end, slots};
 }
 
-// f(kv head of the range, rows, rows of keys and of values of the next block), block by block of keys, and in each head
-// by head: pages are read in the order in which they lie. In each call, f lets the next block's keys advance
-// `key_slots` times, and so on.
-template <class T, class F>
-HEADRACE_INLINE void over_blocks(const Attention& a, const KeyRange& range, int64_t key_slots, int64_t value_slots,
-                                 const F& f) {
-  const int32_t* table = a.table + range.request * a.table_stride;
-  const int64_t key_width = (range.num_heads - 1) * a.k_strides.head + a.head_dim,
-                value_width = (range.num_heads - 1) * a.v_strides.head + a.value_dim;
-  BlockRows<T> blocks[2];
-  blocks[0].find(a, range, table, range.first);
-  for (int64_t at = range.first, i = 0; at < range.last; at += kDecodeKeys, i ^= 1) {
-    const BlockRows<T>&rows = blocks[i], &next = blocks[i ^ 1];
-    blocks[i ^ 1].find(a, range, table, at + kDecodeKeys);
-    const int64_t known = next.n > 0 ? next.n : 0;
-    Fetching<T> next_keys{next.keys, known, range.num_heads * key_slots, key_width},
-        next_values{next.values, known, range.num_heads * value_slots, value_width};
-    for (int64_t k = 0; k < range.num_heads; ++k) f(k, rows, next_keys, next_values);
-  }
-}
+// Queries and logits of a range, in memory of the caller; partial results of a chunk that is not the first.
+struct DecodeState {
+  int64_t group, heads, q_width, v_width, chunk_keys;
+  float *q, *logits, *wide, *spare;  // [heads, padded E], [heads, chunk], [chunk, padded E]
 
-template <class T>
-static void decode_type(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
-  const DecodeState s(a, range.num_heads, partial, scratch);
-  const int64_t first_query_head = range.first_head * s.group;
-  const char* q = static_cast<const char*>(a.q) +
-                  (a.query_start[range.request] * a.q_stride + first_query_head * a.head_dim) * size_of(a.q_type);
-  for (int64_t h = 0; h < s.heads; ++h) {
-    widen_values(a.q_type, q + h * a.head_dim * size_of(a.q_type), s.q + h * s.q_width, a.head_dim, product_scale(a));
-    s.top[h] = -INFINITY, s.total[h] = 0.0f;
+  static int64_t floats(const Attention& a, int64_t num_kv_heads, int64_t chunk_keys) {
+    const int64_t heads = num_kv_heads * a.group();
+    return (heads + chunk_keys) * padded(a.head_dim) + heads * chunk_keys + partial_size(a, heads);
   }
-  memset(s.sums, 0, s.heads * s.v_width * sizeof(float));
-  over_blocks<T>(a, range, kDecodeKeys / 4, kDecodeKeys / 4,
-                 [&](int64_t k, const BlockRows<T>& rows, Fetching<T>& next_keys, Fetching<T>& next_values) {
-                   const T *keys[kDecodeKeys], *values[kDecodeKeys];
-                   for (int64_t j = 0; j < kDecodeKeys; ++j)
-                     keys[j] = rows.keys[j] + k * a.k_strides.head, values[j] = rows.values[j] + k * a.v_strides.head;
-                   decode_block(a, s, k * s.group, keys, values, rows.n, next_keys, next_values);
-                 });
-}
-
-static void decode_of_floats(const Attention& a, const KeyRange& range, float* partial, float* scratch) {
-  if (a.kv_type == kFloat32) return decode_type<float>(a, range, partial, scratch);
-  if (a.kv_type == kBFloat16) return decode_type<bf16>(a, range, partial, scratch);
-  decode_type<fp16>(a, range, partial, scratch);
-}
+  DecodeState(const Attention& a, int64_t num_kv_heads, int64_t chunk_keys, float* scratch)
+      : group(a.group()), heads(num_kv_heads * group), q_width(padded(a.head_dim)), v_width(padded(a.value_dim)),
+        chunk_keys(chunk_keys) {
+    q = scratch, logits = q + heads * q_width, wide = logits + heads * chunk_keys, spare = wide + chunk_keys * q_width;
+  }
+};
 
 static void merge(const Attention& a, int64_t num_rows, const Partial& into, const Partial& from) {
   const int64_t width = padded(a.value_dim);
   for (int64_t r = 0; r < num_rows; ++r) {
-    const float top = from.top[r] > into.top[r] ? from.top[r] : into.top[r];
-    const float here = expf(into.top[r] - top), there = expf(from.top[r] - top);
-    into.top[r] = top;
-    into.total[r] = into.total[r] * here + from.total[r] * there;
+    const Factors f(Vec(into.top[r]), Vec(from.top[r]));
+    store(into.total + r, f.add(Vec(into.total[r]), f.here, Vec(from.total[r]), f.there), 1);
+    store(into.top + r, f.top, 1);
     float* sums = into.sums + r * width;
     const float* others = from.sums + r * width;
     for (int64_t e = 0; e < width; e += kLanes)
-      store(sums + e, fma(load(others + e), Vec(there), load(sums + e) * Vec(here)));
+      store(sums + e, f.add(load(sums + e), f.here, load(others + e), f.there));
   }
+}
+
+// f(first key, end, partial results) chunk by chunk; each goes to a place of its own, or they are merged.
+template <class F>
+HEADRACE_INLINE void over_chunks(const Attention& a, const KeyRange& range, int64_t chunk_keys, float* partials,
+                                 int64_t step, float* spare, const F& f) {
+  const int64_t rows = range.num_heads * a.group();
+  for (int64_t first = range.first, last; first < range.last; first = last, partials += step) {
+    last = (first / chunk_keys + 1) * chunk_keys;
+    if (last > range.last) last = range.last;
+    const bool is_merged = step == 0 && first > range.first;
+    const Partial into = partial_at(a, is_merged ? spare : partials, rows);
+    f(first, last, into);
+    if (is_merged) merge(a, rows, partial_at(a, partials, rows), into);
+  }
+}
+
+// The softmax of logits [low, n) of a chunk, which become weights; what is left of whole vectors weighs nothing.
+inline void soften(float* logits, int64_t low, int64_t n, float& top, float& total) {
+  const int64_t begin = low / kLanes * kLanes, end = padded(n, kLanes);
+  for (int64_t i = begin; i < low; ++i) logits[i] = kMasked;
+  for (int64_t i = n; i < end; ++i) logits[i] = kMasked;
+  Vec most(kMasked), added(0.0f);
+  for (int64_t i = begin; i < end; i += kLanes) most = maximum(load(logits + i), most);
+  const Vec shift(top = largest(most));
+  for (int64_t i = begin; i < end; i += kLanes) {
+    const Vec x = load(logits + i), weight = i < low || i + kLanes > n ? weigh<true>(x, shift) : weigh<false>(x, shift);
+    store(logits + i, weight);
+    added = added + weight;
+  }
+  total = sum(added);
+}
+
+// Products of the queries of a kv head with keys [low, n) of the chunk at `begin`.
+template <class T>
+HEADRACE_INLINE void multiply_chunk(const Attention& a, const DecodeState& s, const int32_t* table, int64_t kv_head,
+                                    const float* q, int64_t begin, int64_t low, int64_t n, float* logits,
+                                    RowFetch& next) {
+  const bool is_direct = sizeof(T) == sizeof(float) && int64_t{1} << a.page_bits >= kLanes;
+  const auto key_at = [&](int64_t j) { return row_at(a.k, a.k_strides, a, table, begin + j, kv_head); };
+  for (int64_t j = is_direct ? n : low; j < n; ++j)
+    widen_values(static_cast<const T*>(key_at(j)), s.wide + j * s.q_width, a.head_dim, Vec(1.0f));
+  over_more_heads(s.group, [&]<int kHeads>(int64_t h) {
+    constexpr int kVecs = kHeads == 1 ? 6 : kLanes < 16 ? (kHeads == 2 ? 3 : 2) : kHeads == 2 ? 6 : kHeads < 6 ? 3 : 2;
+    for (int64_t j = low / kLanes * kLanes; j < n; j += kVecs * kLanes) {
+      const float* keys[kVecs];
+      float* out[kVecs];
+      for (int64_t i = 0; i < kVecs; ++i) {  // beyond the last key the last vector is taken again
+        const int64_t own = j + i * kLanes, place = own < n ? own : (n - 1) / kLanes * kLanes;
+        keys[i] = is_direct ? static_cast<const float*>(key_at(place)) : s.wide + place * s.q_width;
+        out[i] = logits + h * s.chunk_keys + place;
+      }
+      const auto run = [&](auto& meanwhile) {
+        multiply_keys<kHeads, kVecs>(q + h * s.q_width, s.q_width, keys, is_direct ? a.k_strides.token : s.q_width,
+                                     a.head_dim, out, s.chunk_keys, meanwhile);
+      };
+      NoFetch nothing;
+      h == 0 ? run(next) : run(nothing);
+    }
+  });
+}
+
+template <class T>
+static void decode_chunk(const Attention& a, const KeyRange& range, const DecodeState& s, int64_t first, int64_t last,
+                         const Partial& out) {
+  const int32_t* table = a.table + range.request * a.table_stride;
+  const int64_t begin = first / kChunkKeys * kChunkKeys, low = first - begin, n = last - begin,
+                after = last + kChunkKeys < range.last ? last + kChunkKeys : range.last,
+                page = int64_t{1} << a.page_bits, value_lots = (a.value_dim + 4 * kLanes - 1) / (4 * kLanes);
+  RowFetch values = fetch_values(a, range, first, last,
+                                 range.num_heads * ((n - low) / (6 * kLanes) + 1) * ((a.head_dim + 7) / 8));
+  for (int64_t k = 0; k < range.num_heads; ++k)
+    multiply_chunk<T>(a, s, table, range.first_head + k, s.q + k * s.group * s.q_width, begin, low, n,
+                      s.logits + k * s.group * s.chunk_keys, values);
+  for (int64_t h = 0; h < s.heads; ++h) {
+    float* row = s.logits + h * s.chunk_keys;
+    if (a.softcap > 0.0f) cap_logits(row + low, n - low, a.softcap);
+    soften(row, low, n, out.top[h], out.total[h]);
+  }
+  const T* rows[kChunkKeys];
+  for (int64_t j = low; j < n; ++j)
+    rows[j] = j == low || (begin + j) % page == 0
+                  ? static_cast<const T*>(row_at(a.v, a.v_strides, a, table, begin + j, range.first_head))
+                  : rows[j - 1] + a.v_strides.token;
+  RowFetch keys = fetch_keys(a, range, last, after, range.num_heads * ((n - low) / 4 + 1) * value_lots);
+  for (int64_t k = 0; k < range.num_heads; ++k) {
+    over_heads(s.group, [&]<int kHeads>(int64_t h) {
+      const int64_t head = k * s.group + h;
+      const auto run = [&](auto& meanwhile) {
+        add_values<kHeads>(s.logits + head * s.chunk_keys, s.chunk_keys, rows, low, n, out.sums + head * s.v_width,
+                           a.value_dim, s.v_width, meanwhile);
+      };
+      NoFetch nothing;
+      h == 0 ? run(keys) : run(nothing);
+    });
+    for (int64_t j = low; j < n; ++j) rows[j] += a.v_strides.head;
+  }
+}
+
+template <class T>
+static void decode_type(const Attention& a, const KeyRange& range, float* partials, int64_t step, float* scratch) {
+  const DecodeState s(a, range.num_heads, kChunkKeys, scratch);
+  const char* q = static_cast<const char*>(a.q) + (a.query_start[range.request] * a.q_stride +
+                                                   range.first_head * s.group * a.head_dim) *
+                                                      size_of(a.q_type);
+  for (int64_t h = 0; h < s.heads; ++h)
+    widen_values(a.q_type, q + h * a.head_dim * size_of(a.q_type), s.q + h * s.q_width, a.head_dim, product_scale(a));
+  over_chunks(a, range, kChunkKeys, partials, step, s.spare, [&](int64_t first, int64_t last, const Partial& into) {
+    decode_chunk<T>(a, range, s, first, last, into);
+  });
+}
+
+static void decode_of_floats(const Attention& a, const KeyRange& range, float* partials, int64_t step, float* scratch) {
+  if (a.kv_type == kFloat32) return decode_type<float>(a, range, partials, step, scratch);
+  if (a.kv_type == kBFloat16) return decode_type<bf16>(a, range, partials, step, scratch);
+  decode_type<fp16>(a, range, partials, step, scratch);
 }
 
 static void finish(const Attention& a, const PartialRows& rows, const Partial& partial) {

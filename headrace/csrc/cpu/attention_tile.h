@@ -4,51 +4,23 @@
 #pragma once
 
 #include "attention_codes.h"
+#include "unroll.h"
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int64_t kTileKeys = 96;  // whole blocks whatever the lanes
 constexpr int64_t kWide = 2 * kLanes;  // rows of a panel
 constexpr int kBlock = kLanes == 16  ? 12
                        : kLanes == 8 ? 6
                                      : 4;  // keys, or dimensions of values, whose sums fill the registers
-constexpr float kMasked = -1.0e38f;  // finite: a row whose first keys are all masked must not become NaN
 
-HEADRACE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-// Whether products are of pairs of bfloat16 or of codes, where processors have such.
-HEADRACE_INLINE bool is_narrow(const Attention& a) {
-  return a.kv_type == kCodes || (a.kv_type == kBFloat16 && a.q_type != kFloat16);
-}
-
-// Weights that are found in 16 bits: of a logit in units of log2 a number near the row's top is taken away and 8 bits
-// are kept below the point, which are the exponent and the mantissa of a bfloat16 with a bit more, but for the distance
-// of an arc from its chord.
-constexpr float kLn2 = 0.693147180559945309f;
-constexpr float kFixedOne = 256.0f, kFixedTop = 127 * kFixedOne + 0.5f;  // a factor of two, the weight 1
-
-// That distance, 1 + f - 2^f, which is f (1 - f) (0.344 + 0.073 (f - 1/2)) to 0.0004, in units of 1 / 256: one number
-// for four of 8 bits.
-template <class T>
-struct alignas(64) Arc {
-  T heights[64] = {};
-  constexpr Arc() {
-    for (int i = 0; i < 64; ++i) {
-      const double f = (4 * i + 1) / 256.0;
-      heights[i] = static_cast<T>(256.0 * f * (1.0 - f) * (0.344 + 0.073 * (f - 0.5)) + 0.5);
-    }
-  }
-};
-
-// c [kCount, W] = fades * c + a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]; fades [W], or
-// null: c is not read.
+// c [kCount, W] = a b, W a panel's rows: a [kCount, depth] at any strides, b [depth, W]. With factors [2, W] that is
+// added to c instead, each side multiplied with its own.
 template <int kCount>
 HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c,
-                                    int64_t depth, const float* fades) {
+                                    int64_t depth, const float* factors) {
   Vec acc[kCount][2];
   for (int r = 0; r < kCount; ++r)
-    for (int u = 0; u < 2; ++u)
-      acc[r][u] = fades ? load(c + r * kWide + u * kLanes) * load(fades + u * kLanes) : Vec(0.0f);
+    for (int u = 0; u < 2; ++u) acc[r][u] = Vec(0.0f);
 #pragma GCC unroll 2
   for (int64_t d = 0; d < depth; ++d) {
     const Vec first = load(b + d * kWide), second = load(b + d * kWide + kLanes);
@@ -58,6 +30,11 @@ HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_dep
       acc[r][1] = fma(factor, second, acc[r][1]);
     }
   }
+  for (int u = 0; u < 2 && factors; ++u) {
+    const Vec here = load(factors + u * kLanes), there = load(factors + kWide + u * kLanes);
+    for (int r = 0; r < kCount; ++r)
+      acc[r][u] = Factors::add(load(c + r * kWide + u * kLanes), here, acc[r][u], there);
+  }
   for (int r = 0; r < kCount; ++r)
     for (int u = 0; u < 2; ++u) store(c + r * kWide + u * kLanes, acc[r][u]);
 }
@@ -65,32 +42,32 @@ HEADRACE_INLINE void multiply_block(const float* a, int64_t a_row, int64_t a_dep
 // `next` advances once for each block.
 template <class F>
 HEADRACE_INLINE void multiply(const float* a, int64_t a_row, int64_t a_depth, const float* b, float* c, int64_t count,
-                              int64_t depth, const float* fades, F& next) {
+                              int64_t depth, const float* factors, F& next) {
   int64_t r = 0;
   for (; r + kBlock <= count; r += kBlock) {
     next.advance();
-    multiply_block<kBlock>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+    multiply_block<kBlock>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, factors);
   }
-  for (; r + 4 <= count; r += 4) multiply_block<4>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
-  for (; r < count; ++r) multiply_block<1>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, fades);
+  for (; r + 4 <= count; r += 4) multiply_block<4>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, factors);
+  for (; r < count; ++r) multiply_block<1>(a + r * a_row, a_row, a_depth, b, c + r * kWide, depth, factors);
 }
 
-// Layout of a tile's scratch. M rows, padded to whole panels of W; N keys of a block.
+// Layout of a tile's scratch. M rows, padded to whole panels of W; N keys of a chunk.
 struct TileBuffers {
   int64_t rows, dim, width;                  // M, E padded, V padded
   float *q, *keys, *values, *logits, *sums;  // [M / W, E, W], [N, E], [N, V], [N, W], [M / W, V, W]
-  float *top, *total, *fades;                // [M], [M], [W]
+  float *top, *total, *factors;              // [M], [M], [2, W]
 
   // Rows that share one packing of keys and values: as many as the L2 cache holds.
   static int64_t most_rows(const Attention& a) { return clamp(98304 / (a.head_dim + a.value_dim) / 32 * 32, 96, 768); }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kWide), e = padded(a.head_dim), v = padded(a.value_dim);
-    return (e + v) * (m + kTileKeys) + kTileKeys * kWide + 2 * m + kWide;
+    return (e + v) * (m + kChunkKeys) + kChunkKeys * kWide + 2 * m + 2 * kWide;
   }
   TileBuffers(const Attention& a, int64_t num_rows, float* scratch)
       : rows(padded(num_rows, kWide)), dim(padded(a.head_dim)), width(padded(a.value_dim)) {
-    q = scratch, keys = q + dim * rows, values = keys + kTileKeys * dim, logits = values + kTileKeys * width;
-    sums = logits + kTileKeys * kWide, top = sums + rows * width, total = top + rows, fades = total + rows;
+    q = scratch, keys = q + dim * rows, values = keys + kChunkKeys * dim, logits = values + kChunkKeys * width;
+    sums = logits + kChunkKeys * kWide, top = sums + rows * width, total = top + rows, factors = total + rows;
   }
 };
 
@@ -125,35 +102,45 @@ struct Span {
     const int64_t first_position = position(0);
     low = a.window > 0 && first_position >= a.window ? first_position - a.window + 1 : 0;
     end = position(tile.num_rows - 1) + 1;
+    if (low < a.first_key) low = a.first_key;
+    if (end > a.last_key) end = a.last_key;
   }
   int64_t position(int64_t r) const { return begin + (first_row + r) / group; }
   // The first row at this position or later.
   int64_t row_at(int64_t position) const { return (position - begin) * group - first_row; }
 };
 
-// One step of online softmax over the keys of a panel: logits [n, W] become weights.
-static void soften_columns(float* logits, int64_t n, float* tops, float* totals, float* fades) {
+// Softmax over keys [low, n) of a chunk for the rows of a panel: logits [n, W] become weights. Masked ones fill what is
+// left of whole vectors of keys: as in decodes, whose lanes are keys, each lane has a sum of its own.
+template <bool kHasMasked>
+static void soften_columns(float* logits, int64_t low, int64_t n, float* tops, float* totals, float* factors) {
   for (int64_t m = 0; m < kWide; m += kLanes) {
-    const Vec old = load(tops + m);
-    Vec top = old, added(0.0f);
-    for (int64_t j = 0; j < n; ++j) top = maximum(load(logits + j * kWide + m), top);
-    for (int64_t j = 0; j < n; ++j) {
-      const Vec weight = exp(load(logits + j * kWide + m) - top);
-      store(logits + j * kWide + m, weight);
-      added = added + weight;
-    }
-    const Vec fade = exp(old - top);
-    store(tops + m, top);
-    store(fades + m, fade);
-    store(totals + m, fma(load(totals + m), fade, added));
+    Vec top(kMasked), added[kLanes];
+    for (int64_t j = low; j < n; ++j) top = maximum(load(logits + j * kWide + m), top);
+    HEADRACE_EACH(i, kLanes) added[i] = Vec(0.0f);
+    for (int64_t j = low / kLanes * kLanes; j < n; j += kLanes)
+      HEADRACE_EACH(i, kLanes) {
+        float* const at = logits + (j + i) * kWide + m;
+        const Vec weight = weigh<kHasMasked>(load(at), top);
+        store(at, weight);
+        added[i] = added[i] + weight;
+      }
+#pragma GCC unroll 4
+    for (int step = kLanes / 2; step > 0; step /= 2)  // in the order of sum()
+      HEADRACE_EACH(i, step) added[i] = added[i] + added[i + step];
+    const Factors f(load(tops + m), top);
+    store(factors + m, f.here);
+    store(factors + kWide + m, f.there);
+    store(tops + m, f.top);
+    store(totals + m, f.add(load(totals + m), f.here, added[0], f.there));
   }
 }
 
-// Masks keys [at, at + n) for the rows from m on.
-static void mask(const Attention& a, float* logits, const Span& span, int64_t m, int64_t at, int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
+// Masks keys [at + low, at + n) for the rows from m on, and those around them up to whole vectors of keys.
+static void mask(const Attention& a, float* logits, const Span& span, int64_t m, int64_t at, int64_t low, int64_t n) {
+  for (int64_t j = low / kLanes * kLanes; j < padded(n, kLanes); ++j) {
     float* row = logits + j * kWide;
-    const int64_t first = clamp(span.row_at(at + j) - m, 0, kWide);
+    const int64_t first = j < low || j >= n ? kWide : clamp(span.row_at(at + j) - m, 0, kWide);
     for (int64_t r = 0; r < first; ++r) row[r] = kMasked;
     if (a.window > 0)
       for (int64_t r = clamp(span.row_at(at + j + a.window) - m, 0, kWide); r < kWide; ++r) row[r] = kMasked;
@@ -172,14 +159,16 @@ struct NextRows {
   }
 };
 
-// Keys [at, at + n) times the rows of the panel that begins with row m.
-static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t n,
-                      NextRows& next) {
-  multiply(t.keys, t.dim, 1, t.q + m * t.dim, t.logits, n, a.head_dim, nullptr, next);
-  if (a.softcap > 0.0f) cap_logits(t.logits, n * kWide, a.softcap);
-  if (at + n - 1 > span.position(m) || a.window > 0) mask(a, t.logits, span, m, at, n);
-  soften_columns(t.logits, n, t.top + m, t.total + m, t.fades);
-  multiply(t.values, 1, t.width, t.logits, t.sums + m * t.width, a.value_dim, n, t.fades, next);
+// Keys [at + low, at + n) of the chunk at `at` times the rows of the panel that begins with row m.
+static void run_panel(const Attention& a, const TileBuffers& t, const Span& span, int64_t m, int64_t at, int64_t low,
+                      int64_t n, NextRows& next) {
+  float* const logits = t.logits + low * kWide;
+  multiply(t.keys + low * t.dim, t.dim, 1, t.q + m * t.dim, logits, n - low, a.head_dim, nullptr, next);
+  if (a.softcap > 0.0f) cap_logits(logits, (n - low) * kWide, a.softcap);
+  const bool is_plain = at + n - 1 <= span.position(m) && a.window == 0 && low % kLanes == 0 && n % kLanes == 0;
+  if (!is_plain) mask(a, t.logits, span, m, at, low, n);
+  (is_plain ? soften_columns<false> : soften_columns<true>)(t.logits, low, n, t.top + m, t.total + m, t.factors);
+  multiply(t.values + low * t.width, 1, t.width, logits, t.sums + m * t.width, a.value_dim, n - low, t.factors, next);
 }
 
 static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch) {
@@ -194,21 +183,24 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
     for (int64_t e = 0; e < a.head_dim; ++e) column[e * kWide] = t.keys[e];
   }
   const int32_t* table = a.table + tile.request * a.table_stride;
-  for (int64_t at = span.low; at < span.end; at += kTileKeys) {
-    const int64_t n = span.end - at < kTileKeys ? span.end - at : kTileKeys;
-    if (a.kv_type == kCodes) widen_lots(a, table, at, n, tile.kv_head, t.keys, t.dim, t.values, t.width);
-    for (int64_t j = 0; j < n && a.kv_type != kCodes; ++j) {
+  for (int64_t at = span.low / kChunkKeys * kChunkKeys; at < span.end; at += kChunkKeys) {
+    const int64_t low = span.low > at ? span.low - at : 0, n = span.end - at < kChunkKeys ? span.end - at : kChunkKeys;
+    if (a.kv_type == kCodes)
+      widen_lots(a, table, at + low, n - low, tile.kv_head, t.keys + low * t.dim, t.dim, t.values + low * t.width,
+                 t.width);
+    for (int64_t j = low; j < n && a.kv_type != kCodes; ++j) {
       widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
       widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width,
                    a.value_dim);
     }
-    const int64_t after = at + kTileKeys, blocks = (n + a.value_dim) / kBlock;
-    NextRows next{a, table, tile.kv_head, after, after + kTileKeys < span.end ? after + kTileKeys : span.end,
+    const int64_t after = at + kChunkKeys, blocks = (n + a.value_dim) / kBlock;
+    NextRows next{a, table, tile.kv_head, after, after + kChunkKeys < span.end ? after + kChunkKeys : span.end,
                   t.rows / kWide * blocks};
     for (int64_t m = 0; m < tile.num_rows; m += kWide) {
       const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1),
                     seen = last + 1 - at;
-      if (seen > 0) run_panel(a, t, span, m, at, seen < n ? seen : n, next);
+      if (a.window > 0 && at + n <= span.position(m) - a.window + 1) continue;
+      if (seen > low) run_panel(a, t, span, m, at, low, seen < n ? seen : n, next);
     }
   }
   for (int64_t r = 0; r < tile.num_rows; ++r) {

@@ -3,12 +3,11 @@
 //   - tiles of query rows of requests with several queries, over all their keys, or those after a shared prefix;
 //   - tiles of query rows of many requests over the pages of their shared prefix, which is read once;
 //   - ranges of keys (split KV) of requests with few queries, after a shared prefix if there is one.
-// A request that was divided has several partial results (sums, maxima), which are merged afterwards.
+// Of a request that was divided all chunks of keys have a partial result, and are merged afterwards; those before the
+// first cut are merged already. Cuts are at borders of chunks, so the result of a row does not depend on them: neither
+// on the number of threads, nor on the other requests, nor on how many queries come at once (attention.h).
 //
-// Few queries are computed one by one, as decodes: drafts are verified with the numbers that decoding them would give.
-// Keys of a query are cut into spans at fixed positions, and the results of its spans are merged in their order, by
-// whom ever they were computed: without a shared prefix the result of a query depends neither on the number of threads
-// nor on the other requests.
+// Few queries are computed one by one, as decodes.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +54,7 @@ class AttentionWork {
  public:
   // `a` is any of the layers of equal shape: same page table, lengths, heads and window.
   AttentionWork(const Attention& a, int64_t num_requests, int64_t num_members)
-      : kernels_(best_attention_kernels()), num_requests_(num_requests), members_(num_members) {
+      : kernels_(best_attention_kernels()), members_(num_members), chunk_keys_(kernels_.chunk_keys(a)) {
     std::vector<Member> members;  // requests that may have a shared prefix
     std::vector<int64_t> others;
     for (int64_t r = 0; r < num_requests; ++r) {
@@ -101,27 +100,22 @@ class AttentionWork {
   void merge(const Attention& a, int64_t i) {
     const Merge& merge = merges_[i];
     if (merge.parts.empty()) return;  // these heads were not divided
-    const int64_t count = merge.rows.count, per_head = count / merge.num_heads;
-    const auto part = [&](int64_t p) { return partial_at(a, partials_.data() + merge.parts[p], count); };
-    for (size_t p = 1; p < merge.parts.size(); ++p) kernels_.merge(a, count, part(0), part(p));
-    if (merge.common >= 0) {
-      const Common& common = commons_[merge.common];
-      for (int64_t k = 0; k < merge.num_heads; ++k)
-        for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
-          kernels_.merge(a, per_head, partial_at(a, partials_.data() + merge.parts[0], count, k * per_head),
-                         common_part(a, common, chunk, merge.first_head + k, merge.first_row));
-    }
-    kernels_.finish(a, merge.rows, part(0));
+    const int64_t count = merge.rows.count;
+    const auto part = [&](size_t p, int64_t row) {
+      return partial_at(a, partials_.data() + merge.parts[p], count, row);
+    };
+    if (merge.common >= 0) return merge_common(a, merge, part);
+    for (size_t p = 1; p < merge.parts.size(); ++p) kernels_.merge(a, count, part(0, 0), part(p, 0));
+    kernels_.finish(a, merge.rows, part(0, 0));
   }
 
  private:
   static constexpr int64_t kTilesPerMember = 4;
   static constexpr int64_t kShareValues = 1 << 16;  // fewer are not worth a piece of their own
-  static constexpr int64_t kSpansPerShare = 4;
+  static constexpr int64_t kChunksPerShare = 4;
   static constexpr int64_t kFewQueries = 4;  // of a request: so many are computed one by one
-  static constexpr int64_t kLeastCommonKeys = 64,
-                           kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
-  static constexpr int64_t kLeastChunk = 256;                            // keys
+  static constexpr int64_t kLeastCommonRows = 8;  // from which one tile is faster than a range for each request
+  static constexpr int64_t kLeastPiece = 256;     // keys of a shared prefix
   static constexpr int64_t kLeastHeight = 384;  // rows, for which it pays to lay out the same keys once more
   static constexpr int64_t kFewRows = 48;       // of a kv head: requests with more read all keys alone
 
@@ -130,17 +124,17 @@ class AttentionWork {
     Kind kind;
     int64_t cost;  // about the products of a query with a key
     Tile tile{};
-    int64_t index = 0, chunk = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a merge
+    int64_t index = 0, piece = 0, kv_head = 0;  // of a common tile; for own keys the index is that of a merge
     int64_t first = 0, last = 0;                // pieces; rows of a common tile
   };
   struct Entry {  // keys of a query of a request with few, after its shared prefix
     int64_t request, token, first, length, start = 0, first_merge = -1, common = -1,
-                                    first_row = 0;  // start: the number of its first span among all
+                                    first_row = 0;  // start: the number of its first chunk among all
   };
   struct Piece {
     int64_t token;
     KeyRange range;
-    int64_t part;  // where the partial results of its spans go, -1: it is the whole
+    int64_t part = -1, step = 0;  // where partial results go, -1: it is the whole; from chunk to chunk, 0: merged
   };
   struct Merge {  // some kv heads of a request; of each lie as many rows together, in the common part from `first_row`
                  // on
@@ -152,9 +146,11 @@ class AttentionWork {
   struct Member {
     int64_t request, entry, pages, num_rows;  // entry: of its first query, -1 for many; pages: that it can share
   };
-  struct Common {  // requests with the same first `length` keys
+  struct Common {  // requests with the same first `length` keys, whole chunks
     std::vector<Member> members;
-    int64_t length, num_rows = 0, num_chunks = 1, part = 0;
+    int64_t length, num_rows = 0;
+    std::vector<int64_t> starts;  // keys where its pieces begin, and the end
+    int64_t part = 0;             // [parts, K]: of the first piece one, of each chunk of the others
   };
   struct Shared {  // the shared prefix of a request with several queries
     int64_t request, common, first_row;
@@ -168,12 +164,10 @@ class AttentionWork {
     }
   }
 
-  // Spans begin at 0, 256, 512 and at all further multiples of 512: short requests are divided more finely.
-  static int64_t span_of(int64_t key) { return key < 512 ? key / 256 : 1 + key / 512; }
-  static int64_t span_begin(int64_t span) { return span <= 2 ? span * 256 : (span - 1) * 512; }
-  static_assert(256 % kDecodeKeys == 0, "spans are whole blocks of decode");
-  static int64_t spans(int64_t first, int64_t last) { return span_of(last - 1) - span_of(first) + 1; }
-  static int64_t spans(const Entry& entry) { return spans(entry.first, entry.length); }
+  int64_t chunk_of(int64_t key) const { return key / chunk_keys_; }
+  // Those that hold keys [first, last).
+  int64_t chunks(int64_t first, int64_t last) const { return chunk_of(last - 1) - chunk_of(first) + 1; }
+  int64_t chunks(const Entry& entry) const { return chunks(entry.first, entry.length); }
 
   int64_t take(int64_t floats) {
     const int64_t start = num_floats_;
@@ -204,19 +198,15 @@ class AttentionWork {
 
   // Keys of a request after its shared prefix: all rows of a kv head in one tile.
   void add_own(const Attention& a, const Shared& shared) {
-    const int64_t r = shared.request, rows = query_rows(a, r);
-    if (own_lens_.empty()) own_lens_.assign(a.kv_lens, a.kv_lens + num_requests_);
-    own_lens_[r] -= commons_[shared.common].length;
+    const int64_t r = shared.request, rows = query_rows(a, r), length = commons_[shared.common].length;
     for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-      Item item{Kind::kOwn, rows * own_lens_[r], {r, head, 0, rows}};
+      Item item{Kind::kOwn, rows * (a.kv_lens[r] - length), {r, head, 0, rows}};
       item.index = merges_.size();
       items_.push_back(item);
-      merges_.push_back({{a.query_start[r], head * a.group(), a.group(), rows},
-                        head,
-                        1,
-                        {take(partial_size(a, rows))},
-                        shared.common,
-                        shared.first_row});
+      merges_.push_back({{a.query_start[r], head * a.group(), a.group(), rows}, head, 1, {}, shared.common,
+                         shared.first_row});
+      for (int64_t i = 0; i < chunks(length, a.kv_lens[r]); ++i)
+        merges_.back().parts.push_back(take(partial_size(a, rows)));
     }
   }
 
@@ -253,8 +243,9 @@ class AttentionWork {
         if (equal * count < pages * (count - 1)) break;
         pages = equal, rows += next.num_rows;
       }
-      if (count > 1 && pages * page >= kLeastCommonKeys && rows >= kLeastCommonRows)
-        take_together({all.begin() + i, all.begin() + i + count}, pages * page, a.group(), others);
+      const int64_t length = pages * page / chunk_keys_ * chunk_keys_;
+      if (count > 1 && length > 0 && rows >= kLeastCommonRows)
+        take_together({all.begin() + i, all.begin() + i + count}, length, a.group(), others);
       i += count;
     }
   }
@@ -276,11 +267,28 @@ class AttentionWork {
     commons_.push_back(std::move(common));
   }
 
-  // The partial results of the rows from `row` on.
-  Partial common_part(const Attention& a, const Common& common, int64_t chunk, int64_t kv_head, int64_t row) {
-    float* start =
-        partials_.data() + common.part + (chunk * a.num_kv_heads + kv_head) * partial_size(a, common.num_rows);
+  // The p-th partial results of the rows from `row` on.
+  Partial common_part(const Attention& a, const Common& common, int64_t p, int64_t kv_head, int64_t row) {
+    float* start = partials_.data() + common.part + (p * a.num_kv_heads + kv_head) * partial_size(a, common.num_rows);
     return partial_at(a, start, common.num_rows, row);
+  }
+  int64_t common_parts(const Common& common, int64_t piece) const {  // those before a piece
+    return piece == 0 ? 0 : 1 + chunk_of(common.starts[piece] - common.starts[1]);
+  }
+
+  // What a request's rows have of the shared prefix, and then of their own chunks: nobody else reads these rows.
+  template <class F>
+  void merge_common(const Attention& a, const Merge& merge, const F& part) {
+    const Common& common = commons_[merge.common];
+    const int64_t per_head = merge.rows.count / merge.num_heads;
+    for (int64_t k = 0; k < merge.num_heads; ++k) {
+      const int64_t kv_head = merge.first_head + k;
+      const Partial into = common_part(a, common, 0, kv_head, merge.first_row);
+      for (int64_t p = 1; p < common_parts(common, common.starts.size() - 1); ++p)
+        kernels_.merge(a, per_head, into, common_part(a, common, p, kv_head, merge.first_row));
+      for (size_t p = 0; p < merge.parts.size(); ++p) kernels_.merge(a, per_head, into, part(p, k * per_head));
+      kernels_.finish(a, {merge.rows.token, kv_head * a.group(), a.group(), per_head}, into);
+    }
   }
 
   // A tile for each kv head, cut by rows where there are many of them, else by keys.
@@ -291,49 +299,50 @@ class AttentionWork {
       const int64_t wanted = members_ == 1 ? 1 : kTilesPerMember * members_ / (a.num_kv_heads * commons_.size());
       const int64_t blocks = std::max(least, std::min(wanted, rows / kLeastHeight)),
                     height = padded((rows + blocks - 1) / blocks, 32);
-      common.num_chunks = std::clamp<int64_t>(wanted / blocks, 1, std::max<int64_t>(1, common.length / kLeastChunk));
-      common.part = take(common.num_chunks * a.num_kv_heads * partial_size(a, rows));
-      for (int64_t chunk = 0; chunk < common.num_chunks; ++chunk)
+      const int64_t pieces = std::clamp<int64_t>(wanted / blocks, 1, std::max<int64_t>(1, common.length / kLeastPiece));
+      for (int64_t p = 0; p <= pieces; ++p)
+        common.starts.push_back(chunk_of(common.length) * p / pieces * chunk_keys_);
+      common.part = take(common_parts(common, pieces) * a.num_kv_heads * partial_size(a, rows));
+      for (int64_t p = 0; p < pieces; ++p)
         for (int64_t head = 0; head < a.num_kv_heads; ++head)
           for (int64_t first = 0; first < rows; first += height) {
-            Item item{Kind::kCommon, std::min(height, rows - first) * common.length / common.num_chunks};
-            item.index = i, item.chunk = chunk, item.kv_head = head, item.first = first,
+            Item item{Kind::kCommon, std::min(height, rows - first) * (common.starts[p + 1] - common.starts[p])};
+            item.index = i, item.piece = p, item.kv_head = head, item.first = first,
             item.last = std::min(first + height, rows);
             items_.push_back(item);
           }
     }
   }
 
-  // Spans of keys of all queries, laid end to end, are cut into equal shares; where there are few of them, kv heads
+  // Chunks of keys of all queries, laid end to end, are cut into equal shares; where there are few of them, kv heads
   // are laid end to end too, some at a time.
   void add_ranges(const Attention& a) {
     if (entries_.empty()) return;
-    int64_t num_spans = 0, num_keys = 0;
+    int64_t num_chunks = 0, num_keys = 0;
     for (Entry& entry : entries_)
-      entry.start = num_spans, num_spans += spans(entry), num_keys += entry.length - entry.first;
+      entry.start = num_chunks, num_chunks += chunks(entry), num_keys += entry.length - entry.first;
     const int64_t key_values = (a.head_dim + a.value_dim) * a.num_kv_heads * (a.group() + 1);
     const int64_t shares =
         members_ == 1 ? 1 : std::clamp<int64_t>(num_keys * key_values / kShareValues, 1, 2 * members_);
     int64_t sets = 1;
-    while (shares > 1 && sets * num_spans < kSpansPerShare * shares && sets < a.num_kv_heads) do
+    while (shares > 1 && sets * num_chunks < kChunksPerShare * shares && sets < a.num_kv_heads) do
         ++sets;
       while (a.num_kv_heads % sets);
     const int64_t heads = a.num_kv_heads / sets;
     size_t e = 0;
     for (int64_t share = 0; share < shares; ++share) {
-      int64_t low = sets * num_spans * share / shares, keys = 0;
-      const int64_t high = sets * num_spans * (share + 1) / shares;
+      int64_t low = sets * num_chunks * share / shares, keys = 0;
+      const int64_t high = sets * num_chunks * (share + 1) / shares;
       Item item{Kind::kRanges, 0};
       item.first = pieces_.size();
       while (low < high) {
         Entry& entry = entries_[e];
-        const int64_t all = spans(entry), at = low - sets * entry.start, span = at % all,
-                      count = std::min(all - span, high - low), number = span_of(entry.first) + span,
-                      last = std::min(span_begin(number + count), entry.length);
-        const KeyRange range{entry.request, at / all * heads, heads, std::max(span_begin(number), entry.first), last,
-                             last};
-        const bool is_whole = count == all && entry.common < 0;
-        pieces_.push_back({entry.token, range, is_whole ? -1 : add_parts(a, entry, range, at / all, sets)});
+        const int64_t all = chunks(entry), at = low - sets * entry.start, chunk = at % all,
+                      count = std::min(all - chunk, high - low), number = chunk_of(entry.first) + chunk;
+        const KeyRange range{entry.request, at / all * heads, heads, std::max(number * chunk_keys_, entry.first),
+                             std::min((number + count) * chunk_keys_, entry.length)};
+        pieces_.push_back({entry.token, range});
+        if (count < all || entry.common >= 0) add_parts(a, entry, pieces_.back(), at / all, sets);
         low += count, keys += range.last - range.first;
         if (low == sets * (entry.start + all)) ++e;
       }
@@ -342,31 +351,36 @@ class AttentionWork {
     }
   }
 
-  // Room for a partial result of each span of a range, one after the other.
-  int64_t add_parts(const Attention& a, Entry& entry, const KeyRange& range, int64_t set, int64_t sets) {
-    const int64_t rows = range.num_heads * a.group(), size = partial_size(a, rows);
+  // Room for the partial results of a piece: one where it begins with a row's first chunk, else one for each chunk.
+  void add_parts(const Attention& a, Entry& entry, Piece& piece, int64_t set, int64_t sets) {
+    const KeyRange& range = piece.range;
+    const int64_t rows = range.num_heads * a.group();
     if (entry.first_merge < 0) {
       entry.first_merge = merges_.size();
       for (int64_t s = 0; s < sets; ++s)
         merges_.push_back({{entry.token, s * rows, rows, rows}, s * range.num_heads, range.num_heads, {}, entry.common,
                            entry.first_row});
     }
-    const int64_t count = spans(range.first, range.last), part = take(count * size);
-    for (int64_t i = 0; i < count; ++i) merges_[entry.first_merge + set].parts.push_back(part + i * size);
-    return part;
+    const bool is_first = range.first == entry.first && entry.common < 0;
+    const int64_t count = is_first ? 1 : chunks(range.first, range.last);
+    piece.step = is_first ? 0 : partial_size(a, rows), piece.part = take(count * partial_size(a, rows));
+    for (int64_t i = 0; i < count; ++i) merges_[entry.first_merge + set].parts.push_back(piece.part + i * piece.step);
   }
 
   void run_tile(const Attention& a, const Tile& tile) {
     kernels_.tile(a, tile, Scratch::of_this_thread().floats(kernels_.tile_scratch(a, tile.num_rows)));
   }
 
-  // As if the request began after its shared prefix, which is whole pages.
   void run_own(const Attention& a, const Item& item) {
     const Merge& merge = merges_[item.index];
     Attention own = a;
-    own.table = a.table + (commons_[merge.common].length >> a.page_bits), own.kv_lens = own_lens_.data();
-    own.partial = partial_at(a, partials_.data() + merge.parts[0], merge.rows.count);
-    run_tile(own, item.tile);
+    own.first_key = commons_[merge.common].length;
+    for (const int64_t part : merge.parts) {
+      own.last_key = own.first_key + chunk_keys_;
+      own.partial = partial_at(a, partials_.data() + part, merge.rows.count);
+      run_tile(own, item.tile);
+      own.first_key = own.last_key;
+    }
   }
 
   // The queries of all rows are laid side by side, as if they were the heads of one query that sees the chunk's keys
@@ -388,48 +402,44 @@ class AttentionWork {
       }
       before += member.num_rows;
     }
-    const int64_t blocks = (common.length + kDecodeKeys - 1) / kDecodeKeys,
-                  first = blocks * item.chunk / common.num_chunks * kDecodeKeys;
-    const int32_t query_start[] = {0, 1},
-                  last = std::min(common.length, blocks * (item.chunk + 1) / common.num_chunks * kDecodeKeys);
-    tile.q = scratch, tile.query_start = query_start, tile.kv_lens = &last, tile.window = first > 0 ? last - first : 0;
+    const int32_t query_start[] = {0, 1}, length = static_cast<int32_t>(common.starts[item.piece + 1]);
+    tile.q = scratch, tile.query_start = query_start, tile.kv_lens = &length;
     tile.k = static_cast<const char*>(a.k) + item.kv_head * a.k_strides.head * type_bytes(a.kv_type);
     tile.v = static_cast<const char*>(a.v) + item.kv_head * a.v_strides.head * type_bytes(a.kv_type);
     if (a.scales) tile.scales = a.scales + (item.kv_head << a.page_bits);
     tile.table = a.table + common.members.front().request * a.table_stride, tile.table_stride = 0;
-    tile.partial = common_part(a, common, item.chunk, item.kv_head, item.first);
-    kernels_.tile(tile, {0, 0, 0, rows}, scratch + padded(rows * a.head_dim));
+    const int64_t first_part = common_parts(common, item.piece),
+                  parts = common_parts(common, item.piece + 1) - first_part;
+    for (int64_t p = 0; p < parts; ++p) {
+      tile.first_key = common.starts[item.piece] + p * chunk_keys_;
+      tile.last_key = item.piece == 0 ? length : tile.first_key + chunk_keys_;
+      tile.partial = common_part(a, common, first_part + p, item.kv_head, item.first);
+      kernels_.tile(tile, {0, 0, 0, rows}, scratch + padded(rows * a.head_dim));
+    }
   }
 
   void run_ranges(const Attention& a, const Item& item) {
     for (int64_t p = item.first; p < item.last; ++p) {
       const Piece& piece = pieces_[p];
       const int64_t rows = piece.range.num_heads * a.group(), size = partial_size(a, rows);
-      float* scratch = Scratch::of_this_thread().floats(2 * size + kernels_.decode_scratch(a, piece.range.num_heads));
+      float* scratch = Scratch::of_this_thread().floats(size + kernels_.decode_scratch(a, piece.range.num_heads));
+      float* partials = piece.part < 0 ? scratch : partials_.data() + piece.part;
       const int32_t token = static_cast<int32_t>(piece.token);  // the query as a request of its own
       Attention one = a;
       one.query_start = &token, one.table = a.table + piece.range.request * a.table_stride;
       KeyRange range = piece.range;
       range.request = 0;
-      for (int64_t i = 0; range.first < piece.range.last; ++i, range.first = range.last) {
-        range.last = std::min(span_begin(span_of(range.first) + 1), piece.range.last);
-        float* const own = i > 0 ? scratch + size : scratch;
-        float* const into = piece.part >= 0 ? partials_.data() + piece.part + i * size : own;
-        kernels_.decode(one, range, into, scratch + 2 * size);
-        if (piece.part < 0 && i > 0)
-          kernels_.merge(a, rows, partial_at(a, scratch, rows), partial_at(a, into, rows));
-      }
+      kernels_.decode(one, range, partials, piece.step, scratch + size);
       if (piece.part < 0)
-        kernels_.finish(a, {piece.token, piece.range.first_head * a.group(), rows, rows}, partial_at(a, scratch, rows));
+        kernels_.finish(a, {piece.token, range.first_head * a.group(), rows, rows}, partial_at(a, partials, rows));
     }
   }
 
   static int64_t type_bytes(int type) { return type == kFloat32 ? 4 : type == kCodes ? 1 : 2; }
 
   const AttentionKernels& kernels_;
-  int64_t num_requests_, members_;
+  const int64_t members_, chunk_keys_;
   std::vector<Shared> shared_;
-  std::vector<int32_t> own_lens_;  // KV lengths of requests without their shared prefix
   std::vector<Entry> entries_;
   std::vector<Common> commons_;
   std::vector<Piece> pieces_;
