@@ -143,7 +143,7 @@ def load_draft(
     keeps = keeps_blocks(source, model_config, device, target.dtype, progress)
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
-        schemes=choose_schemes(source, model_config, target.dtype, device, keeps_codes=keeps), keeps_blocks=keeps,
+        schemes=choose_schemes(source, model_config, target.dtype, device, keeps_blocks=keeps), keeps_blocks=keeps,
         tensor=target.ranks.tensor,
     )
     query = DraftQuery(

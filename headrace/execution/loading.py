@@ -22,13 +22,20 @@ from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
+from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
-from headrace.layers.quantization.storage import can_store_blocks, count_bytes, count_elements, store_fastest
+from headrace.layers.quantization.storage import (
+    can_store_blocks,
+    count_bytes,
+    count_elements,
+    find_stored,
+    store_fastest,
+)
 from headrace.memory.plan import base_group
 from headrace.memory.pools import CODES, POOLS
 from headrace.models.catalog import find_family
@@ -116,6 +123,9 @@ class LoadedModel:
         """Move all weights to another device."""
         for model in self.models:
             model.to(device)
+            for stored in find_stored(model):
+                if isinstance(stored, CodedWeight):
+                    stored.move(device)
 
     @property
     def num_parameters(self) -> int:
@@ -152,7 +162,7 @@ def load_model(
     )
     with explain_full_device(device):
         keeps = keeps_blocks(source, config.model, device, dtype, progress)
-        schemes = choose_schemes(source, config.model, dtype, device, keeps_codes=keeps)
+        schemes = choose_schemes(source, config.model, dtype, device, keeps_blocks=keeps)
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
@@ -290,15 +300,16 @@ def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> in
 
 
 def choose_schemes(
-    source: ModelSource, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, keeps_codes: bool
+    source: ModelSource, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, keeps_blocks: bool
 ) -> SchemeChain:
     """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice.
-    ``keeps_codes``: see `SchemeQuery`."""
+    ``keeps_blocks``: as in `Build`. Layers on a GPU can keep codes too, though no blocks."""
     stated = {} if model.load_format == "dummy" else Fields(source.config).section("quantization_config")
     wanted = model.quantization or ""
     return chain_schemes(SchemeQuery(
         device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
-        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted, config=stated, keeps_codes=keeps_codes,
+        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted, config=stated,
+        keeps_codes=keeps_blocks or (device.type == "cuda" and model.quantization in (None, AS_STORED)),
     ))
 
 

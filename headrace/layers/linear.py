@@ -111,15 +111,14 @@ class Linear(StorableLayer):
         """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel. None, with the
         residual unchanged, where that is not faster: it takes few rows, an RMS norm, and a pending output [T, D] that
         is not partial sums."""
-        # A fused kernel exists on CUDA only, where weights are never stored: `weight` is present.
-        x = residual.pending
+        x, weight = residual.pending, plain_weight(self)
         if (
-            self._norm_linear is None or x is None or x.dim() != 2 or residual.group is not None
+            self._norm_linear is None or weight is None or x is None or x.dim() != 2 or residual.group is not None
             or not fits(x.shape[0]) or not isinstance(norm, RmsNorm)
         ):
             return None
         out, residual.stream = self._norm_linear(
-            x, residual.stream, NormWeights(norm.weight, norm.eps, norm.offset), self.weight, self.bias, activation
+            x, residual.stream, NormWeights(norm.weight, norm.eps, norm.offset), weight, self.bias, activation
         )
         residual.pending = None
         return out

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import WeightError
+from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.layers.quantization.blocks import QuantisedIntake, QuantisedTensor
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
 from headrace.parallel.cut import Cut, cut_of
@@ -28,12 +29,13 @@ logger = logging.getLogger(__name__)
 class Targets(dict[str, torch.Tensor]):
     """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: collectors of
     quantised blocks for weights that may be stored packed, by the address of the parameter's storage, which views of
-    its parts share. ``cuts``: which part of the tensor a target takes, for targets that take less than all of it.
-    ``elsewhere``: names of tensors that only other ranks need."""
+    its parts share; ``choice``: of their products on a GPU. ``cuts``: which part of the tensor a target takes, for
+    targets that take less than all of it. ``elsewhere``: names of tensors that only other ranks need."""
 
     def __init__(self) -> None:
         super().__init__()
         self.intakes: dict[int, QuantisedIntake] = {}
+        self.choice = CodedChoice()
         self.cuts: dict[str, Cut] = {}
         self.elsewhere: set[str] = set()
 
@@ -67,7 +69,8 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     targets.intakes.update(
-        (weight.weight.untyped_storage().data_ptr(), QuantisedIntake(weight)) for weight in find_storable(model)
+        (weight.weight.untyped_storage().data_ptr(), QuantisedIntake(weight, targets.choice))
+        for weight in find_storable(model)
     )
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
@@ -142,6 +145,7 @@ def fill_targets(
                 target.detach().copy_(tensor)
     for intake in targets.intakes.values():
         intake.finish()
+    targets.choice.save()
     faults["missing"] = [name for name in targets if name not in filled]
     if any(faults.values()):
         raise WeightError(

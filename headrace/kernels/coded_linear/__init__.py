@@ -1,1 +1,86 @@
-"""Weights of quantised checkpoints: their common form, and products with them."""
+"""Weights of quantised checkpoints: their common form (`codes`), and products with them on a GPU (`device_codes`)."""
+
+from headrace.kernels.operation import KernelQuery, Operation, requires
+
+CODED_LINEAR = Operation("coded linear kernel")
+"""``coded_linear(x [T, I], weight: DeviceCodes [O, I], bias [O] | None) -> [T, O]`` in x's dtype.
+
+The query's shape has ``in_features``, ``out_features``, ``bits`` of a code, ``is_float`` (e4m3), ``group`` (inputs that
+share a scale), ``rows`` (outputs that share one), ``has_order``, and ``num_rows`` T. Solutions that round x to FP8 say
+so; all others multiply the weights, dequantised and rounded to x's dtype, as they are. `choice` measures which is
+fastest for a number of rows."""
+
+CODED_LINEAR.add(
+    "reference", "headrace.kernels.coded_linear.reference:coded_linear", doc="dequantises, then torch's own GEMM"
+)
+
+_half_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
+_with_fp8 = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 9))
+MOST_GEMV_ROWS = 2
+MOST_SKINNY_ROWS = 128
+
+
+def _reason_against_codes(query: KernelQuery) -> str | None:
+    return (_with_fp8 if query.shape.get("is_float") else _half_on_gpu)(query)
+
+
+def _reason_against_gemv(query: KernelQuery) -> str | None:
+    if query.shape.get("num_rows", 1) > MOST_GEMV_ROWS:
+        return f"takes at most {MOST_GEMV_ROWS} rows"
+    return _reason_against_codes(query)
+
+
+def _reason_against_skinny(query: KernelQuery) -> str | None:
+    if query.shape.get("num_rows", 1) > MOST_SKINNY_ROWS:
+        return f"takes at most {MOST_SKINNY_ROWS} rows"
+    return _reason_against_codes(query)
+
+
+def _reason_against_scaled(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if not shape.get("is_float"):
+        return "takes 8-bit floats"
+    if shape.get("has_order") or shape.get("in_features", 0) % 16 or shape.get("out_features", 0) % 16:
+        return "takes inputs and outputs in steps of 16"
+    return _with_fp8(query)
+
+
+def _reason_against_rows(query: KernelQuery) -> str | None:
+    if query.shape.get("group", 0) < query.shape.get("in_features", 0):
+        return "takes scales of outputs or of the whole weight"
+    return _reason_against_scaled(query)
+
+
+def _reason_against_blocks(query: KernelQuery) -> str | None:
+    if query.shape.get("group", 0) not in (32, 64, 128):
+        return "takes scales of 32, 64 or 128 inputs"
+    return _reason_against_scaled(query)
+
+
+CODED_LINEAR.add(
+    "triton_gemv", "headrace.kernels.coded_linear.triton:gemv", supports=_reason_against_gemv, priority=30,
+    doc="own GEMV: codes are read once and multiplied on CUDA cores",
+)
+CODED_LINEAR.add(
+    "triton_skinny", "headrace.kernels.coded_linear.triton:skinny", supports=_reason_against_skinny, priority=20,
+    doc="own GEMM for few rows: codes become tiles of x's dtype for tensor cores",
+)
+CODED_LINEAR.add(
+    "scaled_mm", "headrace.kernels.coded_linear.scaled:multiply_rows", supports=_reason_against_rows, priority=15,
+    doc="torch's FP8 GEMM; rounds each row of x to FP8 with a scale",
+)
+CODED_LINEAR.add(
+    "triton_fp8_blocks", "headrace.kernels.coded_linear.scaled:multiply_blocks", supports=_reason_against_blocks,
+    priority=10, doc="own FP8 GEMM with block scales; rounds each group of inputs to FP8 with a scale",
+)
+
+QUANTISE_ROWS = Operation("row fp8 quantisation kernel")
+"""``quantise_rows(x [T, I], group=0) -> (codes [T, I] float8_e4m3fn, scales [T, ceil(I / group)] float32)``: a value is
+about code * scale; a scale is the largest magnitude of the group (0: of the row) over 448, or 1 for a group of zeros.
+Computed in float32."""
+
+QUANTISE_ROWS.add("reference", "headrace.kernels.coded_linear.reference:quantise_rows", doc="plain torch")
+QUANTISE_ROWS.add(
+    "triton", "headrace.kernels.coded_linear.scaled:quantise_rows", supports=_with_fp8, priority=10,
+    doc="one pass over a row"
+)

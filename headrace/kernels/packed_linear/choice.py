@@ -5,18 +5,16 @@ Measures only while a model loads; once the time budget is spent, further shapes
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from headrace.base import env
 from headrace.base.errors import PluginError
 from headrace.kernels import native
+from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.native.sources import describe_sources
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import WEIGHT_FORMS
@@ -40,11 +38,9 @@ class FormChoice:
     """Chooses among `WEIGHT_FORMS` for one model; ``budget_s`` bounds the time spent measuring."""
 
     def __init__(self, path: Path | None = None, budget_s: float = BUDGET_S):
-        self._path = path or env.cache_dir() / "weight_forms.json"
-        self._known = _read(self._path)
+        self._file = MeasuredFile(path or env.cache_dir() / "weight_forms.json")
         self._machine = describe_machine()
         self._end = time.monotonic() + budget_s
-        self._has_new = False
 
     def choose(self, query: KernelQuery) -> str:
         """The name of the best form for ``in_features`` and ``out_features``."""
@@ -53,7 +49,7 @@ class FormChoice:
         if native.NATIVE.find() is None:
             names = [name for name in names if name != NATIVE_FORM]
         key = f"{self._machine}: {query.dtype} {sorted(query.shape.items())}"
-        name = self._known.get(key)
+        name = self._file.find(key)
         if name in names:
             return name
         if time.monotonic() > self._end:  # not cached: the next start may measure it
@@ -61,22 +57,12 @@ class FormChoice:
         costs = measure(names, query)
         name = min(costs, key=costs.__getitem__)
         logger.debug("weight form %s for %s: %s", name, query.shape, costs)
-        self._known[key], self._has_new = name, True
+        self._file.put(key, name)
         return name
 
     def save(self) -> None:
         """Write new measurements to the cache file."""
-        if not self._has_new:
-            return
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # read again: another process may have added its measurements since
-            partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
-            # atomic: other processes may write the same file
-            partial.replace(self._path)
-        except OSError as error:
-            logger.warning("cannot cache measured weight forms: %s", error)
+        self._file.save()
 
 
 def describe_machine() -> str:
@@ -118,11 +104,3 @@ def _time(stored: StoredWeight, x: torch.Tensor) -> float:
         times.append(time.perf_counter() - start)
     return min(times)
 
-
-def _read(path: Path) -> dict[str, Any]:
-    """The cached choices; none if the file is missing or damaged."""
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

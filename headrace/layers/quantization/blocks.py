@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
+from headrace.kernels.coded_linear.device_codes import pack_for_device
+from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, StoredWeight
@@ -36,8 +39,9 @@ class QuantisedTensor(torch.Tensor):
         return cut.keep(self)
 
     @classmethod
-    def store(cls, parts: Sequence[Any]) -> StoredWeight | None:
-        """Parts of this class above one another as one stored weight; None where none holds them."""
+    def store(cls, parts: Sequence[Any], weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
+        """Parts of this class above one another as one stored weight in the place of ``weight``; None where none holds
+        them, or plain products are faster."""
         raise NotImplementedError
 
     @classmethod
@@ -102,7 +106,7 @@ class BlockTensor(QuantisedTensor):
         return BlockTensor(kept, self.dtype, lambda: cut.keep(self.make_plain()))
 
     @classmethod
-    def store(cls, parts: Sequence[BlockTensor]) -> StoredWeight | None:
+    def store(cls, parts: Sequence[BlockTensor], weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
         """See `QuantisedTensor`."""
         return PanelWeight(pack_blocks([part.blocks for part in parts]))
 
@@ -132,12 +136,23 @@ class CodedTensor(QuantisedTensor):
         return CodedTensor(self.matrix.keep(slice(rows.start, rows.stop), slice(columns.start, columns.stop)))
 
     @classmethod
-    def store(cls, parts: Sequence[CodedTensor]) -> StoredWeight | None:
+    def store(cls, parts: Sequence[CodedTensor], weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
         """See `QuantisedTensor`."""
         stacked = stack_matrices([part.matrix for part in parts])
-        if stacked is None or stacked.device.type != "cpu":
+        if stacked is None or (weight.weight.dtype == torch.float16 and weight.weight.device.type == "cpu"):
             return None
-        return store_in_panels(stacked)
+        if stacked.device.type == "cpu":
+            return store_in_panels(stacked)
+        return None if weight.has_rows or weight.is_stack else store_on_gpu(stacked, weight.weight.dtype, choice)
+
+
+def store_on_gpu(matrix: CodedMatrix, dtype: torch.dtype, choice: CodedChoice) -> StoredWeight | None:
+    """The weight in the layout of GPU kernels; None where it is irregular, or faster in ``dtype``."""
+    codes = pack_for_device(matrix)
+    if codes is None or dtype == torch.float32:
+        return None
+    plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(matrix.device))
+    return None if plan is None else CodedWeight(codes, plan)
 
 
 class QuantisedIntake:
@@ -145,8 +160,8 @@ class QuantisedIntake:
     them packed in place of the parameter; if a part is plain, or no packed form holds them all, they are dequantised
     into the parameter."""
 
-    def __init__(self, weight: StorableWeight):
-        self._weight = weight
+    def __init__(self, weight: StorableWeight, choice: CodedChoice):
+        self._weight, self._choice = weight, choice
         self._parts: dict[int, QuantisedTensor] = {}
 
     def put(self, first_row: int, tensor: QuantisedTensor) -> None:
@@ -157,7 +172,7 @@ class QuantisedIntake:
             return
         parts = [part for _, part in sorted(self._parts.items())]
         kinds = {type(part) for part in parts}
-        stored = kinds.pop().store(parts) if len(kinds) == 1 else None
+        stored = kinds.pop().store(parts, self._weight, self._choice) if len(kinds) == 1 else None
         if stored is None:
             self.finish()
         else:

@@ -1,0 +1,184 @@
+"""Choose, for each number of rows, the fastest product with a coded weight: measured once per shape on this GPU against
+the same weight in the model's dtype, then cached in a file. A weight whose products are not faster for few rows is not
+kept coded at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headrace.base import env
+from headrace.base.errors import PluginError
+from headrace.kernels.coded_linear import CODED_LINEAR
+from headrace.kernels.coded_linear.codes import Code
+from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
+from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.measured import MeasuredFile
+from headrace.kernels.operation import KernelQuery
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+"""Rows measured; others take the choice of the next larger number."""
+FEW_ROWS = 64
+"""Up to so many rows reading the weight bounds a step: there coded products must be faster, on the average of times
+relative to those of the plain weight."""
+REPEATS = 5
+FLUSH_BYTES = 128 << 20
+"""Written before each measurement, so that no weight is read from the GPU's cache."""
+PLAIN = "plain"
+
+Times = dict[int, dict[str, float]]
+"""Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Solutions by the most rows that they are used for, in order; the last one has no bound. ``gain``: the plain
+    weight's time over the chosen solution's, the mean for at most `FEW_ROWS`."""
+
+    steps: tuple[tuple[int, str], ...]
+    gain: float
+
+    def find(self, num_rows: int) -> str:
+        """The solution for so many rows."""
+        return next(name for most, name in self.steps if num_rows <= most)
+
+
+def describe_codes(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> KernelQuery:
+    """The query of `CODED_LINEAR` without ``num_rows``."""
+    is_short = weight.is_short or weight.code in SHORT_CODES
+    shape = {
+        "in_features": weight.in_features, "out_features": weight.out_features, "bits": 4 if is_short else 8,
+        "is_float": int(weight.code is Code.E4M3), "rows": weight.rows, "has_order": int(weight.order is not None),
+        "group": weight.group if weight.scales.shape[1] > 1 else weight.in_features,
+    }
+    return KernelQuery(weight.codes.device.type, str(dtype).removeprefix("torch."), capability, shape)
+
+
+def find_solutions(query: KernelQuery, num_rows: int) -> list[str]:
+    """Names of the solutions for so many rows, by priority."""
+    asked = KernelQuery(query.device, query.dtype, query.capability, {**query.shape, "num_rows": num_rows})
+    return [name for name in CODED_LINEAR.names() if CODED_LINEAR.reason_against(name, asked) is None]
+
+
+def make_plan(times: Times) -> Plan:
+    """The fastest solution of each number of rows; the gain is infinite where the plain weight was not measured."""
+    best = {
+        rows: min((name for name in found if name != PLAIN), key=found.__getitem__) for rows, found in times.items()
+    }
+    gains = [times[rows][PLAIN] / times[rows][best[rows]] for rows in best if rows <= FEW_ROWS and PLAIN in times[rows]]
+    steps = [
+        (rows, name) for (rows, name), following in zip(
+            best.items(), [*list(best.values())[1:], None], strict=True
+        ) if name != following
+    ]
+    steps[-1] = (1 << 62, steps[-1][1])
+    return Plan(tuple(steps), sum(gains) / len(gains) if gains else math.inf)
+
+
+class CodedChoice:
+    """Chooses plans for the weights of one model. ``time``: measures a call on the device, in seconds."""
+
+    def __init__(self, path: Path | None = None, time: Callable[[Callable[[], Any]], float] | None = None):
+        self._path, self._time = path, time or time_on_gpu
+        self._file: MeasuredFile | None = None
+        self._told: set[str] = set()
+
+    def choose(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan | None:
+        """The plan for a weight on its device; None if it is faster plain."""
+        if self._file is None:
+            self._file = MeasuredFile(self._path or env.cache_dir() / "coded_products.json")
+        query = describe_codes(weight, dtype, capability)
+        machine = _describe_device(weight.codes.device)
+        key = f"{machine}: {weight.code.value} {query.dtype} {sorted(query.shape.items())}"
+        plan = _read_plan(self._file.find(key), query)
+        is_known = plan is not None
+        if plan is None:
+            plan = make_plan(measure(weight, query, self._time))
+            self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
+        if key not in self._told:
+            self._told.add(key)
+            logger.info("%s", describe_plan(weight, plan))
+            if is_known and plan.gain > 1.0:
+                warm_up(weight, plan, dtype)
+        return plan if plan.gain > 1.0 else None
+
+    def save(self) -> None:
+        """Write new measurements to the cache file."""
+        if self._file is not None:
+            self._file.save()
+
+
+def describe_plan(weight: DeviceCodes, plan: Plan) -> str:
+    """One line: shape, code, and which solution multiplies how many rows."""
+    shape = f"{weight.out_features} x {weight.in_features} in {weight.code.value}, groups of {weight.group}"
+    if plan.gain <= 1.0:
+        return f"{shape}: dequantised, as products with codes are not faster here ({plan.gain:.2f} times as fast)"
+    steps = ", ".join(f"{name} up to {most} rows" if most < 1 << 62 else f"{name} beyond" for most, name in plan.steps)
+    return f"{shape}: {steps}; {plan.gain:.2f} times as fast as plain for few rows"
+
+
+def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
+    """A plan from the file, if it can still be carried out."""
+    try:
+        plan = Plan(tuple((int(most), str(name)) for most, name in stated["steps"]), float(stated["gain"]))
+        usable = all(name in find_solutions(query, 1 if most >= ROWS[-1] else most) for most, name in plan.steps)
+        return plan if usable and plan.steps[-1][0] >= ROWS[-1] else None
+    except (TypeError, KeyError, ValueError, IndexError):
+        return None
+
+
+@torch.no_grad()
+def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[], Any]], float]) -> Times:
+    """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves."""
+    dtype, device = getattr(torch, query.dtype), weight.codes.device
+    plain, times = dequantise(weight, dtype), Times()
+    for rows in ROWS:
+        x = torch.randn(rows, weight.in_features, device=device).to(dtype)
+        found = {PLAIN: time(partial(F.linear, x, plain))}
+        for name in find_solutions(query, rows):
+            try:
+                found[name] = time(partial(CODED_LINEAR.load(name), x, weight, None))
+            except (PluginError, RuntimeError, NotImplementedError) as error:  # this torch or driver lacks it
+                logger.warning("coded product %s is left out for %d rows: %s", name, rows, error)
+        times[rows] = found
+    return times
+
+
+@torch.no_grad()
+def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> None:
+    """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later."""
+    for rows in ROWS:
+        x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
+        CODED_LINEAR.load(plan.find(rows))(x, weight, None)
+
+
+def time_on_gpu(call: Callable[[], Any]) -> float:
+    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache."""
+    call()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    least = math.inf
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        least = min(least, start.elapsed_time(end) / 1e3)
+    return least
+
+
+def _describe_device(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"

@@ -1,0 +1,51 @@
+"""`CodedWeight`: a quantised weight as a layer on a GPU keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from headrace.kernels.coded_linear import CODED_LINEAR
+from headrace.kernels.coded_linear.choice import Plan
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.reference import dequantise
+
+
+class CodedWeight:
+    """See `StoredWeight`; multiplies by the solutions of a `Plan`, which are loaded when it is made."""
+
+    def __init__(self, weight: DeviceCodes, plan: Plan):
+        self.weight, self.plan = weight, plan
+        self.shape, self.num_bytes = (weight.out_features, weight.in_features), weight.num_bytes
+        self._steps = [(most, CODED_LINEAR.load(name)) for most, name in plan.steps]
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        num_rows = x.shape[0]
+        multiply = next(multiply for most, multiply in self._steps if num_rows <= most)
+        out = multiply(x, self.weight, bias)
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        return None
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        own = self.weight
+        tables = ids // own.rows
+        zeros = None if own.zeros is None else own.zeros[tables]
+        return dequantise(replace(own, codes=own.codes[ids], scales=own.scales[tables], zeros=zeros, rows=1), dtype)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantise(self.weight, dtype)
+
+    def move(self, device: torch.device) -> None:
+        """Move the codes to another device."""
+        own = self.weight
+        zeros, order, values = (
+            None if tensor is None else tensor.to(device) for tensor in (own.zeros, own.order, own.values)
+        )
+        self.weight = replace(
+            own, codes=own.codes.to(device), scales=own.scales.to(device), zeros=zeros, order=order, values=values
+        )

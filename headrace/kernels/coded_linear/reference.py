@@ -1,0 +1,49 @@
+"""Products with coded weights in plain torch: the oracle, and the fastest way for many rows where no FP8 GEMM takes
+the weight."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.coded_linear.codes import decode
+from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes
+
+
+def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    return F.linear(x, dequantise(weight, x.dtype), bias)
+
+
+def quantise_rows(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `QUANTISE_ROWS`."""
+    width = x.shape[1]
+    size = group or width
+    groups = F.pad(x.float(), (0, -width % size)).unflatten(1, (-1, size))
+    scales = groups.abs().amax(2) / LARGEST
+    scales = torch.where(scales > 0, scales, 1.0)
+    codes = (groups / scales.unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :width].contiguous(), scales
+
+
+def plain_codes(weight: DeviceCodes) -> torch.Tensor:
+    """Codes [O, I], one to an element, in the places of ``order``."""
+    if not weight.is_short:
+        return weight.codes
+    blocks = weight.codes.unflatten(1, (-1, HALF))
+    return torch.cat((blocks & 15, blocks >> 4), dim=2).flatten(1)[:, : weight.in_features]
+
+
+def dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
+    """The plain weight [O, I], inputs in their own order; computed in float32."""
+    values = decode(weight.code, plain_codes(weight))
+    if weight.zeros is not None:
+        values -= _spread(weight, weight.zeros)
+    values = (values * _spread(weight, weight.scales)).to(dtype)
+    return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
+
+
+def _spread(weight: DeviceCodes, table: torch.Tensor) -> torch.Tensor:
+    rows = table.float().repeat_interleave(weight.rows, 0)[: weight.out_features]
+    return rows if rows.shape[1] == 1 else rows.repeat_interleave(weight.group, 1)[:, : weight.in_features]

@@ -1,0 +1,246 @@
+"""Products with coded weights against float64: every code, odd sizes, groups smaller and larger than tiles, zeros,
+activation order, strided rows, biases and splits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.coded_linear import CODED_LINEAR, QUANTISE_ROWS, reference, scaled, triton
+from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Times, make_plan
+from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.operation import KernelQuery
+from headrace.layers.build import Build
+from headrace.layers.linear import Linear
+
+KINDS: dict[str, dict[str, Any]] = {
+    "int4-32": {"bits": 4, "group": 32, "zeros": True}, "int4-128": {"bits": 4, "group": 128},
+    "int4-order": {"bits": 4, "group": 64, "zeros": True, "order": True}, "int4-channel": {"bits": 4, "group": 0},
+    "int8-64": {"bits": 8, "group": 64, "zeros": True}, "int8-channel": {"bits": 8, "group": 0, "signed": True},
+    "mxfp4": {"code": Code.E2M1, "group": 32}, "nvfp4": {"code": Code.E2M1, "group": 16},
+    "nf4": {"code": Code.NF4, "group": 64}, "fp8-channel": {"code": Code.E4M3, "group": 0},
+    "fp8-block": {"code": Code.E4M3, "group": 128, "rows": 128},
+    "fp8-tensor": {"code": Code.E4M3, "group": 0, "rows": 0},
+    "fp8-cut-block": {"code": Code.E4M3, "group": 64, "rows": 1},
+}
+SHAPES = [(1, 40, 96), (3, 33, 700), (16, 70, 640)]
+
+
+def make(kind: str, outputs: int, inputs: int, device: str = "cpu") -> tuple[DeviceCodes, torch.Tensor]:
+    """A weight of a kind and its float64 value, from a matrix of random codes."""
+    own = KINDS[kind]
+    rng = torch.Generator().manual_seed(outputs * inputs)
+    code, bits, group, rows = own.get("code", Code.INT), own.get("bits", 4), own["group"] or inputs, own.get("rows", 1)
+    rows = rows or outputs
+    if code is Code.E4M3:
+        codes = (torch.randn(outputs, inputs, generator=rng) * 60).to(torch.float8_e4m3fn)
+        values, bits = codes.double(), 8
+    else:
+        codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=rng).to(torch.uint8)
+        values = torch.tensor(TABLES[code]).double()[codes.int()] if code in TABLES else codes.double()
+    if own.get("signed"):
+        codes = codes.view(torch.int8)
+        values = codes.double()
+    tables = -(-outputs // rows), -(-inputs // group)
+    scales = (torch.rand(tables, generator=rng) + 0.5) / 16
+    zeros = torch.randint(0, 1 << bits, tables, generator=rng) if own.get("zeros") else None
+    ids = torch.arange(inputs) // group
+    if own.get("order"):
+        ids = ids[torch.randperm(inputs, generator=rng)]
+    matrix = CodedMatrix(code, codes, scales, group, zeros, rows, ids if own.get("order") else None, bits)
+    by_row = torch.arange(outputs) // rows
+    expected = values if zeros is None else values - zeros.double()[by_row][:, ids]
+    packed = pack_for_device(CodedMatrix(
+        code, codes.to(device), scales.to(device), group, None if zeros is None else zeros.to(device), rows,
+        ids.to(device) if own.get("order") else None, bits
+    ))
+    assert packed is not None and matrix.dequantise(torch.float32).shape == expected.shape
+    return packed, expected * scales.double()[by_row][:, ids]
+
+
+def draw(rows: int, inputs: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """With rows that are not next to one another."""
+    rng = torch.Generator().manual_seed(rows + inputs)
+    return torch.randn(rows, inputs + 8, generator=rng).to(device, dtype)[:, :inputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layout_keeps_every_number(kind: str):
+    for outputs, inputs in ((40, 96), (33, 700)):
+        packed, expected = make(kind, outputs, inputs)
+        assert relative_error(reference.dequantise(packed, torch.float32), expected) < 1e-6
+        short = KINDS[kind].get("bits", 4) == 4 and KINDS[kind].get("code") is not Code.E4M3
+        assert packed.codes.nbytes == outputs * (-(-inputs // 128) * 64 if short else inputs)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows,outputs,inputs", SHAPES)
+def test_few_rows(kind: str, rows: int, outputs: int, inputs: int, device: str, dtype: torch.dtype, tolerance: float):
+    weight, plain = make(kind, outputs, inputs, device)
+    x = draw(rows, inputs, device, dtype)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    expected = x.double() @ plain.to(device).T
+    for own in (None, bias):
+        wanted = expected if own is None else expected + own.double()
+        if rows <= 3:
+            assert relative_error(triton.gemv(x, weight, own), wanted) < tolerance
+        for splits in (1, 2):
+            assert relative_error(triton.skinny(x, weight, own, splits), wanted) < tolerance
+        assert relative_error(reference.coded_linear(x, weight, own), wanted) < tolerance
+    assert torch.equal(triton.skinny(x, weight, bias), triton.skinny(x, weight, bias))
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize("shape", [(1, 96), (5, 700), (3, 1300)])
+def test_rows_are_rounded_to_fp8_as_the_reference_does(
+    shape: tuple[int, int], group: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    x = draw(*shape, device, dtype)
+    x[0, : shape[1] // 2] = 0
+    codes, scales = scaled.quantise_rows(x, group)
+    wanted_codes, wanted_scales = reference.quantise_rows(x, group)
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == x.shape
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
+    # Triton's interpreter loses the carry where rounding reaches the next power of two
+    judged = torch.ones_like(codes, dtype=torch.bool) if device == "cuda" else wanted_codes.view(torch.uint8) & 7 != 0
+    # a quotient may fall on the other side of a midpoint between two codes
+    distance = (codes.float() - wanted_codes.float()).abs()
+    assert judged.float().mean() > 0.3 and distance[judged].le(wanted_codes.float()[judged].abs() / 8 + 2.0**-9).all()
+    size = group or shape[1]
+    back = codes.float() * scales.repeat_interleave(size, 1)[:, : shape[1]]
+    assert (back - x.float()).abs()[judged].le((x.float().abs() / 16 + scales.max() * 2.0**-9)[judged]).all()
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8-cut-block"])
+@pytest.mark.parametrize("rows,outputs,inputs", [(1, 48, 128), (18, 144, 704), (65, 272, 256)])
+def test_fp8_rows_with_block_scales(
+    kind: str, rows: int, outputs: int, inputs: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    """Against the product of the rounded rows, in float64."""
+    weight, plain = make(kind, outputs, inputs, device)
+    x = draw(rows, inputs, device, dtype)
+    codes, scales = scaled.quantise_rows(x, weight.group)
+    rounded = codes.double() * scales.double().repeat_interleave(weight.group, 1)[:, :inputs]
+    out = scaled.multiply_blocks(x, weight, None)
+    assert relative_error(out, rounded @ plain.to(device).T) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-tensor"])
+@pytest.mark.parametrize("rows,outputs,inputs", [(1, 48, 128), (18, 144, 704), (300, 272, 256)])
+def test_fp8_rows_with_scales_of_outputs(kind: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype):
+    weight, plain = make(kind, outputs, inputs, "cuda")
+    x = draw(rows, inputs, "cuda", dtype)
+    codes, scales = reference.quantise_rows(x)
+    expected = codes.double() * scales.double() @ plain.to("cuda").T
+    assert relative_error(scaled.multiply_rows(x, weight, None), expected) < 1e-2
+
+
+def test_solutions_state_what_they_take():
+    def reasons(**shape: int) -> dict[str, str | None]:
+        query = KernelQuery("cuda", "bfloat16", (9, 0), {"in_features": 256, "out_features": 256, **shape})
+        return {name: CODED_LINEAR.reason_against(name, query) for name in CODED_LINEAR.names()}
+
+    fp8 = {"bits": 8, "is_float": 1}
+    assert not any(v for k, v in reasons(**fp8, group=256, num_rows=1).items() if k != "triton_fp8_blocks")
+    assert reasons(**fp8, group=128, num_rows=500)["triton_fp8_blocks"] is None
+    assert "steps of 16" in reasons(**fp8, group=128, in_features=250)["triton_fp8_blocks"]
+    short = reasons(bits=4, group=999)
+    assert "8-bit floats" in short["scaled_mm"] and short["triton_gemv"] is None
+    assert "at most" in reasons(bits=4, group=32, num_rows=3)["triton_gemv"]
+    old = KernelQuery("cuda", "bfloat16", (8, 0), {"is_float": 1, "group": 128, "in_features": 256})
+    assert "8.9" in CODED_LINEAR.reason_against("triton_gemv", old) and QUANTISE_ROWS.reason_against("triton", old)
+
+
+def times_of(*columns: dict[str, float]) -> Times:
+    return dict(zip(ROWS, columns, strict=False))
+
+
+def test_each_number_of_rows_gets_its_fastest_solution():
+    plan = make_plan(times_of(
+        {PLAIN: 4.0, "a": 1.0, "b": 2.0}, {PLAIN: 4.0, "a": 3.0, "b": 2.0}, {PLAIN: 4.0, "b": 2.0},
+        {PLAIN: 4.0, "c": 8.0}
+    ))
+    assert [plan.find(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 10**6)] == ["a", "b", "b", "b", "c", "c", "c", "c"]
+    assert plan.gain == pytest.approx((4 + 2 + 2 + 0.5) / 4)
+
+
+class Clock:
+    """Gives the plain weight and each solution a time of its own, and counts what it measured."""
+
+    def __init__(self, plain: float):
+        self.plain, self.calls = plain, 0
+
+    def __call__(self, call: Any) -> float:
+        self.calls += 1
+        call()
+        return self.plain if call.func is torch.nn.functional.linear else 1.0
+
+
+def test_choices_are_measured_once_per_shape_and_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    weight, _ = make("int4-32", 40, 96)
+    clock, path = Clock(plain=3.0), tmp_path / "choices.json"
+    choice = CodedChoice(path, clock)
+    plan = choice.choose(weight, torch.float32, (0, 0))
+    assert plan is not None and plan.find(7) == "reference" and plan.gain == 3.0
+    assert choice.choose(weight, torch.float32, (0, 0)) == plan and clock.calls == 2 * len(ROWS)
+    assert "40 x 96 in int, groups of 32: reference beyond; 3.00 times as fast" in caplog.text
+    choice.save()
+    again = CodedChoice(path, clock)
+    assert again.choose(weight, torch.float32, (0, 0)) == plan and clock.calls == 2 * len(ROWS)
+    assert again.choose(make("int4-32", 41, 96)[0], torch.float32, (0, 0)) is not None
+    assert clock.calls == 4 * len(ROWS)
+
+
+def test_a_weight_that_is_not_faster_coded_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    weight, _ = make("int4-32", 40, 96)
+    assert CodedChoice(tmp_path / "choices.json", Clock(plain=0.5)).choose(weight, torch.float32, (0, 0)) is None
+    assert "not faster here (0.50 times as fast)" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"KEY": 3}', '{"KEY": {"steps": [[9, "gone"]], "gain": 2}}'])
+def test_a_file_that_says_nothing_is_measured_again(tmp_path: Path, text: str):
+    weight, _ = make("int4-32", 40, 96)
+    clock, path = Clock(plain=3.0), tmp_path / "choices.json"
+    CodedChoice(path, clock).choose(weight, torch.float32, (0, 0))
+    first = CodedChoice(path, clock)
+    first.choose(weight, torch.float32, (0, 0))
+    first.save()
+    (key,) = json.loads(path.read_text())
+    path.write_text(text.replace("KEY", key))
+    before = clock.calls
+    assert CodedChoice(path, clock).choose(weight, torch.float32, (0, 0)) is not None and clock.calls > before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_multiplies_with_coded_weights(kind: str):
+    """As it does with the plain weight; rows can be looked up, the weight moved and given back."""
+    weight, plain = make(kind, 40, 96)
+    stored = CodedWeight(weight, make_plan(times_of({"reference": 1.0})))
+    layer = Linear(Build(torch.device("cpu"), torch.float32), 96, 40, bias=True)
+    torch.nn.init.normal_(layer.bias)
+    layer.stored = stored
+    del layer.weight
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(3))
+    assert relative_error(layer(x), x.double() @ plain.T + layer.bias.double()) < 1e-5
+    ids = torch.tensor([39, 0, 7])
+    assert relative_error(stored.rows(ids, torch.float32), plain[ids]) < 1e-6
+    stored.move(torch.device("cpu"))
+    assert relative_error(stored.unpack(torch.float32), plain) < 1e-6
+    assert stored.num_bytes < plain.nbytes / 4
