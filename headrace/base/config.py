@@ -221,7 +221,7 @@ class ParallelConfig(Section):
     data_parallel_policy: str = option(
         "cache-aware",
         "which replica gets a request: cache-aware (the longest known prefix, unless that replica is much busier), "
-        "least-loaded, round-robin, or that of an installed package",
+        "consistent-hash, least-loaded, round-robin, or that of an installed package",
         metavar="NAME"
     )
 
@@ -307,8 +307,10 @@ class SpeculationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig(Section):
-    """Access to the HTTP process."""
+    """Address of the HTTP process, and access to it."""
 
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
+    port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
     api_key: str | None = option(None, "clients must send Authorization: Bearer KEY", metavar="KEY")
     admin_api_key: str | None = option(
         None, "key of the admin routes; without one they are closed unless host is a loopback address", metavar="KEY"
@@ -350,8 +352,6 @@ class ToleranceConfig(KeepingConfig):
 class ServerConfig(ToleranceConfig):
     """The HTTP process."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
-    port: int = option(8000, "port to listen on; 0: any free port", low=0, high=65535)
     served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
     tool_parser: str = option(

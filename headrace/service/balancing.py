@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from headrace.base.registry import Registry
@@ -33,7 +34,8 @@ prompt in its cache; in proportion less for one that has a part of it."""
 class ReplicaState:
     """The load of one engine. ``prefill_tokens``: prompt tokens that are not computed yet; ``running_tokens``: prompt
     and output tokens of the choices that are past their prompts, which each step reads. ``kv_usage``: share of its KV
-    pages that requests hold. ``num_kv_tokens``: what its cache has room for, 0 if unknown."""
+    pages that requests hold. ``num_kv_tokens``: what its cache has room for, 0 if unknown. ``name``: stays the
+    same when engines come and go, and over restarts."""
 
     index: int
     num_queued: int = 0
@@ -42,6 +44,7 @@ class ReplicaState:
     running_tokens: int = 0
     kv_usage: float = 0.0
     num_kv_tokens: int = 0
+    name: str = ""
 
     @property
     def load(self) -> int:
@@ -51,10 +54,12 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What policies see of a request. ``namespace``: see `headrace.base.messages.EngineRequest`."""
+    """What policies see of a request. ``namespace``: see `headrace.base.messages.EngineRequest`. ``affinity``: names
+    the conversation, if the client does."""
 
     token_ids: Sequence[int]
     namespace: str = ""
+    affinity: str = ""
 
 
 class Choice(NamedTuple):
@@ -80,6 +85,10 @@ POLICIES.add(
     doc="the longest known prefix, unless that replica is much busier than the least loaded one"
 )
 POLICIES.add("least-loaded", "headrace.service.balancing:LeastLoaded", doc="the fewest outstanding tokens")
+POLICIES.add(
+    "consistent-hash", "headrace.service.balancing:ConsistentHash",
+    doc="always the same for a conversation, or a beginning of prompts; few move when replicas come and go"
+)
 POLICIES.add("round-robin", "headrace.service.balancing:RoundRobin", doc="one after the other")
 
 
@@ -108,6 +117,25 @@ class RoundRobin:
 
     def forget(self, index: int) -> None:
         """Nothing is remembered of a cache."""
+
+
+class ConsistentHash:
+    """The replica with the highest hash of its name and the request's key (rendezvous hashing): only the requests of a
+    replica that goes away move to others. The key is ``affinity``, or the first block of the prompt. Several routers
+    choose alike."""
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaState]) -> Choice:
+        """See `Policy`."""
+        key = request.affinity.encode("utf-8", "surrogatepass")
+        key = key or array("q", request.token_ids[:BLOCK]).tobytes() + request.namespace.encode()
+        return Choice(max(replicas, key=lambda replica: self._weigh(key, replica)).index)
+
+    def forget(self, index: int) -> None:
+        """Nothing is remembered of a cache."""
+
+    def _weigh(self, key: bytes, replica: ReplicaState) -> bytes:
+        name = (replica.name or str(replica.index)).encode()
+        return blake2b(key, digest_size=8, salt=blake2b(name, digest_size=16).digest()).digest()
 
 
 class LeastLoaded:

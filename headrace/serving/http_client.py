@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httptools
@@ -34,22 +34,60 @@ MAX_RESPONSE_BYTES = 256 << 20
 IDLE_S = 2.0
 """Seconds that an idle connection is kept: some servers close theirs after five, and a request sent at that moment
 fails."""
+MAX_KEPT = 512
+"""Idle connections that are kept."""
 
 
 class BrokenExchange(ConnectionError):
     """The server closed its end, or sent what is not HTTP, before the response was complete."""
 
 
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class ResponseSink(Protocol):
+    """What takes a response as it arrives; called in the event loop. ``status`` is 0 until the head has arrived.
+    ``is_complete`` is set when the body has ended."""
+
+    status: int
+    is_complete: bool
+
+    def connected(self, transport: asyncio.Transport) -> None:
+        """The request is sent there next; reading may be paused, and aborting it breaks the exchange."""
+
+    def begin(self, status: int, headers: RawHeaders) -> None:
+        """The final head; names of headers are lower case."""
+
+    def take(self, now: float, piece: bytes) -> None:
+        """A piece of the body, which arrived at ``now`` (`time.perf_counter`). Raises `ValueError` for too much."""
+
+
 @dataclass
 class HttpResponse:
-    """``pieces``: the body in ``(arrival time, bytes)`` pairs, times in `time.perf_counter` seconds; pieces of one
-    socket read share one time. ``status`` is 0 until the head has arrived. ``is_complete``: the body has ended.
-    ``on_piece`` is called after each piece."""
+    """A response that is collected. ``pieces``: the body in ``(arrival time, bytes)`` pairs, times in
+    `time.perf_counter` seconds; pieces of one socket read share one time. ``on_piece`` is called after each piece."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
     is_complete: bool = False
     on_piece: Callable[[], object] | None = field(default=None, repr=False)
+    _num_bytes: int = field(default=0, repr=False)
+
+    def connected(self, transport: asyncio.Transport) -> None:
+        """See `ResponseSink`."""
+
+    def begin(self, status: int, headers: RawHeaders) -> None:
+        """See `ResponseSink`."""
+        self.status = status
+
+    def take(self, now: float, piece: bytes) -> None:
+        """See `ResponseSink`."""
+        self.pieces.append((now, piece))
+        self._num_bytes += len(piece)
+        if self._num_bytes > MAX_RESPONSE_BYTES:
+            raise ValueError(f"a response is longer than {MAX_RESPONSE_BYTES} bytes")
+        if self.on_piece is not None:
+            self.on_piece()
 
     @property
     def body(self) -> bytes:
@@ -85,14 +123,15 @@ class _Connection(asyncio.Protocol):
         self._transport: Any = None
         self._now = 0.0  # when the data that is being parsed arrived
         self._parser = httptools.HttpResponseParser(self)
-        self._response: HttpResponse | None = None
+        self._response: ResponseSink | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._num_bytes = 0
+        self._headers: RawHeaders = []
         self._is_measured = False  # has a length or is chunked; otherwise the end of the connection ends the body
 
-    async def exchange(self, request: bytes, response: HttpResponse) -> None:
-        """Send a request and fill ``response``; raises `BrokenExchange`, or `ValueError` if it is too long."""
+    async def exchange(self, request: bytes, response: ResponseSink) -> None:
+        """Send a request and fill ``response``; raises `BrokenExchange`, or the `ValueError` of the sink."""
         self._response, self._ended = response, asyncio.get_running_loop().create_future()
+        response.connected(self._transport)
         self._transport.write(request)
         try:
             await self._ended
@@ -125,29 +164,32 @@ class _Connection(asyncio.Protocol):
             self._fail(BrokenExchange(f"not HTTP: {error}"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._is_measured |= name.lower() in (b"content-length", b"transfer-encoding")
+        name = name.lower()
+        self._headers.append((name, value))
+        self._is_measured |= name in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        if self._response is not None:
-            self._response.status = self._parser.get_status_code()
+        status, headers = self._parser.get_status_code(), self._headers
+        self._headers = []
+        if self._response is not None and status >= 200:  # 1xx: the final head follows
+            self._response.begin(status, headers)
 
     def on_body(self, piece: bytes) -> None:
-        if self._response is not None:
-            self._response.pieces.append((self._now, piece))
-            self._num_bytes += len(piece)
-            if self._num_bytes > MAX_RESPONSE_BYTES:
-                self._fail(ValueError(f"a response is longer than {MAX_RESPONSE_BYTES} bytes"))
-            if self._response.on_piece is not None:
-                self._response.on_piece()
+        if self._response is None:
+            return
+        try:
+            self._response.take(self._now, piece)
+        except ValueError as error:
+            self._fail(error)
 
     def on_message_complete(self) -> None:
         response, ended = self._response, self._ended
-        if response is None or ended is None or response.status < 200:  # 1xx: the final response follows
+        if response is None or ended is None or response.status == 0:  # the end of an interim response
             return
         response.is_complete = True
         self.is_open = self.is_open and self._parser.should_keep_alive()
         self.idle_since = self._now
-        self._num_bytes, self._is_measured = 0, False
+        self._is_measured = False
         if not ended.done():
             ended.set_result(None)
 
@@ -160,7 +202,9 @@ class HttpClient:
     """Client of one server at ``base_url``, with or without ``/v1``. Used by one event loop. ``timeout_s`` limits a
     whole request. Raises `ConfigError` for an invalid address."""
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None):
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None, idle_s: float = IDLE_S
+    ):
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url must begin with http:// or https://, got {base_url!r}", param="base_url")
         try:
@@ -168,13 +212,15 @@ class HttpClient:
             self._host, self._port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
         except ValueError as error:
             raise ConfigError(f"base_url: {error}", param="base_url") from error
+        if not self._host or any(letter.isspace() for letter in base_url):
+            raise ConfigError(f"base_url names no host: {base_url!r}", param="base_url")
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._path = url.path.rstrip("/").removesuffix("/v1")
         # without ``user:password@``
         self._headers = {"Host": url.netloc.rpartition("@")[2], "Accept": "*/*"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout_s = timeout_s
+        self._timeout_s, self._idle_s = timeout_s, idle_s
         self._kept: list[_Connection] = []
 
     @property
@@ -190,10 +236,11 @@ class HttpClient:
 
     async def send(
         self, method: str, route: str, body: bytes | None = None, *, response: HttpResponse | None = None,
-        headers: Mapping[str, str] | None = None
+        headers: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> HttpResponse:
         """Send a request, with a JSON body if given, and receive the whole response; ``response`` is filled as data
-        arrives. Raises `OSError` for connection errors (`TimeoutError` after ``timeout_s``, `BrokenExchange`)."""
+        arrives. Raises `OSError` for connection errors (`TimeoutError` after ``timeout_s`` or the client's,
+        `BrokenExchange`)."""
         response = HttpResponse() if response is None else response
         lines = {**self._headers, **(headers or {})}
         if body is not None:
@@ -202,9 +249,23 @@ class HttpClient:
             f"{method} {self._path}{route} HTTP/1.1\r\n"
             + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         )
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
             await self._exchange(head.encode() + b"\r\n" + (body or b""), response)
         return response
+
+    async def forward(
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes, response: ResponseSink
+    ) -> None:
+        """Send a request of somebody else: ``headers`` without those of this connection (``Host``, lengths), and
+        ``target`` as it came. Without a time limit; raises as `send` does."""
+        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
+            method.encode(), self._path.encode(), target, self._headers["Host"].encode()
+        )]
+        lines += [b"%b: %b\r\n" % header for header in headers]
+        if body or method == "POST":
+            lines.append(b"content-length: %d\r\n" % len(body))
+        lines += [b"\r\n", body]
+        await self._exchange(b"".join(lines), response)
 
     async def stream(self, method: str, route: str, body: bytes, response: HttpResponse) -> AsyncGenerator[bytes, None]:
         """As `send`, but yields the pieces of the body as they arrive, with ``response.status`` known. A reader that
@@ -228,7 +289,7 @@ class HttpClient:
             await asyncio.wait([sending])
             await asyncio.sleep(0)  # an aborted connection is closed in the next round of the event loop
 
-    async def _exchange(self, request: bytes, response: HttpResponse) -> None:
+    async def _exchange(self, request: bytes, response: ResponseSink) -> None:
         connection = self._kept_connection()
         is_kept = connection is not None
         connection = connection or await self._connect()
@@ -243,9 +304,11 @@ class HttpClient:
             await connection.exchange(request, response)
         if connection.is_open:  # the server may have closed it with its response
             self._kept.append(connection)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.pop(0).close()
 
     def _kept_connection(self) -> _Connection | None:
-        oldest = time.perf_counter() - IDLE_S
+        oldest = time.perf_counter() - self._idle_s
         while self._kept:  # newest first: it is the least likely to have been closed by the server
             connection = self._kept.pop()
             if connection.is_open and connection.idle_since >= oldest:

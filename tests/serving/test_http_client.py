@@ -118,7 +118,7 @@ async def test_idle_connections_are_not_used_again(monkeypatch: pytest.MonkeyPat
     script = Script(SIZED, SIZED, SIZED)
     async with talking_to(script) as client:
         for idle_s in (60.0, 0.0, 60.0):
-            monkeypatch.setattr(http_client, "IDLE_S", idle_s)
+            monkeypatch.setattr(client, "_idle_s", idle_s)
             await asyncio.sleep(0.01)
             await client.send("GET", "/")
     assert script.num_connections == 2

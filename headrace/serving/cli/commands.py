@@ -23,6 +23,8 @@ _HOMES = {
     "models": "headrace.serving.cli.options:ModelsOptions",
     "pull": "headrace.serving.cli.options:PullOptions",
     "show": "headrace.serving.cli.options:ShowOptions",
+    "router": "headrace.serving.router.options:RouterOptions",
+    "workers": "headrace.serving.router.options:WorkerOptions",
     "replay": "headrace.serving.replay:ReplayOptions",
     "target": "headrace.serving.bench.options:TargetOptions",
     "load": "headrace.serving.bench.options:LoadOptions",
@@ -36,8 +38,8 @@ _HOMES = {
 class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``sections`` are in the
     order of the help text, ``about`` stands below its summary. ``words`` are the positional arguments: ``model`` (a
-    model's name), ``prompts`` and ``folders`` (any number), ``files`` (an input and an output), ``folder``, ``name``,
-    or none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
+    model's name), ``prompts``, ``folders`` and ``urls`` (any number), ``files`` (an input and an output), ``folder``,
+    ``name``, or none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
 
     name: str
     summary: str
@@ -69,6 +71,19 @@ _ALL = (
             ("a folder, with room for more requests", "headrace serve ./Qwen3-0.6B --max-running-requests 128"),
             ("options from a file, one changed", "headrace serve --config prod.toml --log-requests line"),
         ), "model",
+    ),
+    Command(
+        "router", "give several servers one address", ("router", "workers"), "headrace.serving.cli.serve:run_router", (
+            ("two servers, by the prompts in their caches", "headrace router http://gpu1:8000 http://gpu2:8000"),
+            ("workers from a file that may change", "headrace router --workers-file workers.txt --port 9000"),
+            (
+                "the pods of a headless Kubernetes service, open to the network",
+                "headrace router --workers-dns engines.default.svc:8000 --host 0.0.0.0"
+            ),
+        ), "urls",
+        "Passes requests on to servers of OpenAI's API, Headrace's or others, chosen by --policy. A request whose "
+        "worker is lost is given to another while nothing was sent to the client. GET /workers lists the workers, "
+        'POST /workers {"url": ...} adds one, DELETE drains one.',
     ),
     Command(
         "generate", "complete prompts; writes JSON lines", ("generate", "sampling", *ENGINE),

@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -169,6 +170,13 @@ def no_flag(info: OptionInfo) -> str:
     return "--no-" + info.flag.removeprefix("--")
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks no line at a hyphen: a name such as ``cache-aware`` has to be found and copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace("expected one argument", "needs a value")
@@ -185,14 +193,15 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         description="\n".join([summary, *(["", *wrap(command.about, width)] if command.about else [])]),
         allow_abbrev=False, add_help=False,
         argument_default=argparse.SUPPRESS, epilog=_epilog(command),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
+        formatter_class=lambda prog: _Formatter(prog, max_help_position=32, width=width),
         usage=f"headrace {command.name} {_WORDS[command.words].usage + ' ' if command.words else ''}[flags]",
     )
     if command.words:
         how = _WORDS[command.words]
         parser.add_argument("words", nargs=how.count, metavar=how.metavar, help=how.help)
     for name, kind in command.section_types().items():
-        group = parser.add_argument_group(name, (kind.__doc__ or "").strip().replace("``", ""))
+        about = " ".join((kind.__doc__ or "").replace("``", "").split())
+        group = parser.add_argument_group(name, "\n".join(textwrap.wrap(about, width - 2)))
         for info in options_of(kind, name):
             _add_flag(group, info)
         if name == "general":
@@ -216,6 +225,7 @@ _WORDS = {
     "files": _Words("INPUT OUTPUT", "FILE", "the input, then the output"),
     "folder": _Words("FOLDER", "FOLDER", "folder, or one of its files"),
     "folders": _Words("[FOLDER ...]", "FOLDER", "folders to search; default: the current one"),
+    "urls": _Words("[URL ...]", "URL", "workers, such as http://10.0.0.1:8000"),
     "name": _Words("NAME", "NAME", "OWNER/NAME on the hub; also OWNER/NAME:Q4_K_M and OWNER/NAME/FILE.gguf"),
 }
 

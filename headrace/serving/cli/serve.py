@@ -1,4 +1,4 @@
-"""``headrace serve``, and ``headrace show-config``, which prints the options of ``serve``."""
+"""``headrace serve``; ``headrace show-config``, which prints its options; ``headrace router``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def run(invocation: Invocation) -> int:
         from headrace.serving.http.server import serve
 
         serve(config, engines=engines)
+    return 0
+
+
+def run_router(invocation: Invocation) -> int:
+    """Route until a signal stops the router."""
+    from headrace.serving.router.server import serve_router
+
+    serve_router(invocation.words, invocation.section("router"), invocation.section("workers"))
     return 0
 
 

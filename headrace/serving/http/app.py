@@ -89,7 +89,7 @@ def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) 
     if context.tracing is not None:
         app.add_middleware(TracedRequests, tracing=context.tracing, routes=routes)
     has_log = context.operations.log_requests != "none"
-    app.add_middleware(RequestLedger, metrics=context.metrics, routes=routes, has_log=has_log)
+    app.add_middleware(RequestLedger, metrics=context.metrics.http, routes=routes, has_log=has_log)
     proxies = read_proxies(server.trusted_proxies)
     if proxies:
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.base.config import ServeConfig, ServerConfig
+from headrace.base.config import AccessConfig, ServeConfig
 from headrace.base.errors import ConfigError, EngineGivenUp
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.service.client.client import EngineClient
@@ -132,7 +132,7 @@ def serve(config: ServeConfig, *, engines: Sequence[SpawnedEngine] = ()) -> None
         runner.run(HttpServer(config, client).run())
 
 
-def open_listener(server: ServerConfig) -> socket.socket:
+def open_listener(server: AccessConfig) -> socket.socket:
     """The listening socket; raises `ConfigError` when the address is not available. ``::`` also accepts IPv4 where the
     system supports it."""
     try:
@@ -167,7 +167,7 @@ def read_template(path: str | None) -> str | None:
         raise ConfigError(f"chat_template: cannot read {path}: {error}", param="chat_template") from error
 
 
-class _Uvicorn(uvicorn.Server):
+class SignalFreeServer(uvicorn.Server):
     """Installs no signal handlers: uvicorn's would stop serving at the first signal, before requests are drained."""
 
     @contextlib.contextmanager
@@ -186,7 +186,7 @@ class HttpServer:
         app = create_app(self._client, self._config, config.operations)
         self._context: AppContext = app.state.context
         self._context.is_open = False
-        self._uvicorn = _Uvicorn(uvicorn.Config(
+        self._uvicorn = SignalFreeServer(uvicorn.Config(
             # `lifespan` off: the client is started and closed here. Own log configuration and access log
             # (`RequestLedger`), own choice of proxies to believe (`create_app`).
             app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,

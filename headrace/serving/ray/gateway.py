@@ -11,38 +11,15 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.base.errors import EngineUnavailable
-from headrace.serving.http.transport.errors import respond_error
+from headrace.serving.http.transport.errors import end_of_stream, respond_error
 from headrace.serving.ray.engine import Forwarded, Head
+from headrace.serving.router.prompt_view import view_prompt
 
 logger = logging.getLogger(__name__)
 
 TRIES = 3
 """How many engines a request is given to, if they die before they answer."""
-HINT_BYTES = 1 << 18
 RETRY_AFTER_S = 5.0
-
-
-class _Prompt(msgspec.Struct):
-    """The fields of any route that hold the prompt, in the order of chat templates."""
-
-    tools: msgspec.Raw = msgspec.Raw()
-    system: msgspec.Raw = msgspec.Raw()
-    instructions: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
-    input_ids: msgspec.Raw = msgspec.Raw()
-
-
-def find_hint(body: bytes) -> bytes:
-    """The prompt as the body has it: prompts that begin alike have hints that begin alike, whatever other fields there
-    are. At most `HINT_BYTES`; empty if the body is no object."""
-    try:
-        prompt = msgspec.json.decode(body, type=_Prompt)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return b""
-    return b"".join(bytes(getattr(prompt, name)) for name in _Prompt.__struct_fields__)[:HINT_BYTES]
 
 
 class Gateway:
@@ -63,7 +40,7 @@ class Gateway:
             [(bytes(name), bytes(value)) for name, value in scope["headers"]], body,
             tuple(scope.get("client") or ("", 0)),
         ))
-        hint = find_hint(body)
+        hint = view_prompt(body).hint
         sender = _Sender(send)
         for num_left in reversed(range(TRIES)):
             try:
@@ -128,14 +105,14 @@ class _Sender:
         """The engine was lost: a 503, or in a stream of events an error event. Another response that has begun is
         left incomplete, which the client notices."""
         error = EngineUnavailable("the engine was lost while this request ran; try again", retry_after=RETRY_AFTER_S)
-        response = respond_error(error, scope)
         if self.head is None:
-            await response(scope, receive, self._send)
+            await respond_error(error, scope)(scope, receive, self._send)
             return
-        types = [value for name, value in self.head.headers if name.lower() == b"content-type"]
-        if not types or not types[0].startswith(b"text/event-stream"):
+        types = [value.decode("latin-1") for name, value in self.head.headers if name.lower() == b"content-type"]
+        last = end_of_stream(error, scope, types[0] if types else "")
+        if last is None:
             raise error
-        await self._send(_body(b"event: error\ndata: " + bytes(response.body) + b"\n\n", more=False))
+        await self._send(_body(last, more=False))
 
 
 def _body(piece: bytes, *, more: bool) -> Message:

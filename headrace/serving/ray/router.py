@@ -3,22 +3,15 @@ of the gateway."""
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from headrace.service.balancing import Policy, ReplicaState, RoutedRequest, create_policy
+from headrace.serving.router.prompt_view import BYTES_PER_TOKEN, pack_hint
 
-BYTES_PER_TOKEN = 4
-"""Of JSON text, roughly. Four bytes of a hint stand for a token."""
 OUTPUT_TOKENS = 256
 """Load of a request beyond its prompt: what it will generate is not known."""
-
-
-def pack(hint: bytes) -> array[int]:
-    """A hint as integers, equal where hints begin alike."""
-    return array("I", hint[: len(hint) // BYTES_PER_TOKEN * BYTES_PER_TOKEN])
 
 
 class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
@@ -45,7 +38,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             ReplicaState(index, prefill_tokens=self._load_of(replica.replica_id))
             for index, replica in sorted(by_index.items())
         ]
-        choice = self._policy.choose(RoutedRequest(pack(_hint_of(pending_request))), states)
+        choice = self._policy.choose(RoutedRequest(pack_hint(_hint_of(pending_request))), states)
         others = sorted((state for state in states if state.index != choice.replica), key=lambda state: state.load)
         return [[by_index[choice.replica]], *([by_index[state.index]] for state in others)]
 

@@ -22,7 +22,7 @@ def known_series() -> dict[str, set[str]]:
     """Names of the live registry, as they are scraped, with their labels."""
     metrics, series = Metrics(), {}
     metrics.finished.labels("stop").inc()
-    metrics.http_requests.labels("GET", "/health", "200").inc()
+    metrics.http.requests.labels("GET", "/health", "200").inc()
     for family in metrics.registry.collect():
         for sample in family.samples:
             if not sample.name.endswith("_created"):

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.config import ServerConfig
+from headrace.base.config import AccessConfig
 from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
 from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN
 from headrace.serving.http.transport.errors import (
@@ -25,7 +25,7 @@ from headrace.serving.http.transport.errors import (
     respond_error,
     route_of,
 )
-from headrace.serving.http.transport.metrics import Metrics
+from headrace.serving.http.transport.metrics import HttpMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class OwnNames:
     """The names under which a server on a loopback address is reached: those of loopback itself, ``host``, and
     ``allowed_hosts``. Where a browser believes to be under another one, its page is of another site."""
 
-    def __init__(self, server: ServerConfig):
+    def __init__(self, server: AccessConfig):
         self._allowed = frozenset(n.strip().lower() for n in server.allowed_hosts.split(",") if n.strip())
         self._host = server.host.lower()
 
@@ -174,7 +174,7 @@ class HostGate:
     """Refuses requests that a page of another site may have sent by DNS rebinding, on every route. For servers on a
     loopback address without keys, where nothing else tells such a page from the machine's own user."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig):
+    def __init__(self, app: ASGIApp, server: AccessConfig):
         self._app, self._names = app, OwnNames(server)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +195,7 @@ class AdminGate:
     they are closed, unless the server listens on a loopback address; then requests from pages of other sites are
     refused, see `OwnNames`. A body must be declared as JSON, which such pages cannot do without being asked for."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, paths: frozenset[str]):
+    def __init__(self, app: ASGIApp, server: AccessConfig, paths: frozenset[str]):
         self._app, self._paths = app, paths
         key = server.admin_api_key
         self._key = None if key is None else check_key(key, "admin_api_key").strip().encode()
@@ -272,7 +272,7 @@ class RequestLedger:
     the response: the client's own id, else the one that the route set, else a new one; and ``Warning`` if fields were
     ignored."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], *, has_log: bool):
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, routes: frozenset[str], *, has_log: bool):
         self._app, self._metrics, self._routes, self._has_log = app, metrics, routes, has_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,13 +295,13 @@ class RequestLedger:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        self._metrics.http_active.inc()
+        self._metrics.active.inc()
         try:
             await self._app(scope, receive, note_status)
         finally:
-            self._metrics.http_active.dec()
+            self._metrics.active.dec()
             route = route_of(path_of(scope), self._routes)
-            self._metrics.http_requests.labels(method_of(scope), route, str(status)).inc()
+            self._metrics.requests.labels(method_of(scope), route, str(status)).inc()
             if self._has_log:
                 client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
                 seconds, name = time.perf_counter() - begin, state["request_id"] or "-"

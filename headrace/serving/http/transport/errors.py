@@ -122,6 +122,18 @@ def respond_error(error: HeadraceError, scope: Scope) -> Response:
     return JsonResponse(form_of(path_of(scope)).describe(conceal(error)), error.status, headers)
 
 
+def end_of_stream(error: HeadraceError, scope: Scope, media_type: str) -> bytes | None:
+    """What ends a stream of a server that was lost in the middle of it, in the form of its path; None if a body of this
+    type has no place for an error."""
+    body = bytes(respond_error(error, scope).body)
+    if media_type.startswith("application/x-ndjson"):
+        return body + b"\n"
+    if not media_type.startswith("text/event-stream"):
+        return None
+    named = path_of(scope).startswith("/v1/messages")
+    return b"event: error\ndata: " + body + b"\n\n" if named else b"data: " + body + b"\n\ndata: [DONE]\n\n"
+
+
 async def _respond_typed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceError)
     # 503 and 504 are expected under load and during restarts.

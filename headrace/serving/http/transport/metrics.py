@@ -132,6 +132,18 @@ class LoopHistogram(Collector):
         )
 
 
+class HttpMetrics:
+    """What `RequestLedger` counts."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self.requests = Counter(
+            "headrace_http_requests", "HTTP requests completed.", ("method", "route", "status"), registry=registry
+        )
+        self.active = Gauge(
+            "headrace_http_requests_active", "HTTP requests in progress, streams included.", registry=registry
+        )
+
+
 class Metrics:
     """All metrics of one application."""
 
@@ -154,10 +166,7 @@ class Metrics:
         )
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length of a request.", TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Output length of a choice.", TOKENS)
-        self.http_requests = self._counter("http_requests", "HTTP requests completed.", ("method", "route", "status"))
-        self.http_active = Gauge(
-            "headrace_http_requests_active", "HTTP requests in progress, streams included.", registry=self.registry
-        )
+        self.http = HttpMetrics(self.registry)
         self.ready = Gauge("headrace_ready", "1 when the server accepts requests.", registry=self.registry)
 
     def _counter(self, name: str, doc: str, labels: tuple[str, ...]) -> Counter:

@@ -1,0 +1,207 @@
+"""`Router`: the ASGI application that passes requests on to workers, with routes of its own for health, models, metrics
+and the list of workers. `create_app` puts the gates in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from typing import Any, cast
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError, NotFound, RequestError
+from headrace.serving.http.app import ENDPOINTS
+from headrace.serving.http.transport.access import (
+    OPEN_PATHS,
+    AdminGate,
+    HostGate,
+    KeyGate,
+    RequestLedger,
+    check_key,
+    client_of,
+    is_loopback,
+    read_proxies,
+)
+from headrace.serving.http.transport.errors import (
+    BodyTooLarge,
+    EncodedResponse,
+    JsonResponse,
+    path_of,
+    respond_error,
+    route_of,
+)
+from headrace.serving.router.fleet import Fleet
+from headrace.serving.router.forwarding import Forwarder
+from headrace.serving.router.limits import RateLimit
+from headrace.serving.router.metrics import RouterMetrics
+from headrace.serving.router.options import RouterOptions
+from headrace.serving.router.workers import Worker
+
+RETRY_AFTER_S = 5.0
+RELAYED = frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.is_admin)
+BROADCAST = frozenset({"/abort_request"})
+"""Sent to all workers: nobody knows which one has the request."""
+NO_LIMIT = nullcontext()
+ADMIN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_admin)
+
+
+def describe_state(worker: Worker) -> str:
+    """One word for what a worker does."""
+    if worker.is_draining:
+        return "draining"
+    return worker.health if worker.health != "ready" or worker.takes_requests else "resting"
+
+
+class WorkerInfo(msgspec.Struct):
+    """A worker in the answer of ``/workers``."""
+
+    url: str
+    state: str
+    reason: str
+    models: list[str]
+    requests: int
+    load_tokens: int
+
+
+class WorkerName(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST and DELETE ``/workers``."""
+
+    url: str
+
+
+class Router:
+    """The application without gates. ``is_draining`` refuses new requests; ``num_running`` counts those that are being
+    relayed."""
+
+    def __init__(self, fleet: Fleet, options: RouterOptions):
+        self.fleet, self.metrics = fleet, RouterMetrics(fleet)
+        self.is_draining = False
+        self.num_running = 0
+        self._options = options
+        self._limit = RateLimit(options.rate_limit, options.rate_burst, options.max_concurrent_per_client)
+        self._has_keys = options.api_key is not None
+        self._forwarder = Forwarder(fleet, self.metrics)
+        self._routes: dict[str, Callable[[Scope, Receive], Awaitable[Response]]] = {
+            "/health": self._health, "/ping": self._health, "/ready": self._ready, "/metrics": self._metrics,
+            "/v1/models": self._models, "/workers": self._workers,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = path_of(scope)
+        try:
+            own = self._routes.get(path)
+            if own is not None:
+                await (await own(scope, receive))(scope, receive, send)
+            else:
+                await self._relay(path, scope, receive, send)
+        except HeadraceError as error:
+            await respond_error(error, scope)(scope, receive, send)
+
+    async def _relay(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if route_of(path, RELAYED) == "unmatched":
+            raise NotFound(f"{path} is an admin route: send it to a worker" if path in ADMIN_PATHS else
+                           f"there is no {path}; the router passes on the routes of inference servers")
+        if self.is_draining:
+            raise EngineUnavailable("the router is shutting down", retry_after=RETRY_AFTER_S)
+        client = client_of(scope, has_keys=self._has_keys) if self._limit.is_on else ()
+        self.num_running += 1
+        try:
+            with self._limit.admit(client) if self._limit.is_on else NO_LIMIT:
+                body = await self._read_body(receive)
+                if path in BROADCAST:
+                    answer = await self._forwarder.broadcast(scope, body)
+                    await EncodedResponse(answer or b"{}")(scope, receive, send)
+                else:
+                    await self._forwarder.forward(path, body, scope, receive, send)
+        except ClientDisconnect:  # while it sent its request
+            return
+        finally:
+            self.num_running -= 1
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        most, message = self._options.max_body_bytes, await receive()
+        body: bytes = message.get("body", b"")
+        if message.get("more_body"):
+            pieces, size = [body], len(body)
+            while message.get("more_body") and size <= most:
+                message = await receive()
+                pieces.append(message.get("body", b""))
+                size += len(pieces[-1])
+            body = b"".join(pieces)
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if len(body) > most:
+            raise BodyTooLarge(f"the body has more than {most} bytes")
+        return body
+
+    async def _health(self, scope: Scope, receive: Receive) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def _ready(self, scope: Scope, receive: Receive) -> Response:
+        is_ready = self.fleet.is_ready and not self.is_draining
+        states = [{"url": worker.url, "state": describe_state(worker)} for worker in self.fleet]
+        content = {"status": "ready" if is_ready else "draining" if self.is_draining else "waiting", "workers": states}
+        return JsonResponse(content, 200 if is_ready else 503, None if is_ready else {"Retry-After": "5"})
+
+    async def _metrics(self, scope: Scope, receive: Receive) -> Response:
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, scope: Scope, receive: Receive) -> Response:
+        return JsonResponse({"object": "list", "data": list(self.fleet.models())})
+
+    async def _workers(self, scope: Scope, receive: Receive) -> Response:
+        """GET lists, POST adds, DELETE drains; the last two with ``{"url": ...}``, or ``?url=``."""
+        if scope["method"] in ("POST", "DELETE"):
+            url = await self._read_url(scope, receive)
+            if scope["method"] == "POST":
+                try:
+                    self.fleet.add(url)
+                except ConfigError as error:
+                    raise RequestError(error.message, param="url") from error
+            elif not self.fleet.drain(url):
+                raise NotFound(f"{url} is no worker of this router", param="url")
+        infos = [
+            WorkerInfo(w.url, describe_state(w), w.reason, list(w.models), len(w.relays), w.load) for w in self.fleet
+        ]
+        return JsonResponse({"workers": infos})
+
+    async def _read_url(self, scope: Scope, receive: Receive) -> str:
+        query: bytes = scope.get("query_string", b"")
+        in_query = parse_qs(query.decode("latin-1")).get("url")
+        if in_query:
+            return in_query[0]
+        try:
+            named_worker: WorkerName = msgspec.json.decode(await self._read_body(receive), type=WorkerName)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f'the body must be {{"url": "http://host:port"}}: {error}', param="url") from error
+        return named_worker.url
+
+
+def create_app(router: Router, options: RouterOptions) -> ASGIApp:
+    """The router behind its gates; see `headrace.serving.http.app` for their order."""
+    app: ASGIApp = router
+    if options.api_key is not None:
+        app = KeyGate(app, check_key(options.api_key), OPEN_PATHS)
+    elif is_loopback(options.host):
+        app = HostGate(app, options)
+    app = AdminGate(app, options, frozenset({"/workers"}))
+    origins = [origin.strip() for origin in options.cors_origins.split(",") if origin.strip()]
+    if origins:
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", "Warning"]
+        )
+    routes = RELAYED | {"/workers"}
+    app = cast("ASGIApp", RequestLedger(app, router.metrics.http, routes, has_log=options.log_requests))
+    proxies = read_proxies(options.trusted_proxies)
+    if proxies:
+        app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), trusted_hosts=proxies))
+    return app

@@ -1,0 +1,66 @@
+"""`RouterMetrics`: what the router's ``/metrics`` reports; documented in ``docs/router.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace.serving.http.transport.metrics import LATENCY_S, HttpMetrics
+from headrace.serving.router.fleet import Fleet
+
+
+class _FleetCollector(Collector):
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        gauges = {
+            "up": "1 when the worker takes requests.",
+            "requests_active": "Requests that run on the worker.",
+            "load_tokens": "Tokens, roughly, of the requests that run on the worker.",
+        }
+        families = {
+            name: GaugeMetricFamily(f"headrace_router_worker_{name}", doc, labels=("worker",))
+            for name, doc in gauges.items()
+        }
+        for worker in self._fleet:
+            values = {
+                "up": float(worker.takes_requests), "requests_active": len(worker.relays), "load_tokens": worker.load
+            }
+            for name, value in values.items():
+                families[name].add_metric((worker.url,), value)
+        yield from families.values()
+
+
+class RouterMetrics:
+    """All metrics of one router."""
+
+    def __init__(self, fleet: Fleet):
+        self.registry = CollectorRegistry()
+        self.registry.register(_FleetCollector(fleet))
+        self.http = HttpMetrics(self.registry)
+        self.requests = Counter(
+            "headrace_router_requests", "Requests sent to workers, by the status that came back; lost: no response.",
+            ("worker", "status"), registry=self.registry
+        )
+        self.retries = Counter(
+            "headrace_router_retries", "Requests given to another worker.", registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "headrace_router_prompt_tokens", "Prompt tokens, roughly.", registry=self.registry
+        )
+        self.cached_tokens = Counter(
+            "headrace_router_cached_tokens", "Prompt tokens, roughly, that the chosen worker should have in its cache.",
+            registry=self.registry
+        )
+        self.first_byte = Histogram(
+            "headrace_router_first_byte_seconds", "From a request's arrival to the head of its response.",
+            registry=self.registry, buckets=LATENCY_S
+        )
+
+    def render(self) -> bytes:
+        """In Prometheus text format."""
+        return generate_latest(self.registry)

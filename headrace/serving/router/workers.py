@@ -1,0 +1,129 @@
+"""`Worker`: a server behind the router: whether it takes requests, what it serves, how busy it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.service.balancing import ReplicaState
+from headrace.serving.http_client import HttpClient, HttpResponse
+from headrace.serving.router.relay import Relay
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 4.0
+"""How long an idle connection is kept: shorter than servers keep theirs, which is five seconds for uvicorn's."""
+FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
+FAILURE_STATUSES = frozenset({500, 502, 503, 504})
+Health = Literal["starting", "ready", "failing"]
+
+
+class _Listing(msgspec.Struct):
+    """The answer of ``/v1/models``."""
+
+    data: list[dict[str, Any]] = []
+
+
+@dataclass(eq=False)
+class Worker:
+    """``index`` is never used again. ``models``: what it lists, by id; empty until it was asked. ``failures`` counts
+    requests that failed one after the other; until ``open_until`` (`time.monotonic`) the breaker keeps requests away,
+    and then lets one pass at a time. ``load``: tokens, roughly, of the requests that run there.
+    ``was_lost`` asks for a health check at once."""
+
+    index: int
+    url: str
+    client: HttpClient
+    breaker_failures: int
+    health: Health = "starting"
+    is_draining: bool = False
+    reason: str = "not asked yet"
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    relays: set[Relay] = field(default_factory=set)
+    load: int = 0
+    failures: int = 0
+    open_until: float = 0.0
+    was_lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request may be sent there now."""
+        if self.health != "ready" or self.is_draining:
+            return False
+        if self.failures < self.breaker_failures:
+            return True
+        return not self.relays and time.monotonic() >= self.open_until
+
+    @property
+    def state(self) -> ReplicaState:
+        """For a balancing policy."""
+        return ReplicaState(self.index, num_running=len(self.relays), prefill_tokens=self.load, name=self.url)
+
+    def note_outcome(self, *, failed: bool) -> None:
+        """A request has ended there."""
+        if not failed:
+            self.failures = 0
+            return
+        self.failures += 1
+        if self.failures >= self.breaker_failures:
+            num_breaks = self.failures - self.breaker_failures
+            break_s = min(LONGEST_BREAK_S, FIRST_BREAK_S * 2.0 ** min(num_breaks, 10))
+            self.open_until = time.monotonic() + break_s
+            logger.warning("%s: %d requests failed in a row; it gets none for %g s", self.url, self.failures, break_s)
+
+    def note_lost(self, reason: str) -> None:
+        """It cannot be reached: no requests until a health check succeeds."""
+        if self.health != "failing":
+            logger.warning("%s is not reachable: %s", self.url, reason)
+        self.health, self.reason = "failing", reason
+        self.was_lost.set()
+
+    def give_up(self) -> None:
+        """End what runs there, as if its connections had broken."""
+        for relay in list(self.relays):
+            relay.abort()
+
+    async def check_health(self, timeout_s: float) -> bool:
+        """Ask whether it takes requests, by ``/ready`` or, where there is no such route, by ``/health``."""
+        answer = await self._ask("/ready", timeout_s)
+        if isinstance(answer, HttpResponse) and answer.status in (404, 405):
+            answer = await self._ask("/health", timeout_s)
+        if isinstance(answer, str):
+            self.note_lost(answer)
+            return False
+        if answer.status != 200:
+            if self.health == "ready":
+                logger.warning("%s takes no requests: status %d", self.url, answer.status)
+            self.health = "starting" if self.health == "starting" else "failing"
+            self.reason = f"status {answer.status}"
+            return False
+        if self.health != "ready":
+            await self.read_models(timeout_s)
+            logger.info("%s is ready: %s", self.url, ", ".join(self.models) or "models unknown")
+        self.health, self.reason = "ready", ""
+        return True
+
+    async def read_models(self, timeout_s: float) -> None:
+        """Learn which models it serves. A worker that does not say gets requests for any."""
+        answer = await self._ask("/v1/models", timeout_s)
+        if isinstance(answer, str) or answer.status != 200:
+            return
+        try:
+            listing = msgspec.json.decode(answer.body, type=_Listing)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        self.models = {str(model["id"]): model for model in listing.data if "id" in model}
+
+    async def _ask(self, route: str, timeout_s: float) -> HttpResponse | str:
+        """The response, or why there is none."""
+        try:
+            return await self.client.send("GET", route, timeout_s=timeout_s)
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s"
+        except (OSError, ValueError) as error:
+            return str(error) or type(error).__name__

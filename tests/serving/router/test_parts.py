@@ -1,0 +1,137 @@
+"""Discovery, limits and the view of prompts, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from serving.router.workers import Worker
+
+from headrace.base.errors import ConfigError
+from headrace.service.balancing import ReplicaState, RoutedRequest, create_policy
+from headrace.serving.router.discovery import read_workers, split_name, watch_file, watch_name
+from headrace.serving.router.fleet import Fleet
+from headrace.serving.router.limits import MAX_CLIENTS, RateLimit, RateLimited
+from headrace.serving.router.options import RouterOptions, WorkerOptions
+from headrace.serving.router.prompt_view import EMPTY, pack_hint, text_of, view_prompt
+from headrace.serving.router.server import serve_router
+
+
+def test_prompts_that_begin_alike_have_hints_that_do():
+    turns = [{"role": "user", "content": "a question " * 20}]
+    first = view_prompt(json.dumps({"model": "m", "temperature": 0.5, "messages": turns}).encode())
+    turns += [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "more"}]
+    second = view_prompt(json.dumps({"max_tokens": 3, "messages": turns, "model": "m", "user": "u"}).encode())
+    shorter, longer = first.hint, second.hint
+    assert longer.startswith(shorter[:-1]) and pack_hint(longer)[:40] == pack_hint(shorter)[:40]
+    assert text_of(first.model) == "m" and text_of(first.prompt_cache_key) == ""
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"x"', b"\xff", b"[" * 100_000, b'{"model": 3, "prompt": {}}'])
+def test_bodies_that_are_not_requests_are_passed_on(body: bytes):
+    view = view_prompt(body)
+    assert text_of(view.model) == "" and (view is EMPTY or view.hint == b"{}")
+
+
+def test_a_bucket_fills_again():
+    now = 0.0
+    limit = RateLimit(2.0, 3, 0, clock=lambda: now)
+    for _ in range(3):
+        with limit.admit(("a",)):
+            pass
+    with pytest.raises(RateLimited) as refused, limit.admit(("a",)):
+        pass
+    assert refused.value.retry_after == pytest.approx(0.5)
+    with limit.admit(("b",)):
+        pass
+    now = 0.5
+    with limit.admit(("a",)):
+        pass
+    with pytest.raises(RateLimited), limit.admit(("a",)):
+        pass
+
+
+def test_clients_are_forgotten_but_not_their_running_requests():
+    limit = RateLimit(0.0, 0, 1)
+    with limit.admit(("running",)):
+        for number in range(MAX_CLIENTS + 10):
+            with limit.admit((str(number),)):
+                pass
+        assert len(limit._clients) <= MAX_CLIENTS + 1
+        with pytest.raises(RateLimited), limit.admit(("running",)):
+            pass
+
+
+def test_few_conversations_move_when_a_worker_goes():
+    policy = create_policy("consistent-hash")
+    workers = [ReplicaState(i, name=f"http://w{i}:8000") for i in range(5)]
+    requests = [RoutedRequest([], affinity=f"session {i}") for i in range(500)]
+    before = [policy.choose(request, workers).replica for request in requests]
+    after = [policy.choose(request, workers[:2] + workers[3:]).replica for request in requests]
+    moved = [(b, a) for b, a in zip(before, after, strict=True) if a != b]
+    assert moved and all(b == 2 for b, _ in moved)
+    assert all(60 < before.count(worker.index) < 150 for worker in workers)
+    again = [create_policy("consistent-hash").choose(request, workers[::-1]).replica for request in requests]
+    assert again == before, "any router chooses alike, in any order"
+    prompts = [RoutedRequest(list(range(i, i + 64))) for i in (0, 0, 7)]
+    chosen = [policy.choose(prompt, workers).replica for prompt in prompts]
+    assert chosen[0] == chosen[1]
+
+
+async def test_a_file_of_workers_may_change(tmp_path: Path):
+    file = tmp_path / "workers.txt"
+    file.write_text("# the first\nhttp://127.0.0.1:1\n\n127.0.0.1:2/\n")
+    assert read_workers(file) == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    fleet = Fleet(WorkerOptions(), "round-robin")
+    fleet.add("http://127.0.0.1:9")  # given by hand: stays
+    watching = asyncio.create_task(watch_file(file, fleet))
+
+    async def until(*ports: int) -> None:
+        async with asyncio.timeout(10):
+            while {worker.url for worker in fleet} != {f"http://127.0.0.1:{port}" for port in ports}:
+                await asyncio.sleep(0.01)
+
+    try:
+        await until(1, 2, 9)
+        changed = tmp_path / "new"
+        changed.write_text("http://127.0.0.1:2\nhttp://127.0.0.1:3\nnot a url://\n")
+        os.replace(changed, file)
+        await until(2, 3, 9)
+        file.unlink()  # while it is replaced: nothing changes
+        await asyncio.sleep(1.2)
+        await until(2, 3, 9)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
+
+
+async def test_a_name_is_resolved(monkeypatch: pytest.MonkeyPatch):
+    worker = Worker()
+    await worker.start()
+    fleet = Fleet(WorkerOptions(health_interval_s=0.05), "round-robin")
+    watching = asyncio.create_task(watch_name(f"localhost:{worker.port}", fleet))
+    try:
+        async with asyncio.timeout(10):
+            while not fleet.is_ready:
+                await asyncio.sleep(0.01)
+        assert any(found.url == worker.url for found in fleet)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
+        await worker.stop()
+    assert split_name("[::1]:80") == ("::1", 80)
+    for name in ("host", "host:", ":80", "host:99999", "host:x"):
+        with pytest.raises(ConfigError, match="NAME:PORT"):
+            split_name(name)
+
+
+def test_a_router_without_workers_says_how_to_name_them(tmp_path: Path):
+    with pytest.raises(ConfigError, match="headrace router http://HOST:PORT"):
+        serve_router([], RouterOptions(port=0), WorkerOptions())
+    with pytest.raises(ConfigError, match="is no file"):
+        serve_router([], RouterOptions(port=0), WorkerOptions(workers_file=str(tmp_path / "none")))
