@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from headrace.base.errors import ContextLengthExceeded
 from headrace.service.client.prompts import check_length, encode_prompt
 from headrace.service.tokenization import Tokenizer
-from headrace.service.tokenization.bounds import MAX_DECOMPOSED, find_bound
+from headrace.service.tokenization.bounds import MAX_DECOMPOSED, PIECE_CHARS, TokenBound, find_bound
 from headrace.service.tokenization.token_bytes import CHAR_OF_BYTE
 from headrace.service.tokenization.tokenizer import TokenizerFacts
 
@@ -103,3 +103,25 @@ def test_a_text_that_is_certainly_too_long_is_refused_unread(make, monkeypatch: 
     ):
         with pytest.raises(ContextLengthExceeded, match=r"500 tokens \(max_model_len\); the prompt has more"):
             refuse("a" * 1_000_000)
+
+
+@pytest.mark.parametrize("length", [PIECE_CHARS - 1, PIECE_CHARS, 2 * PIECE_CHARS + 1])
+def test_dropped_characters_are_counted_in_pieces(length: int):
+    bound = TokenBound(num_chars=10, dropped=("\x00", "\x01"))
+    most, text = length // 10, "a" * length
+    assert bound.proves_more(text, most - 1) and not bound.proves_more(text, most + 1)
+    assert not bound.proves_more("\x00\x01" * length, 1)
+    assert bound.proves_more("\x00" * PIECE_CHARS + text, most - 1)
+    assert not bound.proves_more("\x00" * PIECE_CHARS + "a" * (most * 10), most)
+
+
+class Piecewise(str):
+    """Notices when all of it is searched at once."""
+
+    def count(self, *_: object) -> int:
+        raise AssertionError("one call holds the GIL for the whole text")
+
+
+def test_a_giant_text_is_not_searched_in_one_call():
+    bound = TokenBound(num_chars=10, dropped=tuple(map(chr, range(32))))
+    assert bound.proves_more(Piecewise("a" * 30_000_000), 8192)

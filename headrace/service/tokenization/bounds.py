@@ -19,6 +19,8 @@ from headrace.service.tokenization.token_bytes import CHAR_OF_BYTE
 MAX_DECOMPOSED = 4
 """Characters that one composed character has at most in canonical decomposition (Unicode forms NFC and NFKC; e.g.
 U+1F82). Composition can shorten a text by no more."""
+PIECE_CHARS = 1 << 18
+"""Characters that are looked at in one call."""
 _KEEPING = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")
 """Normalizers after which a text has at least as many characters as before."""
 _SPLITTING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
@@ -39,7 +41,13 @@ class TokenBound:
         limit = self.num_chars * most
         if len(text) <= limit or any(token in text for token in self.greedy):
             return False
-        return len(text) - sum(map(text.count, self.dropped)) > limit
+        num_kept = 0
+        for begin in range(0, len(text), PIECE_CHARS):  # in one call, all of a giant text would hold the GIL
+            piece = text[begin : begin + PIECE_CHARS]
+            num_kept += len(piece) - sum(map(piece.count, self.dropped))
+            if num_kept > limit:
+                return True
+        return False
 
 
 NO_BOUND = TokenBound(1 << 62)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -248,6 +249,7 @@ class HttpServer:
         logger.info("listening on %s; loading the model", address)
         await self._client.start()
         await self._client.wait_ready()
+        gc.freeze()  # what was imported stays: a collection that looked at it would stop all streams for longer
         self._context.is_open = True
         facts = self._context.facts()
         announce_ready(

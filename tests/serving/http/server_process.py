@@ -6,6 +6,7 @@ SIGUSR1 lets it answer without delay."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -55,3 +56,5 @@ if __name__ == "__main__":
         asyncio.run(HttpServer(config, client=StartingClient(delay_s=float(sys.argv[1]))).run())
     except HeadraceError as error:
         sys.exit(f"error: {error}")
+    finally:
+        print("frozen objects:", gc.get_freeze_count())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from array import array
@@ -174,3 +175,11 @@ async def test_others_are_answered_while_a_large_body_is_decoded(client: FakeCli
             await asyncio.sleep(0.002)
         assert (await giant).json()["usage"]["prompt_tokens"] == 4
     assert num_answered > 3, "one call would let two through at most: before it and after it"
+
+
+def test_collections_of_garbage_do_not_look_at_located_values():
+    """Each would otherwise hold the GIL for as long as it takes to look at all values of all bodies being read."""
+    values = ", ".join('"a": {"b": [1, "c"]}'.replace("a", f"a{i}") for i in range(20_000))
+    document = spans.find_spans(f"{{{values}}}".encode())
+    assert len(document.children) == 40_000
+    assert not any(map(gc.is_tracked, [document, *document.children]))

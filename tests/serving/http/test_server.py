@@ -76,6 +76,8 @@ def test_start_and_orderly_end():
         server.process.send_signal(signal.SIGTERM)
         code, output = server.finish()
         assert code == 0 and "Traceback" not in output and "never retrieved" not in output, output
+        # Once ready, collections of garbage leave alone what was imported.
+        assert re.search(r"frozen objects: [1-9]\d{4}", output)
 
 
 @contextmanager

@@ -4,8 +4,7 @@ text in short calls, between which other threads run, and leave it to the decode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -56,14 +55,14 @@ def _scan_depth(brackets: bytes, depth: int) -> int:
     return depth
 
 
-@dataclass(slots=True)
-class Span:
+class Span(msgspec.Struct, gc=False):
     """A string, list or object: ``body[begin:end]``. ``children`` are the strings, lists and objects right inside it
-    (names of fields among them), in order; forgotten where the span is small enough to be decoded in one call."""
+    (names of fields among them), in order; forgotten where the span is small enough to be decoded in one call. They are
+    a tree without cycles and many, and each collection of garbage would look at all of them, with the GIL held."""
 
     begin: int
     end: int = 0
-    children: list[Span] = field(default_factory=list)
+    children: Sequence[Span] = ()
 
     @property
     def is_large(self) -> bool:
@@ -73,27 +72,29 @@ class Span:
 
 def find_spans(body: bytes) -> Span:
     """The span of the whole document. Raises `msgspec.DecodeError` where brackets or quotes do not match."""
-    outer = Span(-1)
-    stack = [outer]
+    children: list[Span] = []  # of the list or object that is open
+    stack: list[tuple[int, list[Span]]] = []  # where those around it begin, and their children so far
     for begin, end in _events(body):
         kind = body[begin]
         if kind in b"[{":
-            stack.append(Span(begin))
+            stack.append((begin, children))
+            children = []
         elif kind == _QUOTE:
-            stack[-1].children.append(Span(begin, end))
+            children.append(Span(begin, end))
         else:
-            span = stack.pop()
-            if span is outer or (body[span.begin] == 0x5B) != (kind == 0x5D):
+            if not stack or (body[stack[-1][0]] == 0x5B) != (kind == 0x5D):
                 raise msgspec.DecodeError(f"JSON is malformed: invalid character (byte {begin})")
-            span.end = end
-            if not span.is_large:
-                span.children = []
-            stack[-1].children.append(span)
-    if len(stack) > 1:
+            first, around = stack.pop()
+            span = Span(first, end)
+            if span.is_large:
+                span.children = children
+            around.append(span)
+            children = around
+    if stack:
         raise msgspec.DecodeError("Input data was truncated")
-    if len(outer.children) != 1:
+    if len(children) != 1:
         raise msgspec.DecodeError("JSON is malformed: it must be one object")
-    document = outer.children[0]
+    document = children[0]
     check_blank(body, 0, document.begin)
     check_blank(body, document.end, len(body))
     return document
