@@ -233,6 +233,12 @@ class ParallelConfig(Section):
                 f"pipeline_layers has {len(layers.split(','))} numbers for the {stages} stages of "
                 "pipeline_parallel_size; state one for each, or leave it out", param="pipeline_layers",
             )
+        if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among ranks, and there is one: set tensor_parallel_size (or "
+                "data_parallel_size) to the number of devices, or leave enable_expert_parallel out",
+                param="enable_expert_parallel",
+            )
 
     @property
     def num_ranks(self) -> int:

@@ -85,7 +85,7 @@ def _missing_path(path: Path) -> str:
     entries = sorted(entry.name for entry in parent.iterdir())
     near = get_close_matches(path.name, entries, n=3, cutoff=0.5)
     return (
-        f"{parent} has {'no ' + path.name if parent == path.absolute().parent else 'no such subfolder'}"
+        f"the folder {parent} has {'no ' + path.name if parent == path.absolute().parent else 'no such subfolder'}"
         + (f"; near: {', '.join(near)}" if near else "")
     )
 

@@ -20,6 +20,7 @@ def test_every_option_is_documented_and_named_once():
     ({"memory_fraction": "lots"}, "takes a number"),
     ({"pagesize": 4}, "did you mean page_size"), ({"prefix_cache": 1}, "takes true or false"),
     ({"kv_pages": True}, "takes an integer"), ({"page_size": 3}, "power of two"),
+    ({"enable_expert_parallel": True}, "there is one: set tensor_parallel_size"),
     ({"model": "mod\udce9le"}, "model must be UTF-8"),
     ({"memory_fraction": float("nan")}, "finite"), ({"default_deadline_s": float("inf")}, "finite"),
     ({"overlap_depth": 3}, "from 1 to 2"),

@@ -92,7 +92,8 @@ def test_commands():
     assert talked.llm.prompts == [
         "<system>sys<user>one", "<system>sys<user>two", "<system>new<user>three", "<user>four"
     ]
-    assert "/reset" in talked.text
+    assert "/what is no command. There are:\n/reset" in talked.text
+    assert "no command" not in talk(["/help"]).text
 
 
 def test_an_error_leaves_the_conversation_usable():

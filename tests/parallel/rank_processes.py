@@ -43,6 +43,7 @@ class RankProcesses:
 
     def builder(self, options: dict[str, Any]) -> Callable[..., LocalExecutor]:
         """A `build_executor` that builds on all ranks, and whose executor's plans they all run."""
+        options = {"tensor_parallel_size": self.group.size, **options}
 
         def build(config: EngineConfig, progress: Callable[[str, float], None], *_: object) -> LocalExecutor:
             self._send(("build", options))

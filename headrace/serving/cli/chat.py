@@ -82,7 +82,8 @@ class Terminal:
             self._conversation.turns.clear()
             self._console.print("System message set." if rest.strip() else "System message removed.", style="dim")
         else:
-            self._console.print(HELP, style="dim", markup=False, highlight=False)
+            told = HELP if word == "/help" else f"{word} is no command. There are:\n{HELP}"
+            self._console.print(told, style="dim", markup=False, highlight=False)
 
     async def _answer(self) -> None:
         """Stream one answer. Output before Ctrl-C is kept."""

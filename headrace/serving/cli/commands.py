@@ -100,7 +100,7 @@ _ALL = (
     ),
     Command(
         "chat", "chat with a model in the terminal", ("chat", "sampling", *ENGINE), "headrace.serving.cli.chat:run", (
-            ("the default model, sampled as its makers advise", "headrace chat --temperature 0.2 --top-p 0.9"),
+            ("talk to the default model, sampled as its makers advise", "headrace chat"),
             ("the model of a running server", "headrace chat --url http://127.0.0.1:8000"),
             ("with a system message", 'headrace chat --system "You are a pirate." --temperature 0.8'),
         ), "model",

@@ -214,20 +214,24 @@ def _fit(
 
 
 async def prepare_chat(
-    request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False
+    request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False,
+    prompt_field: str = "messages",
 ) -> Chat:
     """Render the conversation of ``body``, check it, and plan its output. ``fits``: ``max_tokens`` beyond the room
-    in the context is lowered instead of refused. Submits nothing. Raises typed errors for what cannot be served."""
+    in the context is lowered instead of refused. ``prompt_field`` is named in errors. Submits nothing. Raises typed
+    errors for what cannot be served."""
     context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
     return await compute(
-        request, lambda: _prepare(request, context, body, params, id_prefix=id_prefix, fits=fits),
+        request,
+        lambda: _prepare(request, context, body, params, id_prefix=id_prefix, fits=fits, prompt_field=prompt_field),
         size=render_size(body)
     )
 
 
 def _prepare(
-    request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, *, id_prefix: str, fits: bool
+    request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, *, id_prefix: str, fits: bool,
+    prompt_field: str,
 ) -> Chat:
     prompt = render_conversation(context, body)
     plan = _plan_output(context, body, prompt)
@@ -240,6 +244,6 @@ def _prepare(
         params=[plan.extend(params)], namespace=body.cache_salt or "", priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=has_special, truncate=body.truncate_prompt_tokens,
         keeps_begin=body.truncation_side == "right",
-        grammar_field=lambda: grammar_field(body) or "tools",
+        grammar_field=lambda: grammar_field(body) or "tools", prompt_field=prompt_field,
     )
     return Chat(generation, plan, is_capped)

@@ -54,7 +54,8 @@ class GenerationRequest:
     ``truncate``: keep at most this many tokens at the end of each prompt (at the begin if ``keeps_begin``); -1: as many
     as leave room for the output.
     ``deadline_s``: seconds.
-    ``grammar_field`` returns the request field that holds the grammar, for error messages.
+    ``grammar_field`` returns the request field that holds the grammar, and ``prompt_field`` is that of the prompts, for
+    errors.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class GenerationRequest:
     truncate: int | None = None
     keeps_begin: bool = False
     grammar_field: Callable[[], str] | None = None
+    prompt_field: str = "prompt"
 
     def ids(self) -> list[str]:
         """The id of each prompt's engine request."""
@@ -255,7 +257,9 @@ class Generation:
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
 
     def _name_field(self, error: ErrorInfo, params: SamplingParams | PoolingSpec) -> ErrorInfo:
-        """An error about the grammar, with the name of the request field that holds the grammar."""
+        """An error about the prompt or the grammar, with the name of the request field that holds it."""
+        if error.param == "prompt":
+            return ErrorInfo(error.kind, error.message, self.request.prompt_field, error.retry_after)
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         field = self.request.grammar_field() if self.request.grammar_field is not None else ""
         if grammar is None or not field or error.param != grammar.kind:
@@ -295,6 +299,15 @@ async def open_generation(
 ) -> Generation:
     """Validate, encode and submit all prompts; if one is refused, those already submitted are aborted. Raises typed
     errors. The caller must close the generation. ``is_detached``: it goes on when the client disconnects."""
+    try:
+        return await _submit_all(http_request, request, is_detached=is_detached)
+    except HeadraceError as error:
+        if error.param == "prompt":
+            error.param = request.prompt_field
+        raise
+
+
+async def _submit_all(http_request: Request, request: GenerationRequest, *, is_detached: bool) -> Generation:
     context = context_of(http_request)
     # before any work; `submit` would refuse, too, but only after `_encode_prompts`
     context.check_available()

@@ -249,7 +249,7 @@ async def create_response(request: Request) -> JsonResponse | EventStream | Stre
         raise RequestError("background needs the response to be stored; leave store out", param="background")
     previous = _find_previous(context, owner, body.previous_response_id)
     converted = await compute(request, lambda: convert_request(body, _history(previous)))
-    chat = await prepare_chat(request, context, converted, id_prefix="resp_")
+    chat = await prepare_chat(request, context, converted, id_prefix="resp_", prompt_field="input")
     is_kept = body.background or (store.is_open and body.store is not False)
     keeper = Keeper(store, owner, body, previous) if is_kept else None
     request_id, names = chat.request.request_id, TokenNames(context.client.tokenizer)

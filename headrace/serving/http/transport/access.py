@@ -269,8 +269,8 @@ def _warning(names: list[str]) -> bytes:
 
 class RequestLedger:
     """Counts requests by method, route and status, and logs a line for each if ``has_log``. Adds ``X-Request-Id`` to
-    the response: the client's own id, else the one that the route set, else a new one; and ``Warning`` if fields were
-    ignored."""
+    the response (and ``Request-Id`` for Anthropic's clients, which read that): the client's own id, else the one that
+    the route set, else a new one; and ``Warning`` if fields were ignored."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, routes: frozenset[str], *, has_log: bool):
         self._app, self._metrics, self._routes, self._has_log = app, metrics, routes, has_log
@@ -281,7 +281,8 @@ class RequestLedger:
             return
         status, begin = 500, time.perf_counter()  # 500 if the application raises before a response starts
         state = scope.setdefault("state", {})
-        state["request_id"] = read_request_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        state["request_id"] = read_request_id(headers.get("x-request-id"))
 
         async def note_status(message: Message) -> None:
             nonlocal status
@@ -290,6 +291,8 @@ class RequestLedger:
                 # Read when the response starts: `open_generation` may have set it since.
                 state["request_id"] = state["request_id"] or f"req_{uuid.uuid4().hex}"
                 added = [(b"x-request-id", state["request_id"].encode())]
+                if "anthropic-version" in headers:
+                    added.append((b"request-id", added[0][1]))
                 if state.get("ignored_fields"):
                     added.append((b"warning", _warning(state["ignored_fields"])))
                 message["headers"] = [*message.get("headers", ()), *added]
