@@ -72,8 +72,8 @@ class ModelConfig(Section):
     )
     quantization: str | None = option(
         None,
-        "weight quantization: int8, int4 or w8a8 quantize any checkpoint at load on a CPU; none: dequantize; stored "
-        "(default): as in the file",
+        "weight quantization: int8, int4 or w8a8 quantize any checkpoint at load on a CPU, fp8 on a GPU; none: "
+        "dequantize; stored (default): as in the file",
         metavar="NAME"
     )
     max_model_len: int | None = option(

@@ -29,6 +29,7 @@ from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
+from headrace.layers.quantization.coded import find_form, store_coded
 from headrace.layers.quantization.storage import (
     can_store_blocks,
     count_bytes,
@@ -64,6 +65,10 @@ AS_PLAIN, AS_STORED = "none", "stored"
 file's quantised blocks."""
 GROUPED = ("int8", "int4")
 """Values of ``quantization`` that round weights and inputs by groups; others by rows, or not on a CPU."""
+
+
+GROUPED_METHODS = ("gptq", "awq", "auto-round")
+"""Methods of checkpoints whose weights a CPU keeps in groups of 4 or 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -305,11 +310,12 @@ def choose_schemes(
     """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice.
     ``keeps_blocks``: as in `Build`. Layers on a GPU can keep codes too, though no blocks."""
     stated = {} if model.load_format == "dummy" else Fields(source.config).section("quantization_config")
-    wanted = model.quantization or ""
+    wanted, stored = model.quantization or "", str(stated.get("quant_method") or "")
+    is_kept = wanted in ("", AS_STORED, stored)  # naming the checkpoint's own form changes nothing
     return chain_schemes(SchemeQuery(
-        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
-        wanted="" if wanted in (AS_PLAIN, AS_STORED) else wanted, config=stated,
-        keeps_codes=keeps_blocks or (device.type == "cuda" and model.quantization in (None, AS_STORED)),
+        device.type, str(dtype).removeprefix("torch."), stored=stored,
+        wanted="" if is_kept or wanted == AS_PLAIN else wanted, config=stated,
+        keeps_codes=is_kept and (keeps_blocks or device.type == "cuda"),
     ))
 
 
@@ -330,7 +336,9 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
     """Whether most products will take weights with a scale per group, and round their inputs by groups, which costs
     less than activations in bfloat16 do. Rounding by rows costs far more than either."""
     if model.quantization in (None, AS_STORED):
-        return is_mostly_blocks(source.gguf_tensors) and keeps_blocks(source, model, device, torch.float32, progress)
+        method = Fields(source.config).section("quantization_config").get("quant_method")
+        has_groups = is_mostly_blocks(source.gguf_tensors) or method in GROUPED_METHODS
+        return has_groups and keeps_blocks(source, model, device, torch.float32, progress)
     return model.quantization in GROUPED
 
 
@@ -339,6 +347,10 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
     if config.model.load_format == "dummy":
         progress("filling in random weights", 0.1)
         fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config))
+        form = find_form(Fields(source.config).section("quantization_config"))
+        can_store = build.device.type == "cuda" or can_store_blocks(build.device, build.dtype, waits=False)
+        if form is not None and can_store and config.model.quantization in (None, AS_STORED):
+            store_coded(model, form)
         return
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,

@@ -22,8 +22,10 @@ from headrace.base.errors import ConfigError, WeightError
 from headrace.execution.loading import LoadedModel, load_model
 from headrace.kernels import native
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix, stack_matrices, unpack_bits
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
 from headrace.layers.quantization import SchemeQuery, chain_schemes
 from headrace.layers.quantization.blocks import CodedTensor
+from headrace.layers.quantization.coded import find_form
 from headrace.layers.quantization.storage import StorableLayer, find_stored
 from headrace.parallel.cut import Cut
 from headrace.parallel.share import Share
@@ -404,3 +406,39 @@ def test_older_files_state_their_form_elsewhere(tmp_path: Path):
     )
     found = weights_of(load(tmp_path / "m").model)["layers.0.mlp.down.weight"]
     assert_near(found, meant["model.layers.0.mlp.down_proj.weight"].double())
+
+
+def test_any_checkpoint_is_rounded_to_fp8(tmp_path: Path):
+    """On a CPU, where no kernel takes 8-bit floats, weights stay plain; the vocabulary is not rounded."""
+    meant = make_checkpoint(tmp_path / "m", LLAMA, None)
+    found = weights_of(load(tmp_path / "m", quantization="fp8").model)
+    assert torch.equal(found["embedding.weight"], meant["model.embed_tokens.weight"])
+    weight = meant["model.layers.1.mlp.down_proj.weight"]
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    assert torch.equal(found["layers.1.mlp.down.weight"], (weight / scales).to(torch.float8_e4m3fn).float() * scales)
+
+
+@pytest.mark.parametrize(("shape", "rows", "group"), [((40, 96), 1, 0), ((40, 96), 16, 32), ((130, 200), 128, 128)])
+def test_blocks_are_rounded_to_their_largest_magnitude(shape: tuple[int, int], rows: int, group: int):
+    weight = draw(*shape)
+    weight[:16, :32] = 0
+    _, expected = writers.fp8_block(weight + 1e-30, (rows, group or shape[1]))
+    matrix = quantise_float(weight, rows, group)
+    assert matrix.find_fault() is None
+    assert_near(matrix.dequantise(torch.float32), expected)
+    whole = quantise_integer(weight, 4, 32)
+    assert (whole.dequantise(torch.float32) - weight).abs().max() <= 0.51 * whole.scales.max()
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "ct-float-channel", "gptq", "awq"])
+def test_random_weights_have_the_form_of_the_config(name: str, tmp_path: Path):
+    form = find_form(CASES[name].config)
+    assert form is not None
+    case, matrix = CASES[name], form(draw(40, 192))
+    assert matrix.code is (Code.INT if case.is_packed else Code.E4M3) and matrix.group in (32, 128, 192)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": case.config}))
+    if native.build().status == "ready":
+        loaded = load(tmp_path, load_format="dummy")
+        packed = [s for s in find_stored(loaded.model) if s.num_bytes < 2 * s.shape[0] * s.shape[1]]
+        assert len(packed) == (8 if case.is_packed else 0)
+    assert find_form({"quant_method": "aqlm"}) is None

@@ -96,7 +96,10 @@ def test_adding_twice_changes_nothing_and_another_under_the_same_name_is_refused
 
 @pytest.mark.parametrize(("query", "said"), [
     (SchemeQuery(stored="quanto"), "quant_method is 'quanto'.*known are .*awq.*gptq"),
-    (SchemeQuery(wanted="int3"), "quantization 'int3' cannot be had here: known are int4, int8, w8a8, none and stored"),
+    (
+        SchemeQuery(wanted="int3"),
+        "quantization 'int3' cannot be had here: known are fp8, int4, int8, w8a8, none and stored"
+    ),
     (SchemeQuery(wanted="mxfp4"), "form of checkpoints.* this one states none"),
     (SchemeQuery(wanted="scaled_fp8", stored="mxfp4"), "reads fp8 and fbgemm_fp8 and mxfp8, not mxfp4"),
 ])

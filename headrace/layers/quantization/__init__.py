@@ -10,6 +10,7 @@ from headrace.layers.quantization.chain import (
     chain_schemes,
     default_chain,
     made_for_cpu,
+    made_on_any,
 )
 from headrace.layers.quantization.contract import SCHEMES, Scheme, SchemeQuery
 
@@ -50,6 +51,10 @@ SCHEMES.add(
     "bitsandbytes", f"{FORMATS}.bitsandbytes:BitsAndBytes",
     supports=StoredAs(("bitsandbytes",), is_recognised=False), priority=30,
     doc="nf4 and fp4 in blocks of a flattened weight, int8 with a scale per output",
+)
+SCHEMES.add(
+    "fp8", "headrace.layers.quantization.coded:Fp8", supports=made_on_any("fp8"), priority=90,
+    doc="8-bit floats with a scale per output, quantised while any checkpoint is loaded; for GPUs",
 )
 SCHEMES.add(
     "int8", "headrace.layers.quantization.integer:Int8", supports=made_for_cpu("int8"), priority=90,

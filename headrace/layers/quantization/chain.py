@@ -59,6 +59,11 @@ def made_for_cpu(name: str) -> Predicate:
     return reason_against
 
 
+def made_on_any(name: str) -> Predicate:
+    """For a scheme that quantises plain weights on any device, when the user wants it."""
+    return lambda query: None if query.wanted == name else f"serves {name} alone"
+
+
 def called(name: str) -> Predicate:
     """For a scheme of another package: supported where the checkpoint or the user names it."""
 
@@ -128,8 +133,6 @@ def _build(name: str, query: SchemeQuery) -> Scheme | None:
 def _fault_of_wanted(query: SchemeQuery) -> str | None:
     """Why the scheme that the user asked for is impossible here; None if it is possible. Asking for the checkpoint's
     own format is allowed if the checkpoint states it."""
-    if query.stored and query.wanted in (query.stored, query.stored.replace("-", "_")):
-        return None
     if query.wanted not in SCHEMES:
         makable = sorted({entry.name for entry in SCHEMES} - set(_find_formats()))
         return f"known are {', '.join(makable)}, none and stored"
