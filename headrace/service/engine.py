@@ -7,6 +7,7 @@ is planned and launched while the device computes step N. The scheduler plans wi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -174,7 +175,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the device. The engine cannot be used afterwards."""
-        self._in_flight.clear()
+        with contextlib.suppress(EngineBroken):
+            while self._in_flight:  # of a step whose sampling is not launched yet, other ranks wait for an end
+                self._commit([])
         self.executor.close()
 
     def _execute(self, plan: StepPlan) -> bool:

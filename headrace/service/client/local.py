@@ -191,10 +191,11 @@ class LocalClient:
         return outputs
 
     def _abort(self, running: dict[str, Job]) -> None:
+        """End what still runs, and read the steps in flight, of which other ranks may wait for an end."""
         with self._touch:
             for request_id in running:
                 self._engine.abort(request_id)
-        while running and self._engine.has_work:
+        while self._engine.has_work:
             self._step()
 
     def _require_sound(self) -> None:
