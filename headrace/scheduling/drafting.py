@@ -228,8 +228,6 @@ class Drafting:
     def count_proposals(self, newcomers: list[Request], num_rows: int, max_tokens: int) -> int:
         """Drafts per row that the device makes after the next step, for its decodes and for requests that begin to
         decode then; 0 where they are not expected to pay."""
-        if not self.device_drafts:
-            return 0
         if newcomers and not self._num_proposals and self._policy.pays(num_rows + len(newcomers)):
             for request in newcomers:
                 self._follow(request)

@@ -130,11 +130,12 @@ class Planner:
         return self._seal(sketch)
 
     def _compose(self) -> Sketch:
-        newcomer = self._make_way()
+        if self._running.num_several:
+            self._make_way()
         sketch = Sketch()
         self._add_decodes(sketch)
         budget = self._limit.tokens - sketch.num_tokens
-        shares = self._divide(budget, newcomer)
+        shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
             share = min(budget, shares.get(request.path, budget))
             if share <= 0:
@@ -154,26 +155,23 @@ class Planner:
         running = self._running
         return min(running.num_free_rows, min(self._max_running, self._limit.tokens) - running.num_running)
 
-    def _make_way(self) -> Request | None:
-        """A request of those whose turn it is, if they can hope for a row in this step. Where rows or pages are short,
-        whoever has none gets a turn, and one that has several gives up one for it."""
-        queue, room = self._queue, self._count_room()
-        if self._running.num_several and (self._is_blocked or room <= 0):
-            newcomer, self._is_blocked = queue.newcomer(), False
+    def _make_way(self) -> None:
+        """Where rows or pages are short, whoever has none gets a turn, and one that has several gives up one for it."""
+        if self._is_blocked or self._count_room() <= 0:
+            newcomer, self._is_blocked = self._queue.newcomer(), False
             if newcomer is not None and self._retraction.make_way(newcomer):
-                queue.let_in(newcomer)
-                room = self._count_room()
-        return queue.next_in_turn() if room > 0 else None
+                self._queue.let_in(newcomer)
 
-    def _divide(self, budget: int, newcomer: Request | None) -> dict[Path, int]:
-        """Tokens of this step by path, when several clients or HTTP requests prefill or wait to: one long prompt must
-        not delay all others. Empty when only one does, which then gets what there is."""
-        prefilling = self._running.prefilling
-        if not prefilling or self._ledger.keeps_nothing:
+    def _divide(self, budget: int) -> dict[Path, int]:
+        """Tokens of this step by path, when several clients or HTTP requests prefill or wait to, and can hope for a row
+        in this step: one long prompt must not delay all others. Empty when only one does, which then gets what there
+        is."""
+        if self._ledger.keeps_nothing:
             return {}
         demands: dict[Path, int] = {}
-        for request in prefilling:
+        for request in self._running.prefilling:
             demands[request.path] = demands.get(request.path, 0) + request.goal_len - request.planned_len
+        newcomer = self._queue.next_in_turn() if self._count_room() > 0 else None
         if newcomer is not None:
             demands[newcomer.path] = demands.get(newcomer.path, 0) + newcomer.known_len
         return divide(budget, demands) if len(demands) > 1 else {}
@@ -331,10 +329,11 @@ class Planner:
 
     def _propose(self, sketch: Sketch) -> int:
         """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""
+        if not self._drafting.device_drafts:
+            return 0
         newcomers = sketch.requests[sketch.num_decodes :]
         count = self._drafting.count_proposals(newcomers, sketch.num_decodes, self._limit.tokens)
-        if self._drafting.device_drafts:
-            for request, samples in zip(sketch.requests, sketch.samples, strict=True):
-                request.is_warm = request.is_warm and count > 0
-                request.num_proposed = count if request.is_warm and samples else 0
+        for request, samples in zip(sketch.requests, sketch.samples, strict=True):
+            request.is_warm = request.is_warm and count > 0
+            request.num_proposed = count if request.is_warm and samples else 0
         return count
