@@ -206,7 +206,10 @@ class ParallelConfig(Section):
         metavar="N,N"
     )
     enable_expert_parallel: bool = option(
-        False, "divide a mixture's experts among the ranks of tensor_parallel_size, whole ones, instead of each of them"
+        False,
+        "divide a mixture's experts, whole ones, among the ranks of tensor_parallel_size and of all replicas of "
+        "data_parallel_size, each of which has all of attention; default: each replica has all experts, each rank a "
+        "part of each"
     )
     all2all_backend: str = option(
         "auto",
@@ -250,6 +253,11 @@ class ParallelConfig(Section):
         names = (part.name for part in dataclasses.fields(self) if part.name.endswith("_parallel_size"))
         sizes = {name: getattr(self, name) for name in names}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas divide experts among them, so that each of their steps needs all."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
 EXECUTORS = ("local", "ray")
@@ -392,7 +400,8 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of the engine process; sent to it as msgpack. ``replica``: which of ``data_parallel_size`` it is."""
+    """Options of the engine process; sent to it as msgpack. ``replica``: which of ``data_parallel_size`` it is;
+    ``board``: inherited descriptors by which replicas that divide experts take steps together."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -402,6 +411,21 @@ class EngineConfig:
     nodes: NodesConfig = field(default_factory=NodesConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     replica: int = 0
+    board: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parallel.shares_experts:
+            return
+        if self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "replicas that divide experts have one pipeline stage each; use tensor_parallel_size instead, or leave "
+                "out enable_expert_parallel", param="pipeline_parallel_size"
+            )
+        if self.nodes.nnodes > 1 or self.nodes.executor != "local":
+            raise ConfigError(
+                "replicas that divide experts are on one host; leave nnodes at 1 and executor at local, or leave out "
+                "enable_expert_parallel", param="enable_expert_parallel"
+            )
 
     @property
     def replica_name(self) -> str:

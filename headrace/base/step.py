@@ -72,6 +72,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     ``drafts``: guesses for rows that decode here; rows without one verify the drafts that the device made for them.
     ``num_proposals``: how many drafts per row a device drafter makes after this step; it does not run for 0.
+    ``replica_tokens``: where replicas divide experts, how many tokens each of them has in this step; a plan without
+    spans then computes those of the others alone.
     """
 
     step_id: int
@@ -86,6 +88,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     drafts: list[RowDraft] = []
     num_proposals: int = 0
     last_tokens: list[int] = []  # [num_decodes], or []
+    replica_tokens: list[int] = []  # [replicas]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

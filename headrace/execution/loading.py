@@ -171,7 +171,7 @@ def load_model(
         build = Build(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
-            experts=ExpertRanks(group) if config.parallel.enable_expert_parallel else ExpertRanks(),
+            experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
             all2all_backend=config.parallel.all2all_backend, stage=stage,
         )
         model = family.build_model(spec, build)

@@ -80,12 +80,14 @@ class PlainPath:
         # Pruning gives hidden states [S, D]; prompt logprobs and pooling need [T, D].
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
+        is_pruned = is_pruned and not step.plan.replica_tokens  # others know how many tokens each layer has
         if is_pruned:
             upload.add("sample_requests", step.samples)
         return partial(self._launch, step, is_pruned)
 
     def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
         batch = self._inputs.build(step.shape, sent, step.samples if is_pruned else None)
+        batch.replica_tokens = step.plan.replica_tokens
         is_drafting = StepFeature.DRAFTING in step.features
         if is_drafting and self._proposer is not None:
             batch.features = self._proposer.ask_features()

@@ -110,6 +110,8 @@ class Runner:
         self._apply_rows(plan, upload)
         if not plan.rows:
             self._apply_pages(upload.send(self._device))
+            if any(plan.replica_tokens):
+                self._model.take_part(plan.replica_tokens)
             return PendingSample(plan.step_id)
         step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
         step.features &= self._features

@@ -128,7 +128,8 @@ class DeviceModel:
     def _build_runner(self, assembly: Assembly) -> Runner:
         """A runner that has run a first step."""
         runner = assembly.build_runner(self.layout)
-        run_tiny_steps(runner, is_pooling=assembly.is_pooling)
+        with self.ranks.apart():
+            run_tiny_steps(runner, is_pooling=assembly.is_pooling)
         return runner
 
     def _drop_runner(self) -> None:

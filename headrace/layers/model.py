@@ -81,6 +81,10 @@ class ServedModel(StorableModel):
         pipeline stages before the last, what the next one needs, [T, carried_width]."""
         raise NotImplementedError
 
+    def take_part(self, replica_tokens: list[int]) -> None:
+        """Compute the experts that are here for a step in which this replica has no token, and others have that many.
+        """
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] in float32, with the model's own scaling and soft-cap applied."""
         raise NotImplementedError

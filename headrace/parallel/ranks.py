@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.parallel.group import Group, TorchGroup, join_group
+from headrace.parallel.experts import ExpertRanks
+from headrace.parallel.group import TIMEOUT, Group, TorchGroup, join_group
 from headrace.parallel.layout import Layout
 from headrace.parallel.links import StageLinks, TorchLinks
 from headrace.parallel.push import open_push_group
@@ -19,23 +20,33 @@ from headrace.parallel.push import open_push_group
 @dataclass(frozen=True)
 class Ranks:
     """``world``: all ranks of the engine. ``tensor``: those of this rank's stage, which divide its layers. ``links``:
-    to the stages before and behind. By default one rank."""
+    to the stages before and behind. By default one rank. ``experts``: the ranks of all replicas, where these divide
+    experts among them."""
 
     layout: Layout = field(default_factory=Layout)
     world: Group = field(default_factory=Group)
     tensor: Group = field(default_factory=Group)
     links: StageLinks = field(default_factory=StageLinks)
+    experts: ExpertRanks | None = None
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """See `Group.muted`."""
-        with self.world.muted(), self.tensor.muted(), self.links.muted():
+        with self.world.muted(), self.tensor.muted(), self.links.muted(), self.apart():
+            yield
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """While the body runs, this replica waits for no other; see `Group.muted`."""
+        with contextlib.nullcontext() if self.experts is None else self.experts.group.muted():
             yield
 
     def close(self) -> None:
         """Leave all groups."""
         self.tensor.close()
         self.world.close()
+        if self.experts is not None:
+            self.experts.group.close()
 
 
 def join_ranks(layout: Layout, device: torch.device, store: Any) -> Ranks:
@@ -54,3 +65,17 @@ def join_ranks(layout: Layout, device: torch.device, store: Any) -> Ranks:
         own = TorchGroup(layout.tensor_rank, layout.tensor, device, groups[layout.stage])
         tensor = open_push_group(own, device)
     return Ranks(layout, world, tensor, TorchLinks(layout))
+
+
+def join_replicas(layout: Layout, replica: int, num_replicas: int, device: torch.device, store: Any) -> Ranks:
+    """As `join_ranks`, with the ranks of all replicas, which divide experts; each replica has one stage."""
+    assert layout.pipeline == 1, "the configuration refuses stages"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    everybody = join_group(replica * layout.size + layout.rank, num_replicas * layout.size, device, store)
+    tensor = Group()
+    if layout.size > 1:  # all ranks make all groups, in the same order
+        members = [list(range(r * layout.size, (r + 1) * layout.size)) for r in range(num_replicas)]
+        groups = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members]
+        tensor = open_push_group(TorchGroup(layout.rank, layout.size, device, groups[replica]), device)
+    return Ranks(layout, tensor, tensor, experts=ExpertRanks(everybody, num_replicas))

@@ -22,7 +22,7 @@ from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.engine import Engine
-from headrace.service.executor import Executor, Progress
+from headrace.service.executor import Executor, Pace, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def build_rank_0(
     return executor
 
 
-def assemble_engine(executor: Executor) -> Engine:
+def assemble_engine(executor: Executor, pace: Pace | None = None) -> Engine:
     """The scheduler and engine over an executor."""
     hooks = load_hooks(executor.config)
     drafting = build_drafting(executor.config.speculation.options, executor.speculation)
@@ -85,7 +85,7 @@ def assemble_engine(executor: Executor) -> Engine:
         executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks,
         num_stages=executor.config.parallel.pipeline_parallel_size,
     )
-    return Engine(scheduler, executor, hooks)
+    return Engine(scheduler, executor, hooks, pace)
 
 
 class StepLog:

@@ -19,7 +19,7 @@ from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.service.coordination import WaitingRoom, create_coordinators
-from headrace.service.executor import Executor, PendingStep
+from headrace.service.executor import Executor, Pace, PendingStep
 
 if TYPE_CHECKING:
     from headrace.scheduling.scheduler import Scheduler
@@ -74,8 +74,10 @@ class Engine:
     thrown away; an executor whose failures cannot be contained raises `EngineBroken`.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None):
-        self.executor = executor
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None, pace: Pace | None = None
+    ):
+        self.executor, self.pace = executor, pace or Pace()
         self._scheduler = scheduler
         self._hooks = Hooks() if hooks is None else hooks
         self._waiting_room = WaitingRoom(scheduler, create_coordinators(executor, self._hooks))

@@ -18,6 +18,17 @@ Progress = Callable[[str, float], None]
 """Called during start-up with a stage's name and the fraction done, in [0, 1]."""
 
 
+class Pace:
+    """How an engine keeps pace with others whose steps need it too; here with none. ``waker``: a descriptor that
+    becomes readable when they wait for it."""
+
+    waker: int | None = None
+
+    def keep_pace(self) -> None:
+        """Called in every round of the engine's loop, and when ``waker`` is readable: take part in steps that others
+        wait for."""
+
+
 class PendingStep(Protocol):
     """A launched step."""
 

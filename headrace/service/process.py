@@ -72,6 +72,8 @@ class EngineLoop:
         self._stats_sent_at = 0.0
         self._has_idle_work = True
         self._gathering = Gathering()
+        if engine.pace.waker is not None:
+            channel.wake_on(engine.pace.waker)
 
     def stop(self) -> None:
         """Leave `run` after the current step; safe to call from a signal handler."""
@@ -89,6 +91,7 @@ class EngineLoop:
                 self._step(is_first=is_first)
             elif not has_messages:
                 self._has_idle_work = self._engine.executor.use_idle_moment()
+            self._engine.pace.keep_pace()
 
     def _patience_ms(self) -> int:
         if not self._engine.has_work:

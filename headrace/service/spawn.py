@@ -30,10 +30,12 @@ BUFFER_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class SpawnedEngine:
-    """A new engine process, and our end of the socket pair whose other end is its standard input."""
+    """A new engine process, and our end of the socket pair whose other end is its standard input. ``board``: see
+    `headrace.base.config.EngineConfig`."""
 
     process: subprocess.Popen[bytes]
     line: socket.socket
+    board: tuple[int, ...] = ()
 
     def end(self) -> None:
         """Kill it, if it still runs."""
@@ -62,10 +64,10 @@ class SpareDescriptors:
             os.close(self._held.pop())
 
 
-def spawn_engine(builder: str = ENGINE_BUILDER) -> SpawnedEngine:
-    """Start an engine process; it ends by itself when our end of the socket is closed. Raises `OSError` as
-    `spawn_process` does."""
-    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder]))
+def spawn_engine(builder: str = ENGINE_BUILDER, board: tuple[int, ...] = ()) -> SpawnedEngine:
+    """Start an engine process, which inherits the descriptors of ``board``; it ends by itself when our end of the
+    socket is closed. Raises `OSError` as `spawn_process` does."""
+    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder], board), board)
 
 
 def spawn_process(

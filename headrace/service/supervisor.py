@@ -14,13 +14,15 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.base.admin import ADMIN_CALLS
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
-from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER, SpareDescriptors, SpawnedEngine, spawn_engine
+from headrace.service.spawn import END_SIGNAL, SpareDescriptors, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ class EngineProcess:
     passes it to the event loop."""
 
     def __init__(self, spawned: SpawnedEngine, channel: ClientChannel):
-        self.channel = channel
+        self.channel, self.board = channel, spawned.board
         # Set in the event loop alone, through `_tell`: futures of asyncio are not thread-safe.
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = spawned.process
@@ -172,13 +174,13 @@ class Supervisor:
 
     def __init__(
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
-        builder: str = ENGINE_BUILDER, engine: SpawnedEngine | None = None,
+        spawn: Callable[[], SpawnedEngine] = spawn_engine, engine: SpawnedEngine | None = None,
     ):
         self.config = config
         """The configuration for the next start. May be replaced while the engine runs, as after new weights."""
         self._listener = listener
-        self._builder = builder
-        self._max_restarts = max_restarts
+        self._spawn = spawn
+        self.max_restarts = max_restarts
         self._stall_timeout_s = stall_timeout_s
         self._spawned = engine
         self._process: EngineProcess | None = None
@@ -270,7 +272,7 @@ class Supervisor:
         self._process = process = await self._open_process()
         channel = process.channel
         with contextlib.suppress(EngineUnavailable):  # it has ended already, as the exit code will tell
-            channel.send(self.config)
+            channel.send(replace(self.config, board=process.board))
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
             ends: list[asyncio.Future[Any]] = [process.exit_code, channel.failure, silence]
@@ -300,7 +302,7 @@ class Supervisor:
         while True:
             self._spare.release()
             try:
-                spawned, self._spawned = self._spawned or spawn_engine(self._builder), None
+                spawned, self._spawned = self._spawned or self._spawn(), None
                 with contextlib.ExitStack() as undo:
                     undo.callback(spawned.end)
                     process = EngineProcess(spawned, await ClientChannel.open(spawned.line, self._take))
@@ -348,7 +350,7 @@ class Supervisor:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
-        if not self._was_ready or len(self._restarts) >= self._max_restarts:
+        if not self._was_ready or len(self._restarts) >= self.max_restarts:
             return None
         self._restarts.append(now)
         num_before = len(self._restarts) - 1

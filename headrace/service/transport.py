@@ -86,6 +86,10 @@ class EngineChannel:
         self._overflow: deque[bytes] = deque()  # frames (the first may be the rest of one) that wait for the writer
         self._writer: threading.Thread | None = None
 
+    def wake_on(self, descriptor: int) -> None:
+        """End `receive`'s wait also when this descriptor is readable."""
+        self._poll.register(descriptor, select.POLLIN)
+
     def read_config(self) -> EngineConfig | None:
         """Wait for the first message. None when the other end closes without sending anything, because the parent
         failed meanwhile. Raises `ConfigError` when what comes is no frame of a configuration."""

@@ -26,6 +26,7 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
+from headrace.service.ranks.gate import BoardGate
 from headrace.service.ranks.launch import LocalLauncher
 from headrace.service.ranks.workers import Workers
 
@@ -292,3 +293,28 @@ def start_ranks(config: EngineConfig, **options: Any) -> tuple[Workers, RankedEx
 def build_fake_ranks(config: EngineConfig, progress: Progress) -> Engine:
     """As `headrace.service.build.build_engine`, with several ranks."""
     return engine_over(start_ranks(config)[1])
+
+
+class SteppingExecutor(FakeExecutor):
+    """Of a replica that takes its steps with others: writes what each of them had in every step beside the model."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config, delay_s=config.model.seed / 1000)
+        self.speculation = Speculation()
+        self._path = Path(config.model.model) / f"replica-{config.replica}"
+
+    def execute(self, plan: StepPlan) -> FakePending:
+        assert plan.replica_tokens[self.config.replica] == sum(plan.lengths)
+        with self._path.open("a") as file:
+            file.write(f"{plan.replica_tokens}\n")
+        return super().execute(plan)
+
+
+def build_fakes_in_step(config: EngineConfig, progress: Progress) -> Engine:
+    """As `headrace.service.ranks.build.build_ranked_engine` of replicas that divide experts."""
+    workers = Workers(config, 1, LocalLauncher(config, 1))
+    executor = RankedExecutor(
+        SteppingExecutor(config), workers, ExitStack(), BoardGate(config.board, config.replica)
+    )
+    scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout)
+    return Engine(scheduler, executor, pace=executor)

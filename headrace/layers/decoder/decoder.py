@@ -69,8 +69,8 @@ class Decoder(ServedModel):
         elif build.stage.is_last and spec.num_classes:  # 0: a bare decoder, for embeddings
             self.scores = Head(build, spec.num_classes, spec.hidden_size, is_shared=False)
         self._elsewhere = self._find_elsewhere()
-        mixtures = [block.mlp for block in self._blocks if isinstance(block.mlp, MoeMlp)]
-        self.is_capturable = all(mixture.is_capturable for mixture in mixtures)
+        self._mixtures = [block.mlp for block in self._blocks if isinstance(block.mlp, MoeMlp)]
+        self.is_capturable = all(mixture.is_capturable for mixture in self._mixtures)
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
         self._decodes: FusedDecode | None = None
@@ -211,6 +211,13 @@ class Decoder(ServedModel):
     def prunes_last_layer(self) -> bool:
         """See `ServedModel`."""
         return self.stage.is_last and self._blocks[-1].attention.prunes_queries
+
+    def take_part(self, replica_tokens: list[int]) -> None:
+        """See `ServedModel`."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.step.batch = ForwardBatch(nothing, nothing, [], replica_tokens=replica_tokens)
+        for mixture in self._mixtures:
+            mixture.take_part()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""

@@ -163,7 +163,7 @@ def _describe_mlp(mlp: GatedMlp) -> Mlp:
 def _describe_mixture(mixture: MoeMlp) -> Mixture:
     experts, router = mixture.experts, mixture.router
     _require(mixture.shared is None, "an MLP beside the experts")
-    _require(mixture.group is None, "experts that several ranks have")
+    _require(not mixture.is_divided, "experts that several ranks have")
     logits = Product(pack_floats(router.logits.weight.data), _data(router.logits.bias))
     stacks = Mlp(_describe_stack(experts.gate_up), _describe_stack(experts.down), mixture.gate)
     return Mixture(stacks, logits, _data(router.choice_bias), router.shape)

@@ -31,7 +31,8 @@ class _Sender:
 
     def _take_own(self, tokens: ChosenTokens) -> ChosenTokens:
         """Of the replica's tokens those that this rank sends."""
-        counts = self._step.batch.replica_tokens or [len(tokens.hidden)]
+        # steps of the start, run by each replica for itself, do not say what others have
+        counts = self._step.batch.replica_tokens or [len(tokens.hidden)] * self._ranks.num_replicas
         assert counts[self._ranks.replica] == len(tokens.hidden), "all ranks have been told how many tokens there are"
         self._own, self._counts = self._ranks.split_tokens(counts)
         return ChosenTokens(*_slice(tokens, self._own), tokens.num_experts)

@@ -60,6 +60,7 @@ class MoeMlp(Branch):
             size = group.share(size.size, "intermediate dims of experts")
         else:
             experts = build.experts.share(experts.size)
+        self.is_divided = self.group is not None or not build.experts.is_single
         self.experts = ExpertWeights(experts, spec.expert, hidden_size, build, size=size)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, build)
         query = build.query(
@@ -67,6 +68,7 @@ class MoeMlp(Branch):
             ranks=build.experts.group.size, replicas=build.experts.num_replicas,
         )
         self._run_experts = pair_experts(self.experts, spec.expert, build, query)
+        self._num_replicas = build.experts.num_replicas
         self._nothing = torch.empty(0, hidden_size, dtype=build.dtype, device=build.device)
 
     @property
@@ -83,7 +85,9 @@ class MoeMlp(Branch):
         residual.group = self.group
 
     def take_part(self) -> None:
-        """Compute other replicas' tokens in a step in which this one has none."""
+        """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
+        if self._num_replicas == 1:
+            return
         ids = torch.empty(0, self.router.shape["top_k"], dtype=torch.int64, device=self._nothing.device)
         self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self.num_experts))
 

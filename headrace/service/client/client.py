@@ -22,6 +22,7 @@ from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, Model
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.balancing import RoutedRequest, create_policy
+from headrace.service.client.boards import Boards
 from headrace.service.client.outputs import ReplicaStatus
 from headrace.service.client.prompts import encode_prompt, new_request_id, open_request, with_seed
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Notices, Replica, Supervision
@@ -60,6 +61,9 @@ class EngineClient:
         self._config = config
         self._policy = create_policy(config.parallel.data_parallel_policy) if count > 1 else None
         spawned = [*engines, *[None] * count]
+        if config.parallel.shares_experts:
+            supervision = replace(supervision, boards=Boards(count))
+        self._boards = supervision.boards
         notices = Notices(self._note_change, self._forget)
         self.replicas = [Replica(replace(config, replica=i), notices, supervision, spawned[i]) for i in range(count)]
         self._phase: Literal["starting", "open", "draining", "stopped"] = "starting"
@@ -159,6 +163,8 @@ class EngineClient:
         for replica in self.replicas:
             replica.fail_all(EngineUnavailable("the server is shutting down", retry_after=RETRY_AFTER_S))
         await asyncio.gather(*(replica.supervisor.close() for replica in self.replicas))
+        if self._boards is not None:
+            self._boards.close()
 
     def submit(
         self, prompt: str | Sequence[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
@@ -248,6 +254,8 @@ class EngineClient:
         await self.control("check")
 
     def _note_change(self, replica: Replica) -> None:
+        if self._boards is not None and replica.state in ("restarting", "stopped"):
+            self._boards.note_end(replica, self.replicas)
         if self._policy is not None and not replica.is_up:
             self._policy.forget(replica.index)
         known = [one for one in self.replicas if one.facts is not None]

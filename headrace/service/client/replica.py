@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,9 +34,10 @@ from headrace.base.messages import (
     Starting,
 )
 from headrace.service.balancing import ReplicaState
+from headrace.service.client.boards import Boards
 from headrace.service.client.outputs import ReplicaStatus
 from headrace.service.client.stream import RequestStream
-from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine
+from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine, spawn_engine
 from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
 
 CALL_TIMEOUT_S = 60.0
@@ -46,11 +48,19 @@ UP = frozenset({"ready", "asleep"})
 
 @dataclass(frozen=True)
 class Supervision:
-    """How engine processes are started and watched; see `headrace.service.supervisor.Supervisor`."""
+    """How engine processes are started and watched; see `headrace.service.supervisor.Supervisor`. ``boards``: for
+    replicas that take their steps together."""
 
     max_restarts: int = 5
     stall_timeout_s: float = STALL_TIMEOUT_S
     builder: str = ENGINE_BUILDER
+    boards: Boards | None = None
+
+    def spawner(self, replica: int) -> Callable[[], SpawnedEngine]:
+        """Starts a process for a replica."""
+        if self.boards is not None:
+            return partial(self.boards.spawn, self.builder, replica)
+        return partial(spawn_engine, self.builder)
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Replica:
         self.failure: HeadraceError | None = None
         self.supervisor = Supervisor(
             config, self, max_restarts=supervision.max_restarts, stall_timeout_s=supervision.stall_timeout_s,
-            builder=supervision.builder, engine=engine,
+            spawn=supervision.spawner(self.index), engine=engine,
         )
         self._notices = notices
         self._children: dict[str, _Child] = {}  # by engine request id

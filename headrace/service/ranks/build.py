@@ -7,6 +7,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import torch
@@ -20,13 +21,14 @@ from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.parallel.group import Rendezvous, Waits, find_store, serve_rendezvous
 from headrace.parallel.layout import Layout
-from headrace.parallel.ranks import join_ranks
+from headrace.parallel.ranks import Ranks, join_ranks, join_replicas
 from headrace.service.build import assemble_engine, build_engine, build_rank_0, prepare_process
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
+from headrace.service.ranks.gate import BoardGate, StepGate
 from headrace.service.ranks.launch import LOOPBACK, Launcher, LocalLauncher
 from headrace.service.ranks.nodes import NodeLauncher
 from headrace.service.ranks.workers import Workers
@@ -35,9 +37,9 @@ from headrace.service.ranks.workers import Workers
 def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Start the workers of the other ranks, if there are any, meet them, and build the engine; raises the typed errors
     of base/errors."""
-    size = config.parallel.num_ranks
+    size, is_shared = config.parallel.num_ranks, config.parallel.shares_experts
     launcher, resources = choose_launcher(config, size, progress), ExitStack()
-    if size == 1:
+    if size == 1 and not is_shared:
         return build_engine(config, progress)
     waits = list[Waits]()
 
@@ -52,17 +54,19 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         undo.callback(workers.close)
         undo.callback(workers.explain)  # called first: raises the error of a worker instead
         prepare_process()
-        store, rendezvous = serve_rendezvous(LOOPBACK, size)
-        workers.assign(rendezvous.port)
+        gate = BoardGate(config.board, config.replica) if is_shared else StepGate()
+        store, port = _open_store(config, gate, size)
+        workers.assign(port)
         _use_network(workers.num_hosts, workers.address)
-        ranks = join_ranks(_layout_of(config, 0), _device_of(config, launcher.place), store)
+        ranks = _join(config, 0, launcher.place, store)
         waits.append(ranks.tensor.waits)
         resources.callback(ranks.close)
         with ranks.tensor.waits.patient():
             executor = build_rank_0(config, workers.note_progress(progress), ranks, launcher.place)
         workers.await_ready()
         undo.pop_all()  # it stands
-    return assemble_engine(RankedExecutor(executor, workers, resources))
+    ranked = RankedExecutor(executor, workers, resources, gate)
+    return assemble_engine(ranked, ranked)
 
 
 def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
@@ -71,14 +75,35 @@ def build_rank(assignment: Assignment, progress: Progress) -> LocalExecutor:
     start_plugins()
     progress("meeting the other ranks", 0.0)
     _use_network(assignment.num_hosts, assignment.address)
-    store = find_store(Rendezvous(assignment.address, assignment.port), size)
-    ranks = join_ranks(_layout_of(config, rank), _device_of(config, place), store)
+    store = find_store(Rendezvous(assignment.address, assignment.port), _count(config, size))
+    ranks = _join(config, rank, place, store)
     with ranks.tensor.waits.patient():
         return build_executor(config, progress, ranks, place)
 
 
-def _layout_of(config: EngineConfig, rank: int) -> Layout:
-    return Layout(rank, config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+def _count(config: EngineConfig, size: int) -> int:
+    """The ranks that meet: those of a replica, or of all."""
+    return size * config.parallel.data_parallel_size if config.parallel.shares_experts else size
+
+
+def _open_store(config: EngineConfig, gate: StepGate, size: int) -> tuple[Any, int]:
+    """The store where ranks meet, and its port. Where replicas meet too, the first one opens it."""
+    count = _count(config, size)
+    if isinstance(gate, BoardGate) and config.replica:
+        return find_store(Rendezvous(LOOPBACK, gate.port), count), gate.port
+    store, rendezvous = serve_rendezvous(LOOPBACK, count)
+    if isinstance(gate, BoardGate):
+        gate.port = rendezvous.port
+    return store, rendezvous.port
+
+
+def _join(config: EngineConfig, rank: int, place: Place, store: Any) -> Ranks:
+    """Meet the other ranks, those of all replicas where they divide experts."""
+    parallel, device = config.parallel, _device_of(config, place)
+    layout = Layout(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    if parallel.shares_experts:
+        return join_replicas(layout, config.replica, parallel.data_parallel_size, device, store)
+    return join_ranks(layout, device, store)
 
 
 def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Launcher:

@@ -19,8 +19,9 @@ from headrace.base.errors import EngineBroken, HeadraceError
 from headrace.base.grammar import Grammar
 from headrace.base.messages import ErrorInfo
 from headrace.base.step import StepPlan, StepResult
-from headrace.service.executor import Executor, PendingStep
+from headrace.service.executor import Executor, Pace, PendingStep
 from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
+from headrace.service.ranks.gate import StepGate
 from headrace.service.ranks.workers import Workers
 
 T = TypeVar("T")
@@ -63,12 +64,15 @@ def _broken(step_id: int, error: Exception) -> EngineBroken:
     )
 
 
-class RankedExecutor:
-    """See `headrace.service.executor.Executor`. ``resources`` are closed after the workers, such as their group."""
+class RankedExecutor(Pace):
+    """See `headrace.service.executor.Executor`. ``resources`` are closed after the workers, such as their group.
+    ``gate``: where other replicas take part in each step."""
 
-    def __init__(self, executor: Executor, workers: Workers, resources: ExitStack):
+    def __init__(self, executor: Executor, workers: Workers, resources: ExitStack, gate: StepGate | None = None):
         self.facts, self.memory, self.speculation = executor.facts, executor.memory, executor.speculation
         self._executor, self._workers, self._resources = executor, workers, resources
+        self._gate = gate or StepGate()
+        self.waker = self._gate.waker
         self._may_record = True  # graphs may be missing; alike on all ranks
         # A CPU computes when it launches. This process has the last stage: it must not wait for the stages before while
         # there are plans to send to them.
@@ -92,6 +96,15 @@ class RankedExecutor:
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a plan on all ranks."""
         self._may_record = True
+        return self._launch(self._gate.admit(plan))
+
+    def keep_pace(self) -> None:
+        """See `headrace.service.executor.Pace`."""
+        plan = self._gate.find_idle_step()
+        if plan is not None:
+            self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
         self._workers.send(Execute(plan))
         return _PendingRanks(self._executor, plan, self._workers, is_late=self._is_late)
 
@@ -119,6 +132,7 @@ class RankedExecutor:
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """On all ranks; see `_call` for errors, here and below."""
+        self._gate.meet(self._launch)
         self._call(
             Release(ReleaseMemory(list(parts), discards_weights)),
             lambda: self._executor.release_memory(parts, discards_weights=discards_weights),
@@ -130,6 +144,7 @@ class RankedExecutor:
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """On all ranks."""
+        self._gate.meet(self._launch)
         self._call(
             Replace(ReplaceWeights(model, load_format)), lambda: self._executor.replace_weights(model, load_format)
         )
@@ -147,6 +162,7 @@ class RankedExecutor:
         self._workers.close()
         self._executor.close()
         self._resources.close()
+        self._gate.close()
 
     def _call(self, command: Command, change: Callable[[], None]) -> None:
         """Change all ranks. Where all refuse, this rank's error is raised; where some do, `EngineBroken`."""

@@ -141,7 +141,8 @@ class RingWriter:
             time.sleep(WRITER_PAUSE_S)
 
     def _slowest(self) -> int:
-        return min(self._map.words[LINE_WORDS * (1 + reader)] for reader in range(self._num_readers))
+        cursors = (self._map.words[LINE_WORDS * (1 + reader)] for reader in range(self._num_readers))
+        return min(cursors, default=self._head)
 
 
 class RingReader:

@@ -33,8 +33,9 @@ def run(invocation: Invocation) -> int:
         run_agents(config.engine)
         return 0
     with contextlib.ExitStack() as undo:
-        # started first: they have the most to import
-        engines = [spawn_engine() for _ in range(config.engine.parallel.data_parallel_size)]
+        # started first: they have the most to import. Replicas that divide experts get what they share from the client.
+        parallel = config.engine.parallel
+        engines = [] if parallel.shares_experts else [spawn_engine() for _ in range(parallel.data_parallel_size)]
         for engine in engines:
             undo.callback(engine.end)  # if the server did not stop it
         # imported while the engine process loads
