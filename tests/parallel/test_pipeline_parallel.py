@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.rank_processes import RankProcesses
+from parallel import rank_processes
+from parallel.rank_processes import Ranked, RankProcesses
 from parallel.test_tensor_parallel import compare, compare_embeddings, draw_config
 from service import random_models
+
+from headrace import LLM, SamplingParams
+from headrace.base.step import StepPlan
+from headrace.service import build
 
 FOUR = ("LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM")
 """Families that four ranks serve here: tied and sliding windows, latent attention, mixtures."""
@@ -49,3 +56,44 @@ def test_an_encoder_has_stages_as_well(
     layout = ranks.ranks.layout
     sizes = {"tensor_parallel_size": layout.tensor, "pipeline_parallel_size": layout.pipeline}
     compare_embeddings(ranks, architecture, tmp_path, monkeypatch, num_layers=layout.pipeline, **sizes)
+
+
+def test_stages_compute_at_the_same_time(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The last stage finishes a step only once the first has begun with as many as there are stages."""
+    pipeline, followers = ranks.ranks.layout.pipeline, ranks.followers
+    begun_before: list[int] = []
+
+    class Patient(Ranked):
+        def __init__(self, executor: Any, *rest: Any):
+            super().__init__(executor, *rest)
+            launch = executor.execute
+
+            def launch_late(plan: StepPlan) -> Any:
+                # prompts of 16 tokens and steps of 16: each of the first plans has a chunk
+                first_stage = followers.begun[-1]
+                deadline = time.monotonic() + 20
+                while plan.step_id == 0 and len(first_stage) < pipeline and time.monotonic() < deadline:
+                    followers.read(0.1)
+                begun_before.append(len(first_stage))
+                return launch(plan)
+
+            executor.execute = launch_late
+
+    followers.read(0)
+    for begun in followers.begun:
+        begun.clear()
+    monkeypatch.setattr(rank_processes, "Ranked", Patient)
+    config = draw_layers("LlamaForCausalLM", ranks)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {
+        "model": str(tmp_path), "load_format": "dummy", "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
+        "max_model_len": 256, "kv_pages": 64, "max_step_tokens": 16,
+    }
+    monkeypatch.setattr(build, "build_executor", ranks.builder(options))
+    prompts = [{"prompt_token_ids": [(3 * i + j) % 90 for j in range(16)]} for i in range(2 * pipeline)]
+    with LLM(**options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+    assert begun_before[0] == pipeline
