@@ -164,6 +164,15 @@ class SpeculationStats(msgspec.Struct, frozen=True):
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
+class ExpertStats(msgspec.Struct, frozen=True):
+    """Of experts that move between ranks: choices computed by each rank in the windows looked at since start, how
+    evenly ranks were loaded at the last look (mean load over the largest), and experts that were moved."""
+
+    tokens_by_rank: list[int] = []
+    balancedness: float = 0.0
+    num_moved: int = 0
+
+
 class PageStats(msgspec.Struct, frozen=True):
     """KV pages of one engine."""
 
@@ -188,6 +197,7 @@ class EngineStats(PageStats, frozen=True):
     failed_steps_total: int = 0
     steps_total: int = 0
     speculation: SpeculationStats = SpeculationStats()
+    experts: ExpertStats = ExpertStats()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

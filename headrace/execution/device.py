@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from headrace.base import env
-from headrace.base.config import ParallelConfig
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
+from headrace.base.parallel import ParallelConfig
 from headrace.kernels.operation import KernelQuery
 
 TOPOLOGY = Path("/sys/devices/system/cpu")

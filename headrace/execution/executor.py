@@ -19,7 +19,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig, resolve_for_device
 from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
-from headrace.base.messages import MemoryLine, ModelFacts, Place
+from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.assembly import Assembly
@@ -68,6 +68,11 @@ class LocalExecutor:
         return self._model.runner
 
     @property
+    def experts(self) -> ExpertStats:
+        """See `headrace.service.executor.Executor`."""
+        return ExpertStats() if self._model.balancer is None else self._model.balancer.stats
+
+    @property
     def released(self) -> frozenset[DevicePart]:
         """What is off the device; nothing runs without `VITAL_PARTS`."""
         return self._model.released
@@ -76,6 +81,8 @@ class LocalExecutor:
         """Launch a plan. On a CPU the step is done when this returns."""
         assert self._runner is not None, "the executor is closed, or asleep"
         self._profiler.count_step()
+        if self._model.balancer is not None and (plan.rows or any(plan.replica_tokens)):
+            self._model.balancer.begin_step()
         try:
             return self._runner.execute(plan)
         except torch.OutOfMemoryError as error:

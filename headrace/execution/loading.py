@@ -27,6 +27,7 @@ from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
+from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.quantization.coded import find_form, store_coded
@@ -113,6 +114,7 @@ class LoadedModel:
     draft: LoadedDraft | None = None
     ranks: Ranks = field(default_factory=Ranks)
     stage: Stage = field(default_factory=Stage)
+    balancer: ExpertBalancer | None = None
 
     @property
     def cache_groups(self) -> list[CacheGroup]:
@@ -172,12 +174,13 @@ def load_model(
             device=device, dtype=dtype, max_model_len=max_model_len, moe_experts=config.device.moe_experts,
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
-            all2all_backend=config.parallel.all2all_backend, stage=stage,
+            all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
         )
         model = family.build_model(spec, build)
         _fill(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
+        balancer = find_balancer(model, build.experts, config.parallel.balancing) if build.moves_experts else None
         if device.type == "cpu":
             store_fastest(model)
         if pooling is not None:
@@ -186,7 +189,7 @@ def load_model(
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
         source, family, spec, model, dtype, kv_dtype, groups, len(specs), spec.vocab_size, max_model_len, pooling,
-        ranks=ranks, stage=stage
+        ranks=ranks, stage=stage, balancer=balancer
     )
 
 

@@ -21,6 +21,7 @@ from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.loading import LoadedModel, Progress, check_alike
 from headrace.execution.runner import Runner
 from headrace.execution.warmup import measure_steps, run_tiny_steps
+from headrace.layers.moe.balancing import ExpertBalancer
 
 HOST = torch.device("cpu")
 RETRY_AFTER_S = 5.0
@@ -37,6 +38,11 @@ class DeviceModel:
         self.ranks, self._stage = assembly.loaded.ranks, assembly.loaded.stage
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = self._build_runner(assembly)
+
+    @property
+    def balancer(self) -> ExpertBalancer | None:
+        """What moves experts between ranks, while the model is loaded."""
+        return None if self._loaded is None else self._loaded.balancer
 
     def release(self, parts: Collection[DevicePart], progress: Progress, *, discards_weights: bool = False) -> None:
         """Take parts off the device. On a CPU, weights that are not discarded stay where they are."""

@@ -24,6 +24,7 @@ class Build:
     `StepContext`; each model has its own. ``tensor``: the ranks among which layers are divided.
     ``experts``: the ranks that have some experts each, whole ones; with a single one, those of ``tensor`` have a part
     of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
+    ``moves_experts``: experts move between them while the model is served.
     ``stage``: the layers that this rank has."""
 
     device: torch.device
@@ -36,6 +37,7 @@ class Build:
     tensor: Group = field(default_factory=Group)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
     all2all_backend: str = "auto"
+    moves_experts: bool = False
     stage: Stage = field(default_factory=Stage)
 
     @property

@@ -26,9 +26,14 @@ class ExpertRanks:
         return self.group.is_single
 
     @property
+    def ranks_each(self) -> int:
+        """Ranks of a replica."""
+        return self.group.size // self.num_replicas
+
+    @property
     def replica(self) -> int:
         """That of this rank."""
-        return self.group.rank // (self.group.size // self.num_replicas)
+        return self.group.rank // self.ranks_each
 
     def share(self, num_experts: int) -> Share:
         """This rank's experts."""
@@ -37,8 +42,7 @@ class ExpertRanks:
     def split_tokens(self, counts: Sequence[int]) -> tuple[Share, list[int]]:
         """What this rank sends of its replica's tokens, and how many tokens each rank sends, given ``counts[r]`` tokens
         of replica r. The ranks of a replica divide its tokens, so that each token is sent once."""
-        per_replica = self.group.size // self.num_replicas
-        parts = [divide(count, per_replica, rank) for count in counts for rank in range(per_replica)]
+        parts = [divide(count, self.ranks_each, rank) for count in counts for rank in range(self.ranks_each)]
         start, stop = parts[self.group.rank]
         return Share(counts[self.replica], start, stop), [end - begin for begin, end in parts]
 
@@ -54,5 +58,5 @@ def reduce_scatter_rows(group: Group, x: torch.Tensor, counts: Sequence[int]) ->
     """Of the sum over all ranks of ``x`` [n, D] those rows that are this rank's: ``counts[r]`` of rank r, one rank's
     behind the other's. Added up in float32, in the order of ranks."""
     own = counts[group.rank]
-    parts = group.exchange_rows(x, counts, [own] * group.size)
+    parts = group.exchange_rows(x, counts, [own] * group.size, max(counts))
     return parts.view(group.size, own, *x.shape[1:]).sum(0, dtype=torch.float32).to(x.dtype)

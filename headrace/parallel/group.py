@@ -89,9 +89,12 @@ class Group:
         """The ranks' rows [n, ...], one rank's behind the other's, in any dtype; n is ``counts[r]`` on rank r."""
         return x
 
-    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    def exchange_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int = 0
+    ) -> torch.Tensor:
         """Send ``sent[r]`` consecutive rows of ``x`` [n, ...] to each rank r and return the ``received[r]`` rows that
-        each has for this one, in the order of ranks; in any dtype."""
+        each has for this one, in the order of ranks; in any dtype. ``most``: the most rows between any two ranks, where
+        all of them know it."""
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +165,9 @@ class TorchGroup(Group):
             return gathered.flatten(0, 1)
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
-    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    def exchange_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int = 0
+    ) -> torch.Tensor:
         """See `Group`."""
         out = x.new_empty(sum(received), *x.shape[1:])
         if self._is_muted:

@@ -95,15 +95,22 @@ class PushGroup(Group):
         return self._base.all_gather(x, sizes) if out is None else out
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """See `Group`. Equal counts as `all_gather` does, by bytes: a rank's rows are one long row."""
-        row = x.contiguous().view(1, -1) if x.numel() else x
-        is_here = not self._is_muted and bool(x.numel()) and min(counts) == max(counts)
-        out = self.collectives.all_gather(row) if is_here else None
-        return self._base.all_gather_rows(x, counts) if out is None else out.view(-1, *x.shape[1:])
+        """See `Group`. Small tensors are padded to the most rows of a rank."""
+        most, out = max(counts), None
+        if most and not self._is_muted:
+            out = self.collectives.all_gather(_pad_rows(x, most).view(1, -1))
+        if out is None:
+            return self._base.all_gather_rows(x, counts)
+        return _take_rows(out.view(self.size, most, *x.shape[1:]), counts)
 
-    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """See `Group`."""
-        return self._base.exchange_rows(x, sent, received)
+    def exchange_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int = 0
+    ) -> torch.Tensor:
+        """See `Group`. Small tensors whose rows all ranks can bound are padded to that bound."""
+        out = None
+        if most and not self._is_muted:
+            out = self.collectives.exchange(torch.stack([_pad_rows(part, most) for part in x.split(list(sent))]))
+        return self._base.exchange_rows(x, sent, received, most) if out is None else _take_rows(out, received)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group`."""
@@ -129,6 +136,18 @@ class PushGroup(Group):
         if self._mailbox is not None:
             self._mailbox.close()
         self._base.close()
+
+
+def _pad_rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    """``x`` [n, ...] with rows behind it, [count, ...], contiguous."""
+    return x.contiguous() if len(x) == count else torch.cat((x, x.new_zeros(count - len(x), *x.shape[1:])))
+
+
+def _take_rows(parts: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The first ``counts[r]`` rows of each part of ``parts`` [W, most, ...], one behind the other."""
+    if min(counts) == parts.shape[1]:
+        return parts.flatten(0, 1)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> Group:

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.base.errors import Conflict, EngineAsleep, EngineBroken, HeadraceError, OutOfDeviceMemory, StepFailed
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
@@ -153,7 +155,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of the last step."""
-        return self._scheduler.stats()
+        return msgspec.structs.replace(self._scheduler.stats(), experts=self.executor.experts)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and therefore stayed."""

@@ -10,7 +10,7 @@ from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
-from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
 
@@ -51,6 +51,10 @@ class Executor(Protocol):
     facts: ModelFacts
     memory: list[MemoryLine]
     speculation: Speculation
+
+    @property
+    def experts(self) -> ExpertStats:
+        """Loads of experts that move between ranks."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""

@@ -12,8 +12,9 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
-from headrace.base.config import EngineConfig, ParallelConfig, engine_config
+from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
+from headrace.base.parallel import ParallelConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
 from headrace.execution import device as device_module

@@ -132,6 +132,10 @@ def test_gathers_and_broadcasts_keep_bits(size, make_ranks):
             parts = [part.to(torch.int16).repeat_interleave(2, dim=-1) for part in parts]
         results = ranks.run(lambda collectives, rank, parts=parts: collectives.all_gather(parts[rank]))
         same(results, reference.all_gather(parts), ranks)
+        swapped = [torch.stack([part + 5 * rank for rank in range(size)]) for part in parts]
+        expected = reference.exchange(swapped)
+        results = ranks.run(lambda collectives, rank, parts=swapped: collectives.exchange(parts[rank]))
+        assert all(torch.equal(got, wanted) for got, wanted in zip(results, expected, strict=True))
         root = parts[0].clone()
         results = ranks.run(lambda collectives, rank, parts=parts: collectives.broadcast(parts[rank]))
         same(results, root, ranks)

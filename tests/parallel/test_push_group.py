@@ -8,9 +8,11 @@ import logging
 import pytest
 import torch
 import torch.multiprocessing
+from parallel.thread_group import ThreadGroup, on_all_ranks
 
 from headrace.kernels.collective import UNMEASURED, Limits, reference
 from headrace.parallel import push
+from headrace.parallel.experts import reduce_scatter_rows
 from headrace.parallel.group import Group, PeerTimeout, Rendezvous, find_store, join_group, serve_rendezvous
 from headrace.parallel.limits import NEVER, SIZES, choose_limits, measure_limits
 from headrace.parallel.push import PATIENT_SECONDS, PushGroup, open_push_group
@@ -61,6 +63,52 @@ def test_small_tensors_are_pushed_and_large_ones_left_to_the_library():
     assert group.reduce_add_norm(small, small, small, eps=1.0, offset=0.0) is not None
     group.all_gather(small, [8, 7])
     assert library.calls[-1] == "all_gather", "parts of different sizes are not pushed"
+
+
+class ThreadKernels:
+    """What kernels compute, for ranks that are threads; ``most``: the most bytes that a rank sends to another."""
+
+    def __init__(self, group: ThreadGroup, most: int):
+        self._group, self._most, self.num_calls = group, most, 0
+
+    def set_budget(self, seconds: float) -> None:
+        """See `Collectives`."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Collectives`."""
+        if x.nbytes > self._most:
+            return None
+        self.num_calls += 1
+        return reference.all_gather(self._group._share(x))
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Collectives`."""
+        if x[0].nbytes > self._most:
+            return None
+        self.num_calls += 1
+        return reference.exchange(self._group._share(x))[self._group.rank]
+
+
+@pytest.mark.parametrize("most", [10_000, 50])
+@pytest.mark.parametrize("counts", [[3, 3, 3], [2, 0, 5], [0, 0, 1], [0, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
+def test_rows_of_different_numbers_are_padded_or_left_to_the_library(
+    dtype: torch.dtype, counts: list[int], most: int
+):
+    def run(base: ThreadGroup) -> tuple[list[torch.Tensor], int]:
+        kernels = ThreadKernels(base, most)
+        draw = torch.Generator().manual_seed(base.rank)
+        own = torch.randint(0, 9, (counts[base.rank], 6), generator=draw).to(dtype)
+        sums = torch.randint(0, 9, (sum(counts), 6), generator=draw).to(dtype)
+        out = []
+        for group in (base, PushGroup(base, kernels, CPU)):
+            out += [group.all_gather_rows(own, counts), reduce_scatter_rows(group, sums, counts)]
+        return out, kernels.num_calls
+
+    is_pushed = 0 < max(counts) * 6 * dtype.itemsize <= most
+    for (gathered, reduced, *pushed), num_calls in on_all_ranks(3, run):
+        assert torch.equal(pushed[0], gathered) and torch.equal(pushed[1], reduced)
+        assert num_calls == (2 if is_pushed else 0)
 
 
 def test_a_muted_group_waits_for_nobody():

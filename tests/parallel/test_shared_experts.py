@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from parallel.test_tensor_parallel import draw_config
+from parallel.test_tensor_parallel import COUNTS, draw_config
 
 from headrace import LLM, SamplingParams
 from headrace.base.config import engine_config
@@ -60,7 +60,7 @@ async def generate(client: EngineClient, requests: list[tuple[list[int], Samplin
 
 
 @pytest.mark.parametrize(("family", "own"), [
-    ("MixtralForCausalLM", {}), ("Qwen3MoeForCausalLM", {"all2all_backend": "all-to-all"}),
+    ("MixtralForCausalLM", {"enable_eplb": True}), ("Qwen3MoeForCausalLM", {"all2all_backend": "all-to-all"}),
     ("GptOssForCausalLM", {"all2all_backend": "all-gather"}), ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
 ])
 async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], tmp_path: Path):
@@ -72,6 +72,10 @@ async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], 
             output.outputs[0].token_ids for output in
             llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], [params for _, params in requests])
         ]
+    if own.get("enable_eplb"):
+        count = next(config[name] for name in COUNTS[1:] if config.get(name))
+        keys = {"step_interval": 8, "window_size": 6, "num_redundant_experts": count % 2 + 2}
+        own = {**own, "eplb_config": json.dumps(keys)}
     client = EngineClient(engine_config(
         model=str(tmp_path), data_parallel_size=2, enable_expert_parallel=True, data_parallel_policy="round-robin",
         **OPTIONS, **own,
@@ -81,6 +85,8 @@ async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], 
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
         assert await generate(client, requests) == alone + alone[:4]
         assert min(replica.last_stats.requests_total for replica in client.replicas) > 3
+        experts = (await client.stats()).experts
+        assert bool(own.get("enable_eplb")) == bool(experts.num_moved) == bool(sum(experts.tokens_by_rank))
         if own.get("tensor_parallel_size", 1) > 1:
             await kill_a_worker(client, requests[0][0])
             assert (await generate(client, requests))[:NUM_REQUESTS] == alone

@@ -100,6 +100,16 @@ def test_tokens_that_travel_to_their_experts_come_back(
     compare(ranks, draw_config(family, ranks.size), tmp_path, monkeypatch, **own)
 
 
+def test_experts_that_move_compute_what_they_did(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = draw_config("Qwen3MoeForCausalLM", ranks.size)
+    copies = -config["num_experts"] % ranks.size + ranks.size
+    keys = {"step_interval": 3, "num_redundant_experts": copies}
+    own = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": json.dumps(keys)}
+    compare(ranks, config, tmp_path, monkeypatch, **own)
+
+
 def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compare_embeddings(ranks, "BertModel", tmp_path, monkeypatch)
 

@@ -29,8 +29,11 @@ class ThreadGroup(Group):
         assert [len(part) for part in parts] == list(counts)
         return torch.cat(parts)
 
-    def exchange_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    def exchange_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], most: int = 0
+    ) -> torch.Tensor:
         """See `Group`."""
+        assert not most or max(*sent, *received) <= most
         assert sum(sent) == len(x)
         parts = [parts[self.rank] for parts in self._share(x.split(list(sent)))]
         assert [len(part) for part in parts] == list(received)

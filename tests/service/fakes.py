@@ -17,7 +17,7 @@ from typing import Any
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, engine_config, resolve_for_device
 from headrace.base.errors import HeadraceError, WeightError
-from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
 from headrace.parallel.group import PeerTimeout
@@ -74,6 +74,7 @@ class FakeExecutor:
     ``HANG`` stops it in its step for good; from ``LATE`` on, another rank has not come in time."""
 
     FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
+    experts = ExpertStats()
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):
         self.config = resolve_for_device(config, "cpu")

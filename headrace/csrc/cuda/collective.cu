@@ -1,5 +1,5 @@
 // Collectives of small messages among the GPUs of one host, a process each: all-reduce (alone, or followed by residual
-// addition and RMS norm), all-gather and broadcast. Every rank has a mailbox, memory that its peers can write. A rank
+// addition and RMS norm), all-gather, all-to-all and broadcast. Every rank has a mailbox, memory that its peers can write. A rank
 // stores its part into the mailboxes of all its peers and polls its own. There are no barriers, and multicast is unused.
 //
 // How a reader knows that a vector (16 bytes) has arrived:
@@ -52,7 +52,8 @@ struct Sum {  // x [splits, rows, row] -> out [rows, row]; rows of `width` vecto
   float eps, offset;
 };
 
-struct Gather {  // x [rows, words] of each rank -> out [rows, WORLD, words]; with a root, its x -> x of all ranks
+struct Gather {  // x [rows, words] of each rank -> out [rows, WORLD, words]; with a root, its x -> x of all ranks;
+                 // exchange: x [WORLD, words], of which each rank gets one part -> out [WORLD, words]
   Call call;
   const uint32 *x;
   uint32 *out;
@@ -428,7 +429,13 @@ __device__ void store_pair(const Gather &g, int sender, uint64 packet, uint32 fi
   }
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g) {
+// The two words of a packet that go to rank r.
+template <bool EXCHANGE> __device__ uint2 load_pair(const Gather &g, uint64 packet, int r) {
+  const uint32 *x = g.x + (EXCHANGE ? r * g.words : 0);
+  return {x[2 * packet], 2 * packet + 1 < g.words ? x[2 * packet + 1] : 0};
+}
+
+template <bool EXCHANGE> __device__ void spread(const Gather &g) {
   wait_for_previous();
   const Call &call = g.call;
   const int me = call.rank, thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
@@ -439,14 +446,15 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g
   Patience patience(call);
   const bool is_silent = g.root >= 0 && g.root != me;
   for (uint64 packet = thread; packet < (is_silent ? 1 : packets); packet += threads) {
-    uint32 first = 0, second = 0;
-    if (!is_silent) first = g.x[2 * packet];
-    if (!is_silent && 2 * packet + 1 < g.words) second = g.x[2 * packet + 1];
+    uint2 pair = {0, 0};
+    if (!EXCHANGE && !is_silent) pair = load_pair<false>(g, packet, 0);
 #pragma unroll
-    for (int r = 0; r < WORLD; ++r)
-      if (r != me)
-        put(call.mailboxes[r] + start + 16 * (slot_of(me, r) * packets + packet), {first, tag, second, tag});
-    if (g.root < 0) store_pair(g, me, packet, first, second);
+    for (int r = 0; r < WORLD; ++r) {
+      if (EXCHANGE) pair = load_pair<true>(g, packet, r);
+      if (r != me) put(call.mailboxes[r] + start + 16 * (slot_of(me, r) * packets + packet), {pair.x, tag, pair.y, tag});
+      else if (EXCHANGE) store_pair(g, me, packet, pair.x, pair.y);
+    }
+    if (!EXCHANGE && g.root < 0) store_pair(g, me, packet, pair.x, pair.y);
   }
   for (uint64 base = thread; base < packets; base += (uint64)threads * PACKETS) {
     uint4 got[PACKETS][WORLD];
@@ -478,3 +486,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g
   }
   count_call(control->gathers, number);
 }
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g) { spread<false>(g); }
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) exchange(const Gather g) { spread<true>(g); }

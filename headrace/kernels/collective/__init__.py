@@ -55,6 +55,10 @@ class Collectives(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """The ranks' ``x`` [..., n], side by side along the last dim: [..., W * n]; bit for bit, any dtype."""
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Of ``x`` [W, ...] part r goes to rank r. Returns the ranks' parts for this one, in their order, [W, ...]; bit
+        for bit, any dtype."""
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor | None:
         """``x`` of rank 0, written into the others' ``x``; bit for bit, any dtype."""
 

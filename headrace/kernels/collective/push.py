@@ -102,8 +102,9 @@ class PushCollectives:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """See `Collectives`."""
-        for entry in ("gather", *(f"sum_{n}_{norm}_{steps}" for n in VECTORS for norm in (0, 1) for steps in (1, 2))):
-            find_kernel(entry, self.size, torch.bfloat16 if entry == "gather" else dtype, self.device)
+        plain = ("gather", "exchange")
+        for entry in (*plain, *(f"sum_{n}_{norm}_{steps}" for n in VECTORS for norm in (0, 1) for steps in (1, 2))):
+            find_kernel(entry, self.size, torch.bfloat16 if entry in plain else dtype, self.device)
 
     def set_budget(self, seconds: float) -> None:
         """See `Collectives`."""
@@ -195,6 +196,14 @@ class PushCollectives:
         self._gather(x, out, -1)
         return out
 
+    def exchange(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Collectives`."""
+        if not x.is_contiguous() or not self._can_gather(x[0]) or x[0].numel() * x.element_size() % 4:
+            return None
+        out = torch.empty_like(x)
+        self._gather(x[0], out, -1, "exchange")
+        return out
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor | None:
         """See `Collectives`."""
         if not self._can_gather(x) or x.numel() * x.element_size() % 4:
@@ -208,13 +217,15 @@ class PushCollectives:
         room = 2 * (num_bytes + 4) * (self.size - 1) <= self.room.gathers
         return 0 < num_bytes <= self.limits.gathers and room and x.is_contiguous() and x.data_ptr() % 4 == 0
 
-    def _gather(self, x: torch.Tensor, out: torch.Tensor, root: int) -> None:
+    def _gather(self, x: torch.Tensor, out: torch.Tensor, root: int, entry: str = "gather") -> None:
+        """``x``: what goes to each rank; in an exchange the part for the first of them."""
         words = x.numel() * x.element_size() // 4
-        columns = words if x.dim() == 0 or root >= 0 else x.shape[-1] * x.element_size() // 4
+        is_flat = x.dim() == 0 or root >= 0 or entry == "exchange"
+        columns = words if is_flat else x.shape[-1] * x.element_size() // 4
         packets = ceil_div(words, 2)
         threads = min(MOST_THREADS, max(64, ceil_div(ceil_div(packets, self._num_sms), 32) * 32))
         call = _Gather(self._call, x.data_ptr(), out.data_ptr(), words, columns, root)
-        self._launch("gather", torch.bfloat16, ceil_div(packets, threads), threads, call)
+        self._launch(entry, torch.bfloat16, ceil_div(packets, threads), threads, call)
 
     def _launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: ctypes.Structure) -> None:
         kernel = find_kernel(entry, self.size, dtype, self.device)

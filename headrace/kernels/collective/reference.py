@@ -38,3 +38,8 @@ def reduce_add_norm(
 def all_gather(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """See `Collectives`."""
     return torch.cat(list(parts), dim=-1)
+
+
+def exchange(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """See `Collectives`; what each rank gets."""
+    return [torch.stack([part[rank] for part in parts]) for rank in range(len(parts))]

@@ -50,6 +50,8 @@ def reason_against_fused(query: KernelQuery) -> str | None:
 
 def reason_against_stored(query: KernelQuery) -> str | None:
     """For packed matrices on a CPU: kernels address an expert by its first panel, so sizes are multiples of `PANEL`."""
+    if query.shape.get("moves"):
+        return "packs matrices, and experts move between ranks"
     if query.device != "cpu" or query.dtype not in ("float32", "bfloat16"):
         return "takes float32 and bfloat16 on a CPU"
     if any(width % PANEL for width in (query.shape.get("width", 1), 2 * query.shape.get("expert_width", 1))):

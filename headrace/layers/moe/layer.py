@@ -5,6 +5,7 @@ T tokens, D hidden size, X experts, k experts a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,9 +17,12 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
+from headrace.layers.moe.slots import ExpertSlots
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.spec import MoeSpec, RoutingSpec
+from headrace.parallel.group import Group
+from headrace.parallel.placement import Placement
 from headrace.parallel.share import Share
 
 
@@ -65,10 +69,12 @@ class MoeMlp(Branch):
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, build)
         query = build.query(
             width=hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
-            ranks=build.experts.group.size, replicas=build.experts.num_replicas,
+            ranks=build.experts.group.size, replicas=build.experts.num_replicas, moves=int(build.moves_experts),
         )
         self._run_experts = pair_experts(self.experts, spec.expert, build, query)
         self._num_replicas = build.experts.num_replicas
+        self.slots: ExpertSlots | None = None  # where experts are, if they move
+        self._num_slots = self.num_experts
         self._nothing = torch.empty(0, hidden_size, dtype=build.dtype, device=build.device)
 
     @property
@@ -84,16 +90,31 @@ class MoeMlp(Branch):
         residual.pending = self.compute_share(norm.add(residual))
         residual.group = self.group
 
+    def spread(self, placement: Placement) -> None:
+        """Have places for copies of experts, and count what is chosen. Once, when the weights are loaded."""
+        for stack in (self.experts.gate_up, self.experts.down):
+            stack.make_room(placement.slots_each)
+        self._num_slots = len(placement.slots)
+        self.slots = ExpertSlots(self.num_experts, placement, self._nothing.device)
+
+    def rearrange(self, placement: Placement, moves: Sequence[tuple[int, int]], group: Group) -> None:
+        """Move experts between ranks; see `Placement.moves_from`. All ranks at the same step."""
+        assert self.slots is not None, "spread comes first"
+        self.experts.exchange(group, moves, placement.slots_each)
+        self.slots.assign(placement)
+
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
         if self._num_replicas == 1:
             return
         ids = torch.empty(0, self.router.shape["top_k"], dtype=torch.int64, device=self._nothing.device)
-        self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self.num_experts))
+        self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self._num_slots))
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the output."""
         ids, weights = self.router(x)
-        out = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts))
+        if self.slots is not None:
+            ids = self.slots.route(ids)
+        out = self._run_experts(ChosenTokens(x, ids, weights, self._num_slots))
         # experts return memory of their own
         return out if self.shared is None else out.add_(self.shared.compute_share(x))

@@ -5,16 +5,20 @@ X experts, F expert intermediate size, D hidden size, O outputs, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from headrace.base.errors import ConfigError
 from headrace.kernels.moe import Gate
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
-from headrace.layers.quantization.storage import StorableLayer
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.spec import MlpSpec
 from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.group import Group
 from headrace.parallel.share import Share, as_share
 
 
@@ -66,6 +70,16 @@ class StackedLinear(StorableLayer):
         _, *dims = cut_of(parameter).dims
         return Cut(tuple(dims)).with_rows(self.shares[name.partition("/")[2]])
 
+    def make_room(self, num_stacked: int) -> None:
+        """Have so many places for experts, those beyond what is here empty. Raises `ConfigError` for packed ones."""
+        if plain_weight(self) is None:
+            raise ConfigError("enable_eplb moves plain experts, and this model's are packed", param="enable_eplb")
+        for name, tensor in list(self.named_parameters(recurse=False)):
+            room = tensor.new_zeros(num_stacked, *tensor.shape[1:])
+            room[: len(tensor)] = tensor.data
+            setattr(self, name, nn.Parameter(room, requires_grad=False))
+        self.num_stacked = num_stacked
+
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """The stored weight as a new plain tensor, [X, O, I]."""
         assert self.stored is not None
@@ -83,3 +97,17 @@ class ExpertWeights(nn.Module):
         width = size or spec.intermediate_size
         self.gate_up = StackedLinear(build, experts, hidden_size, {"gate": width, "up": width}, bias=spec.bias)
         self.down = StackedLinear(build, experts, width, {"down": hidden_size}, bias=spec.bias)
+
+    def exchange(self, group: Group, moves: Sequence[tuple[int, int]], slots_each: int) -> None:
+        """Copy experts between ranks, which have ``slots_each`` places each: from and to which, numbered over all."""
+        rank, size = group.rank, group.size
+        gone = sorted((to // slots_each, to, start) for start, to in moves if start // slots_each == rank)
+        come = sorted((start // slots_each, to) for start, to in moves if to // slots_each == rank)
+        sent, received = (
+            [sum(peer == other for peer, *_ in ends) for other in range(size)] for ends in (gone, come)
+        )
+        for tensor in self.parameters():
+            index = torch.tensor([start % slots_each for *_, start in gone], dtype=torch.int64, device=tensor.device)
+            rows = group.exchange_rows(tensor.data.index_select(0, index), sent, received)
+            places = torch.tensor([to % slots_each for _, to in come], dtype=torch.int64, device=tensor.device)
+            tensor.data.index_copy_(0, places, rows)

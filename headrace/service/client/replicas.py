@@ -132,10 +132,12 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     if len(stats) == 1:
         return stats[0]
     sums = {name: sum(getattr(one, name) for one in stats) for name in _NUMBERS}
-    return EngineStats(**sums, speculation=_sum_speculation([one.speculation for one in stats]))
+    # replicas that divide experts see the same loads
+    experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
+    return EngineStats(**sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts)
 
 
-_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name != "speculation")
+_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name not in ("speculation", "experts"))
 
 
 def _sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:

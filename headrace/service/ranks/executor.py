@@ -17,7 +17,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineBroken, HeadraceError
 from headrace.base.grammar import Grammar
-from headrace.base.messages import ErrorInfo
+from headrace.base.messages import ErrorInfo, ExpertStats
 from headrace.base.step import StepPlan, StepResult
 from headrace.service.executor import Executor, Pace, PendingStep
 from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
@@ -92,6 +92,11 @@ class RankedExecutor(Pace):
     def released(self) -> frozenset[DevicePart]:
         """The same on all ranks."""
         return self._executor.released
+
+    @property
+    def experts(self) -> ExpertStats:
+        """The same on all ranks."""
+        return self._executor.experts
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a plan on all ranks."""

@@ -77,6 +77,7 @@ class EngineCollector(Collector):
         for name, (metric, doc) in COUNTERS.items():
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
         yield from self._collect_speculation()
+        yield from self._collect_experts()
         yield from self._collect_replicas()
 
     def _collect_replicas(self) -> Iterable[Metric]:
@@ -107,6 +108,24 @@ class EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_tokens_per_position):
             by_position.add_metric((str(position),), count)
         yield by_position
+
+
+    def _collect_experts(self) -> Iterable[Metric]:
+        stats = self.stats.experts
+        by_rank = CounterMetricFamily(
+            "headrace_expert_tokens", "Choices of experts that a rank has computed in the windows looked at.",
+            labels=("rank",)
+        )
+        for rank, count in enumerate(stats.tokens_by_rank):
+            by_rank.add_metric((str(rank),), count)
+        yield by_rank
+        yield GaugeMetricFamily(
+            "headrace_expert_balancedness", "Mean load of ranks with experts over the largest, when last looked at.",
+            value=stats.balancedness
+        )
+        yield CounterMetricFamily(
+            "headrace_experts_moved", "Experts that were moved to another place.", value=stats.num_moved
+        )
 
 
 class LoopHistogram(Collector):

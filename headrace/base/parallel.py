@@ -1,0 +1,135 @@
+"""Options of several devices and hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from headrace.base.eplb import BalancingOptions, parse_eplb_config
+from headrace.base.errors import ConfigError
+from headrace.base.option import Section, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """Several devices."""
+
+    tensor_parallel_size: int = option(
+        1, "ranks that divide each layer among them, one device each (on a CPU: one part of the cores each)", low=1,
+        high=64, alias="tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, "stages that each have some of the layers and compute at the same time, of tensor_parallel_size ranks each",
+        low=1, high=64, alias="pp"
+    )
+    pipeline_layers: str | None = option(
+        None, "layers of each stage, such as 15,17; default: such that the largest one is as small as possible",
+        metavar="N,N"
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "divide a mixture's experts, whole ones, among the ranks of tensor_parallel_size and of all replicas of "
+        "data_parallel_size, each of which has all of attention; default: each replica has all experts, each rank a "
+        "part of each"
+    )
+    all2all_backend: str = option(
+        "auto",
+        "how tokens get to the ranks of their experts: all-gather (all to all ranks), all-to-all (each to its own), "
+        "replicated (each rank of a replica has them); auto: the fastest for these ranks",
+        metavar="NAME"
+    )
+    enable_eplb: bool = option(
+        False, "move experts between ranks while serving, so that busy ones do not gather on one; loads are in /metrics"
+    )
+    eplb_config: str | None = option(
+        None, "how, such as {\"num_redundant_experts\": 8, \"step_interval\": 3000, \"window_size\": 1000}; "
+        "docs/parallel.md lists the keys", metavar="JSON"
+    )
+    data_parallel_size: int = option(
+        1, "replicas of the engine, each on devices of its own (on a CPU: with its share of the cores)", low=1,
+        high=1024
+    )
+    data_parallel_policy: str = option(
+        "cache-aware",
+        "which replica gets a request: cache-aware (the longest known prefix, unless that replica is much busier), "
+        "consistent-hash, least-loaded, round-robin, or that of an installed package",
+        metavar="NAME"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, stages = self.pipeline_layers, self.pipeline_parallel_size
+        if layers is not None and len(layers.split(",")) != stages:
+            raise ConfigError(
+                f"pipeline_layers has {len(layers.split(','))} numbers for the {stages} stages of "
+                "pipeline_parallel_size; state one for each, or leave it out", param="pipeline_layers",
+            )
+        parse_eplb_config(self.eplb_config)
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError(
+                "enable_eplb moves whole experts between ranks; set enable_expert_parallel too", param="enable_eplb"
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among ranks, and there is one: set tensor_parallel_size (or "
+                "data_parallel_size) to the number of devices, or leave enable_expert_parallel out",
+                param="enable_expert_parallel",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def describe_sizes(self) -> str:
+        """What of it needs several devices, for messages: ``tensor_parallel_size 2 x data_parallel_size 2``."""
+        names = (part.name for part in dataclasses.fields(self) if part.name.endswith("_parallel_size"))
+        sizes = {name: getattr(self, name) for name in names}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def balancing(self) -> BalancingOptions:
+        """What ``eplb_config`` states, with defaults."""
+        return parse_eplb_config(self.eplb_config)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas divide experts among them, so that each of their steps needs all."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+
+EXECUTORS = ("local", "ray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesConfig(Section):
+    """Several hosts. Each has the same number of ranks, in order; host 0 serves, and on the others the same command
+    with their ``node_rank`` starts theirs."""
+
+    nnodes: int = option(1, "hosts that the ranks are on", low=1, high=1024)
+    node_rank: int = option(0, "which of them this is; 0 serves, the others wait for its engine", low=0, high=1023)
+    master_addr: str = option("127.0.0.1", "address of host 0, under which the others reach it", metavar="HOST")
+    master_port: int = option(29500, "port of host 0 where the others connect", low=1, high=65535)
+    node_token_file: str | None = option(
+        None, "file with a secret, the same on all hosts, without which none may connect; needed with several",
+        metavar="FILE"
+    )
+    executor: str = option(
+        "local", "who starts processes: local: this machine and those of nnodes; ray: a Ray cluster places the ranks, "
+        "or with headrace batch whole engines", choices=EXECUTORS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"node_rank counts from 0, so with nnodes {self.nnodes} it is at most {self.nnodes - 1}; got "
+                f"{self.node_rank}", param="node_rank"
+            )
+        if self.nnodes > 1 and self.executor == "ray":
+            raise ConfigError("with executor ray the hosts are those of the cluster; leave nnodes at 1", param="nnodes")
+        if self.nnodes > 1 and not self.node_token_file:
+            raise ConfigError(
+                "several hosts need a shared secret: make a file with openssl rand -hex 32 > token, and give each host "
+                "the same as --node-token-file token", param="node_token_file"
+            )
