@@ -61,6 +61,19 @@ assert 'triton' not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("target", ["service.ranks.build", "service.build", "serving.offline", "serving.cli.serve"])
+def test_an_engine_needs_no_library_of_a_gpu(target: str):
+    """As on a machine without one, where the default installation has none of them."""
+    code = f"""
+import sys
+for name in ('triton', 'cudnn', 'flashinfer', 'cuda'):
+    sys.modules[name] = None
+import headrace.{target}
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_family_hurts_nobody(kind: str, tmp_path: Path):
     (tmp_path / "broken_family.py").write_text(BROKEN[kind])

@@ -15,7 +15,6 @@ import torch
 
 from headrace.kernels.collective import MOST_RANKS, UNMEASURED, Limits
 from headrace.kernels.cuda_source import CudaKernel, compile_source
-from headrace.kernels.launch import ceil_div
 
 VECTOR, CHUNK = 16, 8
 """Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
@@ -43,6 +42,11 @@ class Room:
 
 
 ROOM = Room()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. That of `headrace.kernels.launch` needs Triton, and every engine imports this module."""
+    return -(-a // b)
 
 
 class _Call(ctypes.Structure):
