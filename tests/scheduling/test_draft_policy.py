@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,6 +187,35 @@ def test_it_recovers_from_costs_measured_badly():
     assert not simulation.policy.pays(4)
     simulation.speed(4000)
     assert simulation.speed(500) > 0.9 * simulation.best()
+
+
+def untried(simulation: Simulation) -> Simulation:
+    """With no table to begin with, as on a CPU, after some steps without drafts."""
+    simulation.policy = DraftPolicy(StepCosts())
+    for key in range(simulation.num_rows):
+        simulation.policy.start(key)
+    for _ in range(40):
+        simulation.policy.note_time(simulation.num_rows, simulation.curve(simulation.num_rows))
+    return simulation
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_first_step_that_was_held_up_tells_little(num_rows: int):
+    simulation = untried(Simulation(CURVES["flat"], [0.9] * num_rows, noise=0.0))
+    counts = simulation.policy.choose(range(num_rows), [4] * num_rows, 100)
+    entries = num_rows + sum(counts)
+    assert sum(counts) > 0
+    simulation.policy.note_time(entries, 8 * simulation.curve(entries), num_rows=num_rows)  # loads code, allocates
+    simulation.speed(150)
+    assert simulation.speed(100) > 0.9 * simulation.best()
+
+
+def test_a_size_that_is_slow_is_tried_rarely():
+    def curve(entries: float) -> float:
+        return 0.004 if entries <= 1 else 0.02
+
+    simulation = untried(Simulation(curve, [0.9], most=1, noise=0.0))
+    assert simulation.speed(4000) > 0.99
 
 
 def test_choosing_is_fast():

@@ -85,7 +85,7 @@ class SimulatedEngine(FakeEngine):
             drafting._policy._fixed = num_fixed
         config = SchedulerConfig(max_step_tokens=8192, overlap_depth=2, max_running_requests=num_rows)
         scheduler = Scheduler(config, CacheConfig(prefix_cache=False), layout, clock=lambda: 0.0, drafting=drafting)
-        super().__init__(scheduler, layout, vocab=50, depth=2)
+        super().__init__(scheduler, layout, vocab=50)
         self.device, self.now = device, 0.0
         self.num_rows, self.output_len, self.num_asks = num_rows, output_len, 0
         self.runner.rate = rate

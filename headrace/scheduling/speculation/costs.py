@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 MEMORY = 9
@@ -15,6 +15,9 @@ TABLE_WEIGHT, MOST_WEIGHT = 16.0, 64.0
 STALE_NOTES = 1024
 """Notes without one of its own after which a size is taken as in the table again, or as not known: what was measured
 badly once would else never be tried again."""
+FEW_NOTES = 32
+"""The same for a size with fewer than `MEMORY` notes, whose first step may have been held up by anything; four times as
+many after each further attempt that ended so."""
 UNKNOWN_SLOPE = 0.25
 """Beyond the largest known size twice as many entries are taken to cost so much more. Optimistic enough to be tried,
 and corrected as soon as it is."""
@@ -55,6 +58,7 @@ class StepCosts:
         self._knots = {size: _Knot(seconds, TABLE_WEIGHT, 0) for size, seconds in self._table.items()}
         self._sizes: list[int] = []
         self._values: list[float] = []
+        self._attempts: Counter[int] = Counter()  # by size, those that were given up with few notes
         self._num_notes = 0
         self._refresh()
 
@@ -104,19 +108,22 @@ class StepCosts:
         knot.weight = min(knot.weight + 1.0, MOST_WEIGHT)
         self._num_notes += 1
         knot.noted = self._num_notes
+        if self._num_notes % REFRESH == 0:
+            self._drop_stale()
         if self._num_notes % REFRESH == 0 or knot.weight < MEMORY:
             self._refresh()
-        if self._num_notes % STALE_NOTES == 0:
-            self._drop_stale()
 
     def _drop_stale(self) -> None:
         for size, knot in list(self._knots.items()):
-            if self._num_notes - knot.noted > STALE_NOTES:
-                if size in self._table:
-                    self._knots[size] = _Knot(self._table[size], TABLE_WEIGHT, self._num_notes)
-                else:
-                    del self._knots[size]
-        self._refresh()
+            is_sure = knot.weight >= MEMORY
+            patience = STALE_NOTES if is_sure else min(STALE_NOTES, FEW_NOTES << 2 * self._attempts[size])
+            if self._num_notes - knot.noted <= patience:
+                continue
+            self._attempts[size] += not is_sure
+            if size in self._table:
+                self._knots[size] = _Knot(self._table[size], TABLE_WEIGHT, self._num_notes)
+            else:
+                del self._knots[size]
 
     def _refresh(self) -> None:
         """Fit a curve that never falls, by weighted least squares: pool adjacent sizes while an earlier one is
