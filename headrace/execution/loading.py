@@ -357,7 +357,7 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         return
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,
-        keeps_blocks=build.keeps_blocks, wants=model.wants
+        keeps_blocks=build.keeps_blocks, wants=model.wants, narrowing=model.find_narrowing()
     )
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
 

@@ -22,6 +22,7 @@ from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.names import CheckpointNames, drop_training_heads, find_elsewhere
+from headrace.layers.narrowing import Narrowing
 from headrace.layers.norm import LayerNorm
 from headrace.layers.spec import EncoderSpec
 
@@ -108,6 +109,11 @@ class Encoder(ServedModel):
     def wants(self, name: str) -> bool:
         """See `ServedModel`."""
         return not f"{self.names.rename_one(name)}.".startswith(self._elsewhere)
+
+    def find_narrowing(self) -> Narrowing | None:
+        """See `ServedModel`."""
+        targets = find_targets(self, self.names.modules, self.spec.num_layers)
+        return Narrowing(targets.cuts, targets.elsewhere, self.names.rename_one) if targets.cuts else None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""

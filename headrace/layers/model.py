@@ -12,6 +12,7 @@ from torch import nn
 from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
+from headrace.layers.narrowing import Narrowing
 from headrace.layers.pooling import PoolingHead
 from headrace.layers.quantization.storage import StorableModel
 from headrace.layers.vocabulary import Embedding, Head
@@ -65,6 +66,10 @@ class ServedModel(StorableModel):
         """Whether `load_weights` needs the tensor of that checkpoint name. Those of other pipeline stages are left out.
         """
         return True
+
+    def find_narrowing(self) -> Narrowing | None:
+        """What to cut of checkpoint tensors before they are read; None where all of them is needed."""
+        return None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs in any order. A tensor is valid only until the

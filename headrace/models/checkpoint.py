@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from headrace.base.errors import ConfigError
+from headrace.layers.narrowing import Narrowing
 from headrace.models.catalog import find_gguf_family
 from headrace.models.family import Family
 from headrace.models.source import ModelSource
@@ -47,9 +48,11 @@ def weigh_layers(source: ModelSource, family: Family, count: int) -> tuple[list[
 def open_weights(
     source: ModelSource, *, load_format: str = "auto", device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None, keeps_blocks: bool = False, wants: Callable[[str], bool] | None = None,
+    narrowing: Narrowing | None = None,
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield every ``(checkpoint name, tensor)`` of a model whose name ``wants`` accepts (None: all); each tensor is
-    valid until the next one is requested.
+    valid until the next one is requested. With ``narrowing``, parts of tensors that the other ranks need are neither
+    read nor copied.
 
     On a CPU, tensors are views of memory-mapped files in their stored dtype. Quantised GGUF tensors are dequantised to
     ``dtype`` (None: float32) or, with ``keeps_blocks``, yielded as `BlockTensor`. On a CUDA device, tensors arrive
@@ -65,9 +68,12 @@ def open_weights(
         family = find_gguf_family(source.gguf_metadata["general.architecture"])
         named = name_tensors(source.gguf_tensors, source.gguf_metadata, family.gguf_naming)
         named = [tensor for tensor in named if wants is None or wants(tensor.name)]
-        tensors = read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks)
+        find_cut = None if narrowing is None else narrowing.find_cut
+        tensors = read_tensors(named, dtype=dtype, threads=threads, keeps_blocks=keeps_blocks, find_cut=find_cut)
     else:
         tensors = read_safetensors(source.weight_files)
         if wants is not None:  # views of mapped files: those left out are not read
             tensors = (pair for pair in tensors if wants(pair[0]))
+    if narrowing is not None:
+        tensors = narrowing.keep(tensors)
     return copy_ahead(tensors, device, threads=threads) if device.type == "cuda" else tensors

@@ -13,8 +13,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from execution.draft_checkpoints import TARGETS, VOCAB, write_head, write_target
+from layers import format_writers as writers
 from parallel.rank_processes import RankProcesses
+from safetensors.torch import save_file
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.kernels import native
@@ -231,6 +234,37 @@ def test_blocks_of_gguf_files(pair: Pair, tmp_path: Path, kind: str, width: int,
     plain = pair.one(read_logprobs, **options, quantization="none")
     alone, together = pair.one(read_logprobs, **options), pair.two(read_logprobs, **options)
     assert 0 < (together - plain).abs().mean() < 1.3 * (alone - plain).abs().mean() + 1e-3
+
+
+WRITERS: dict[str, tuple[Callable[[torch.Tensor], writers.Written], dict[str, Any]]] = {
+    "fp8": (writers.fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "gptq": (writers.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
+    "awq": (writers.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "nf4": (writers.nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+}
+WIDE = {**TINY, "hidden_size": 192, "head_dim": 32, "intermediate_size": 320, "tie_word_embeddings": False}
+"""Two ranks have 96 inputs of the attention's output each, and 160 of the MLP's: no multiples of 128."""
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_quantised_checkpoints(pair: Pair, tmp_path: Path, form: str):
+    write, stated = WRITERS[form]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if "_proj" in name:
+            own, _ = write(tensor.detach())
+            tensors |= {f"{name.removesuffix('.weight')}.{kind}": part.contiguous() for kind, part in own.items()}
+        else:
+            tensors[name] = tensor.detach().clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**WIDE, "quantization_config": stated}))
+    options = {"model": str(tmp_path), "skip_tokenizer": True, **BASE}
+    plain = pair.one(read_logprobs, **options, quantization="none")
+    same = pair.two(read_logprobs, **options, quantization="none")
+    torch.testing.assert_close(same, plain, atol=1e-3, rtol=1e-3)
+    lost = (pair.one(read_logprobs, **options) - plain).abs().mean()
+    assert (pair.two(read_logprobs, **options) - plain).abs().mean() < 1.3 * lost + 1e-3
 
 
 ENCODER = {

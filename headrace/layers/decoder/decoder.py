@@ -17,11 +17,13 @@ from headrace.layers.batch import Features, ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
-from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.loading import Targets, fill_targets, find_targets
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.narrowing import ExpertNarrowing
 from headrace.layers.names import SCORE_NAMES, CheckpointNames, add_prefix, find_elsewhere, prefix_one
+from headrace.layers.narrowing import Narrowing
 from headrace.layers.norm import NoNorm, make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
@@ -88,22 +90,37 @@ class Decoder(ServedModel):
 
     def wants(self, name: str) -> bool:
         """See `ServedModel`."""
-        name = prefix_one(name) if self.spec.num_classes == 0 else name
-        return not f"{self.names.rename_one(name)}.".startswith(self._elsewhere)
+        return not f"{self._rename_one(name)}.".startswith(self._elsewhere)
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
-        names, modules, harmless = self.names, {**self.names.modules, **SCORE_NAMES}, HARMLESS
-        if self.spec.num_classes == 0:
-            tensors = add_prefix(tensors)
+    def _rename_one(self, name: str) -> str:
+        return self.names.rename_one(prefix_one(name) if self.spec.num_classes == 0 else name)
+
+    def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
+        """What checkpoint tensors fill, and endings of names that may be there without."""
+        modules, harmless = {**self.names.modules, **SCORE_NAMES}, HARMLESS
         # A tied head has no parameter of its own, but some checkpoints store a copy: not an error.
         if self.spec.vocabulary.tied or self.head is None:
             harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
             modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
+        return find_targets(self, modules, self.spec.num_layers), harmless
+
+    def find_narrowing(self) -> Narrowing | None:
+        """See `ServedModel`."""
+        targets, _ = self._find_targets()
+        if not targets.cuts and not targets.elsewhere:
+            return None
+        return ExpertNarrowing(targets.cuts, targets.elsewhere, self._rename_one, self.names.stacked_experts)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
+        names = self.names
+        if self.spec.num_classes == 0:
+            tensors = add_prefix(tensors)
         # schemes see, and name in errors, the checkpoint's own names: they run before renaming
         plain = names.rename(self._schemes.read(names.leave_out(tensors, self.spec.num_layers)))
         apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
-        fill_targets(find_targets(self, modules, self.spec.num_layers), apart, harmless=harmless)
+        targets, harmless = self._find_targets()
+        fill_targets(targets, apart, harmless=harmless)
         self._is_table_due = True
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

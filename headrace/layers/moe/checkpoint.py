@@ -85,7 +85,7 @@ def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blo
 
     A stacked tensor [X, I, O] may come in MXFP4 as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O,
     I / 32]. They are dequantised to bfloat16 without loss, an expert at a time; with ``keeps_blocks`` they are yielded
-    as `BlockTensor`.
+    as `BlockTensor`. Single experts may come so too, as ``<prefix>.experts.<number>.<last>_blocks`` without X.
     """
     splits, waiting = STACKED_EXPERTS[stacked_experts], dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors:
@@ -93,21 +93,34 @@ def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blo
         if last in splits:
             yield from _number(prefix, splits[last](tensor), first=0)
             continue
-        stem, _, kind = name.rpartition("_")
-        prefix, _, last = stem.rpartition(".experts.")
-        if kind not in ("blocks", "scales") or last not in splits:
+        codes, stem = find_codes(name, stacked_experts), name.rpartition("_")[0]
+        if codes is None:
             yield name, tensor
             continue
+        prefix, last, kind = codes
+        number = stem.removeprefix(f"{prefix}.experts.").removesuffix(last)
+        tensor = tensor[None] if number else tensor
         halves = waiting.setdefault(stem, {})
         if not halves:
             halves[kind] = tensor.clone()  # a tensor is valid only until the next one is requested
             continue
         halves = {kind: tensor, **waiting.pop(stem)}  # blocks and scales, in whichever order they came
-        for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True)):
+        first = int(number.rstrip(".") or 0)
+        for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True), first):
             own = _keep_blocks(splits[last], blocks, scales) if keeps_blocks else None
             yield from _number(prefix, splits[last](_dequantise(blocks, scales)) if own is None else own, first=expert)
     # unpaired halves go on under their own names, for the loader to report as unexpected
     yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
+
+
+def find_codes(name: str, stacked_experts: str) -> tuple[str, str, str] | None:
+    """Of a tensor of MXFP4 codes the prefix, the stacked tensor's own name and ``blocks`` or ``scales``; None for other
+    tensors. The name may have an expert's number."""
+    stem, _, kind = name.rpartition("_")
+    prefix, _, rest = stem.rpartition(".experts.")
+    number, _, last = rest.rpartition(".")
+    is_codes = kind in ("blocks", "scales") and last in STACKED_EXPERTS[stacked_experts]
+    return (prefix, last, kind) if is_codes and (not number or number.isdecimal()) else None
 
 
 def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterator[Named]:

@@ -25,8 +25,8 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Part:
-    """A piece of a tensor that fits a buffer: uint8 views on host and device. ``whole`` is set on a tensor's last part:
-    its name and the tensor on the device."""
+    """A piece of a tensor that fits a buffer: uint8 views on host, see `split_bytes`, and device. ``whole`` is set on a
+    tensor's last part: its name and the tensor on the device."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -64,6 +64,18 @@ def copy_ahead(
         copier.drain()
 
 
+def split_bytes(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor in order, as uint8 views of up to ``most`` bytes: [bytes], or [rows, bytes] of a matrix of
+    which some columns are kept, so that nothing between them is read. Other layouts are copied first."""
+    if tensor.dim() == 2 and tensor.stride(1) == 1 and not tensor.is_contiguous():
+        rows = tensor.view(torch.uint8)
+        if rows.shape[1] <= most:
+            yield from rows.split(most // rows.shape[1])
+            return
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    yield from flat.split(most) if flat.numel() else (flat,)
+
+
 class _Copier:
     """Pinned buffers shared by the threads, and the side stream of their copies."""
 
@@ -77,14 +89,15 @@ class _Copier:
     def split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Part]:
         """The parts of each tensor, in order; an empty tensor has one empty part."""
         for name, tensor in tensors:
-            source = tensor.contiguous().view(-1).view(torch.uint8)
+            parts = list(split_bytes(tensor, BUFFER_BYTES))
             # allocated on the side stream, which writes it; `copy_ahead` records the consumer's stream
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            flat, end = target.view(-1).view(torch.uint8), source.numel()
-            for start in range(0, max(end, 1), BUFFER_BYTES):
-                stop = start + BUFFER_BYTES
-                yield _Part(source[start:stop], flat[start:stop], (name, target) if stop >= end else None)
+            flat, at = target.view(-1).view(torch.uint8), 0
+            for number, source in enumerate(parts, 1):
+                stop = at + source.numel()
+                yield _Part(source, flat[at:stop], (name, target) if number == len(parts) else None)
+                at = stop
             del target, flat
 
     def send(self, part: _Part) -> tuple[_Part, torch.cuda.Event]:
@@ -93,7 +106,8 @@ class _Copier:
         try:
             buffer.sent.synchronize()
             pinned = buffer.data[: part.source.numel()]
-            pinned.numpy()[:] = part.source.numpy()  # numpy releases the GIL while it copies
+            # numpy releases the GIL while it copies
+            pinned.view(part.source.shape).numpy()[:] = part.source.numpy()
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 part.target.copy_(pinned, non_blocking=True)
                 buffer.sent.record(self._stream)

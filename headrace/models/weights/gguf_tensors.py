@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from headrace.models.weights.ahead import map_ahead
 from headrace.models.weights.files import map_file, view_bytes
 from headrace.models.weights.gguf_file import GgufTensor
 from headrace.models.weights.gguf_naming import NamedTensor
+from headrace.parallel.cut import Cut
+from headrace.parallel.share import Share
 
 CHUNK_ELEMENTS = 1 << 17
 """Values dequantised at a time, so that temporaries stay in the CPU's cache."""
@@ -48,10 +51,12 @@ def holds_blocks(tensors: Sequence[GgufTensor]) -> bool:
 
 def read_tensors(
     tensors: Sequence[NamedTensor], *, dtype: torch.dtype | None, threads: int, keeps_blocks: bool = False,
+    find_cut: Callable[[str], Cut | None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` on the CPU: plain types as stored, quantised matrices in ``dtype`` (None: float32),
     quantised vectors in float32. With ``keeps_blocks``, matrices of types that packed layout supports are
-    `BlockTensor`.
+    `BlockTensor`. ``find_cut`` says what is needed of the tensor of a name: of matrices that are no `BlockTensor`
+    only that is read, and yielded.
 
     All bounds are checked before the first tensor is read; raises `WeightError`.
     """
@@ -63,7 +68,8 @@ def read_tensors(
     def read(item: tuple[NamedTensor, int]) -> tuple[str, torch.Tensor]:
         tensor, num_bytes = item
         raw = view_bytes(files[tensor.stored.path], tensor.stored.offset, num_bytes, MAX_ITEM_BYTES)
-        return tensor.name, _read_one(tensor, raw, wanted, keeps_blocks=keeps_blocks)
+        cut = None if find_cut is None else find_cut(tensor.name)
+        return tensor.name, _read_one(tensor, raw, wanted, keeps_blocks=keeps_blocks, cut=cut)
 
     # an estimate, as if every tensor were dequantised; plain ones are mostly views
     def cost(item: tuple[NamedTensor, int]) -> int:
@@ -113,18 +119,22 @@ def _check_bounds(tensor: GgufTensor, file_bytes: int) -> int:
 
 
 def _read_one(
-    tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False
+    tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, *, keeps_blocks: bool = False,
+    cut: Cut | None = None
 ) -> torch.Tensor:
     """The tensor's values from its bytes ``stored`` uint8: a view, a `BlockTensor`, or a dequantised copy."""
     kind, shape, raw = _ggml_type(tensor.stored), tensor.stored.shape, stored
     plain = PLAIN_TYPES.get(kind.name)
+    can_keep = keeps_blocks and len(shape) in (2, 3) and kind.name in BLOCK_TYPES and not tensor.offset
+    if cut is not None and len(shape) == 2 and tuple(shape) == cut.full_shape and not can_keep:
+        return _read_part(tensor, stored, dtype, cut)
     if tensor.row_order is not None and raw.numel():
         rows = raw.view(shape[0], -1)  # blocks never cross rows
         raw = rows[torch.from_numpy(tensor.row_order)].flatten()
     if plain is not None:
         values = raw.view(plain).view(shape)
         return values.float() - tensor.offset if tensor.offset else values
-    if keeps_blocks and len(shape) in (2, 3) and kind.name in BLOCK_TYPES and not tensor.offset:
+    if can_keep:
         blocks = WeightBlocks(kind.name, raw.view(math.prod(shape[:-1]), -1))
         if blocks.can_be_packed:
             # `make_plain` starts from the bytes as stored: it reorders the rows itself
@@ -134,6 +144,22 @@ def _read_one(
     out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
     _dequantise(tensor.stored, kind, raw.numpy(), out.view(-1))
     return out.sub_(tensor.offset) if tensor.offset else out
+
+
+def _read_part(tensor: NamedTensor, stored: torch.Tensor, dtype: torch.dtype, cut: Cut) -> torch.Tensor:
+    """What ``cut`` keeps of a matrix, of which nothing but its rows and the blocks that it touches are read."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    block, block_bytes = GGML_QUANT_SIZES[_ggml_type(tensor.stored)]
+    first, *more = cut.dims[1]
+    low, high = (0, cut.full_shape[1] // block) if more else (first.start // block, -(-first.stop // block))
+    rows = stored.view(tensor.stored.shape[0], -1)[:, low * block_bytes : high * block_bytes]
+    of_rows = Cut(cut.dims[:1])
+    rows = of_rows.keep(rows) if tensor.row_order is None else rows[of_rows.keep(torch.from_numpy(tensor.row_order))]
+    part = replace(tensor, row_order=None, stored=replace(tensor.stored, shape=(len(rows), (high - low) * block)))
+    values = _read_one(part, rows.contiguous().flatten(), dtype)
+    kept = cut.dims[1] if more else (Share((high - low) * block, first.start - low * block, first.stop - low * block),)
+    return Cut(((Share.whole(len(rows)),), kept)).keep(values)
 
 
 def _dequantise(tensor: GgufTensor, kind: Any, raw: np.ndarray, out: torch.Tensor) -> None:
