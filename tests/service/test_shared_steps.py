@@ -22,6 +22,7 @@ from headrace.base.step import StepPlan
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.ranks import gate
 from headrace.service.ranks.gate import Board, BoardGate, StepGate
+from headrace.service.ranks.heartbeats import SILENCE_S
 
 SHARED = {
     "data_parallel_size": 2, "enable_expert_parallel": True, "builder": "fakes:build_fakes_in_step",
@@ -226,6 +227,21 @@ async def test_one_that_dies_takes_all_with_it_and_all_come_back(start_client: C
     assert not set(pids) & set(client.engine_pids) and [r.supervisor.num_restarts for r in client.replicas] == [1, 1]
     for n in range(4):
         assert (await read(client.submit([n], greedy(4))))[0] == continuation([n], 4)
+
+
+async def test_one_that_is_stopped_is_noticed_by_those_that_wait_for_it(start_client: Callable):
+    client = await start_client(**SHARED, seed=2)
+    pids = client.engine_pids
+    running = [asyncio.create_task(read(client.submit([i], greedy(3000)))) for i in range(4)]
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGSTOP)
+    ends = await asyncio.gather(*running)
+    assert [reason for _, reason in ends] == ["engine_unavailable"] * 4
+    assert SILENCE_S / 2 < time.monotonic() - began < SILENCE_S + 6
+    await until(lambda: [replica.state for replica in client.replicas] == ["ready"] * 2)
+    assert not set(pids) & set(client.engine_pids)
+    assert (await read(client.submit([9], greedy(4))))[0] == continuation([9], 4)
 
 
 async def test_all_end_when_one_is_given_up(start_client: Callable):

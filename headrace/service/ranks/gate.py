@@ -5,9 +5,9 @@ tokens it has, and waits for the others to post theirs: that is a *round*. One w
 computes its experts for the others. When nobody has a step, all sleep. Torch-free.
 
 Board layout: a line of 64 bytes, whose first word is the port where ranks meet; then a line for each replica: its posts
-in rounds of even and of odd number, each ``round * 2**32 + tokens``, and how many meetings it has come to. A post is
-one word, so nothing depends on the order in which stores become visible. Nobody can be two rounds ahead of another, so
-two posts are enough.
+in rounds of even and of odd number, each ``round * 2**32 + tokens``, how many meetings it has come to, and its
+heartbeats, by which one that was stopped is noticed. A post is one word, so nothing depends on the order in which
+stores become visible. Nobody can be two rounds ahead of another, so two posts are enough.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mmap
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,19 +25,20 @@ import msgspec
 
 from headrace.base.errors import ConfigError, EngineBroken, EngineUnavailable
 from headrace.base.step import StepPlan
+from headrace.service.ranks.heartbeats import BEAT_S, Silence
 
 LINE_WORDS, WORD_BYTES = 8, 8
 ROUND_SHIFT = 32
-MEETINGS = 2
-"""Place in a replica's line, behind the two posts."""
+MEETINGS, BEATS = 2, 3
+"""Places in a replica's line, behind the two posts."""
 IDLE_STEP = -2
 """``step_id`` of steps in which a replica computes others' tokens alone."""
 SPIN_S = 5e-5
 SLEEP_MS = 10
 """Longest sleep before a replica looks itself: a wake-up may be lost where stores are not ordered."""
 ROUND_S = 1800.0
-"""How long a replica waits for the others to post: they may be loading weights. Those that died or hung are noticed by
-their supervisors, far earlier."""
+"""How long a replica waits for the others to post: they may be loading weights. Those that died are noticed by their
+supervisors, and those that were stopped by their heartbeats, far earlier."""
 MEETING_S = 60.0
 
 
@@ -95,6 +97,9 @@ class BoardGate(StepGate):
         self._has_stepped = False
         self._poll = select.poll()
         self._poll.register(self.waker, select.POLLIN)
+        self._is_closed = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="board-heartbeat", daemon=True)
+        self._beating.start()
 
     @property
     def port(self) -> int:
@@ -138,6 +143,8 @@ class BoardGate(StepGate):
 
     def close(self) -> None:
         """See `StepGate`."""
+        self._is_closed.set()
+        self._beating.join()
         self._words.release()
         self._map.close()
         for descriptor in (self._memory, *self._wakers):
@@ -161,6 +168,10 @@ class BoardGate(StepGate):
         self._round = number
         return [post & ((1 << ROUND_SHIFT) - 1) for post in posts]
 
+    def _beat(self) -> None:
+        while not self._is_closed.wait(BEAT_S):
+            self._words[self._line(self.replica) + BEATS] += 1
+
     def _is_behind(self) -> bool:
         """Whether another replica is in a later round."""
         lines = (self._line(r) for r in range(self.size))
@@ -180,11 +191,19 @@ class BoardGate(StepGate):
             os.eventfd_read(self._wakers[self.replica])
 
     def _await(self, is_so: Callable[[], bool], limit_s: float, complaint: str) -> None:
-        began = time.monotonic()
+        began = looked_at = time.monotonic()
+        silences = {replica: Silence(BEAT_S) for replica in range(self.size) if replica != self.replica}
         while not is_so():
-            waited_s = time.monotonic() - began
+            now = time.monotonic()
+            waited_s = now - began
             if waited_s > limit_s:
                 raise EngineUnavailable(f"{complaint} (waited {limit_s:.0f} s)", retry_after=1.0)
+            if now - looked_at >= BEAT_S:
+                looked_at = now
+                for replica, silence in silences.items():
+                    beats = self._words[self._line(replica) + BEATS]
+                    if silence.note(beats) and beats:  # none yet: its process is starting
+                        raise EngineUnavailable(f"replica {replica} gives no sign of life", retry_after=1.0)
             if waited_s < SPIN_S:
                 os.sched_yield()
             elif self._poll.poll(SLEEP_MS):
