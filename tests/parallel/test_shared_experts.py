@@ -17,6 +17,7 @@ from parallel.test_tensor_parallel import COUNTS, draw_config
 
 from headrace import LLM, SamplingParams
 from headrace.base.config import engine_config
+from headrace.service.client.admin import EngineAdmin
 from headrace.service.client.client import EngineClient
 
 PATIENCE_S = 200.0
@@ -87,11 +88,27 @@ async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], 
         assert min(replica.last_stats.requests_total for replica in client.replicas) > 3
         experts = (await client.stats()).experts
         assert bool(own.get("enable_eplb")) == bool(experts.num_moved) == bool(sum(experts.tokens_by_rank))
+        if own.get("all2all_backend"):
+            await asyncio.wait_for(sleep_and_replace(client, str(tmp_path)), PATIENCE_S)
+            assert (await generate(client, requests[:5]))[:5] == alone[:5]
         if own.get("tensor_parallel_size", 1) > 1:
             await kill_a_worker(client, requests[0][0])
             assert (await generate(client, requests))[:NUM_REQUESTS] == alone
     finally:
         await client.close()
+
+
+async def sleep_and_replace(client: EngineClient, folder: str) -> None:
+    """All replicas give up their memory, take it back, and load the same weights again while requests run."""
+    admin = EngineAdmin(client)
+    await admin.sleep()
+    assert client.state == "asleep"
+    await admin.wake()
+    long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
+    running = [asyncio.create_task(read(client.submit([1 + i], long))) for i in range(3)]
+    await asyncio.sleep(0.1)
+    await admin.replace_weights(folder, load_format="dummy")
+    assert [(len(tokens), error) for tokens, error in await asyncio.gather(*running)] == [(60, None)] * 3
 
 
 async def kill_a_worker(client: EngineClient, prompt: list[int]) -> None:
