@@ -111,9 +111,10 @@ class CacheConfig(Section):
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of cached keys and values; auto: the model's; int8 (CPU): half the memory of bfloat16; float8_e4m3fn: "
-        "if the model's family supports it",
-        choices=("auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+        "dtype of cached keys and values; auto: the model's; int8 (CPU), fp8 (GPU; also fp8_e4m3, float8_e4m3fn): half "
+        "the memory of bfloat16",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "float8_e4m3fn"),
+        alias="kv-cache-dtype"
     )
     memory_fraction: float = option(
         0.9, "share of the device's memory to use (on a CPU: of the free memory, at most 4 GiB for KV)",

@@ -76,6 +76,10 @@ def resolve_dtype(name: str, config: dict[str, Any], device: torch.device) -> to
     return torch.bfloat16 if dtype == torch.bfloat16 and has_fast_bfloat16() else torch.float32
 
 
+KV_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""Other names of dtypes of keys and values."""
+
+
 def resolve_dtypes(
     dtype: str, kv_dtype: str, config: dict[str, Any], device: torch.device, *, rounds_inputs: bool
 ) -> tuple[torch.dtype, torch.dtype]:
@@ -87,7 +91,7 @@ def resolve_dtypes(
     """
     usual = resolve_dtype(dtype, config, device)
     chosen = torch.float32 if dtype == "auto" and rounds_inputs and device.type == "cpu" else usual
-    return chosen, usual if kv_dtype == "auto" else getattr(torch, kv_dtype)
+    return chosen, usual if kv_dtype == "auto" else getattr(torch, KV_NAMES.get(kv_dtype, kv_dtype))
 
 
 def has_fast_bfloat16() -> bool:

@@ -39,7 +39,7 @@ from headrace.layers.quantization.storage import (
     store_fastest,
 )
 from headrace.memory.plan import base_group
-from headrace.memory.pools import CODES, POOLS
+from headrace.memory.pools import POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import has_blocks, open_weights, weigh_layers
 from headrace.models.config_fields import Fields, explain_errors
@@ -49,7 +49,7 @@ from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
-from headrace.models.weights.gguf_tensors import is_mostly_blocks
+from headrace.models.weights.gguf_tensors import holds_blocks, is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
@@ -270,25 +270,13 @@ def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
 
 def check_codes(specs: list[CacheSpec | None], device: torch.device, *, whose: str = "this model") -> None:
     """Raise `ConfigError` for 8-bit keys and values where no backend or pool takes them. ``whose`` specs they are."""
-    coded = [spec for spec in specs if spec is not None and spec.dtype == CODES]
-    if not coded:
-        return
-    if device.type != "cpu":
-        raise ConfigError(
-            f"kv_dtype {CODES} is for CPUs, and this is {device}: serve with kv_dtype auto", param="kv_dtype"
-        )
-    others = sorted({spec.kind for spec in coded if not POOLS.load(spec.kind).supports_int8})
-    if others:
-        raise ConfigError(
-            f"kv_dtype {CODES} is for plain keys and values, and {whose} caches {', '.join(others)}: serve with "
-            "kv_dtype auto", param="kv_dtype",
-        )
-    odd = next((spec.head_dim for spec in coded if spec.head_dim % 4), None)
-    if odd is not None:
-        raise ConfigError(
-            f"kv_dtype {CODES} takes head dims that are multiples of 4, and {whose} has {odd}: serve with kv_dtype "
-            "auto", param="kv_dtype",
-        )
+    for spec in specs:
+        reason = None if spec is None else POOLS.load(spec.kind).reason_against(spec, device)
+        if spec is not None and reason:
+            raise ConfigError(
+                f"{whose} cannot be served with kv_dtype {spec.dtype}, which {reason}; take kv_dtype auto",
+                param="kv_dtype",
+            )
 
 
 def _limit_context(max_model_len: int | None, native: int, usual: int = 0) -> int:
@@ -332,6 +320,9 @@ def keeps_blocks(
     def report(num_done: int, num_files: int) -> None:
         progress(f"compiling CPU kernels: {num_done} of {num_files} files", 0.1 * num_done / max(1, num_files))
 
+    if device.type == "cuda":  # other formats come as codes: see `choose_schemes`
+        has_experts = any("_exps." in tensor.name for tensor in source.gguf_tensors)  # which are dequantised there
+        return holds_blocks(source.gguf_tensors) and not has_experts
     return can_store_blocks(device, dtype, waits=has_blocks(source), report=report)
 
 

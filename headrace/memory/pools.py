@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,18 +19,23 @@ ALIGNMENT = 64
 
 CODES = "int8"
 """`CacheSpec.dtype` of keys and values quantised to 8 bits."""
+FLOAT8 = "float8_e4m3fn"
+"""That of keys and values rounded to 8-bit floats, without scales."""
 
 
 class Pool(ABC):
     """Pages of one cache group on one device, built as ``Class(group, page_size, device)``. Unwritten pages read as
-    finite numbers: attention may load them under a mask, and 0 * NaN is not 0. ``supports_int8``: may hold int8 codes
-    and scales."""
+    finite numbers: attention may load them under a mask, and 0 * NaN is not 0."""
 
-    supports_int8: ClassVar[bool] = False
     num_bytes: int
 
     @abstractmethod
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device): ...
+
+    @classmethod
+    def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:
+        """Why the spec's dtype cannot be held, as the end of a sentence; None if it can."""
+        return f"is for plain keys and values, and it caches {spec.kind}" if spec.dtype == CODES else None
 
     @staticmethod
     @abstractmethod
@@ -48,7 +52,16 @@ class KeyValuePool(Pool):
     int8 these are codes, with scales [P, 2, K, page_size] float32 per token and kv head; index 0 of dim 1 for keys, 1
     for values."""
 
-    supports_int8 = True
+    @classmethod
+    def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:
+        """See `Pool`."""
+        if spec.dtype == CODES and device.type != "cpu":
+            return f"is for CPUs, and this is {device} (there: fp8)"
+        if spec.dtype == CODES and spec.head_dim % 4:
+            return f"takes head dims that are multiples of 4, not {spec.head_dim}"
+        if spec.dtype == FLOAT8 and device.type != "cuda":
+            return f"is for GPUs, and this is {device} (there: int8)"
+        return None
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec, dtype = group.spec, torch_dtype(group.spec)
@@ -77,6 +90,12 @@ class LatentPool(Pool):
     """Per layer [P, page_size, 1, L + E] for multi-head latent attention (https://arxiv.org/abs/2405.04434): the latent
     (L = ``value_dim``), then the rotated part; contiguous, zero until written. Keys are whole rows (``head_dim`` =
     L + E), values their first L elements."""
+
+    @classmethod
+    def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:
+        """See `Pool`."""
+        is_coded = spec.dtype in (CODES, FLOAT8)
+        return f"is for plain keys and values, and it caches {spec.kind}" if is_coded else None
 
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
         spec = group.spec

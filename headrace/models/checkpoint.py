@@ -76,4 +76,6 @@ def open_weights(
             tensors = (pair for pair in tensors if wants(pair[0]))
     if narrowing is not None:
         tensors = narrowing.keep(tensors)
-    return copy_ahead(tensors, device, threads=threads) if device.type == "cuda" else tensors
+    # blocks are decoded on the device, by the layers that keep their codes
+    is_copied = device.type == "cuda" and not (keeps_blocks and source.kind == "gguf")
+    return copy_ahead(tensors, device, threads=threads) if is_copied else tensors

@@ -12,6 +12,7 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
+from headrace.base.cache import CacheSpec
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
 from headrace.base.parallel import ParallelConfig
@@ -151,11 +152,22 @@ def test_pages_of_codes_are_half_as_large_and_refused_elsewhere(folder: Path):
     assert KeyValuePool.page_bytes(spec, 16) == 16 * 2 * spec.num_kv_heads * (spec.head_dim + 4)
     for wrong, device, said in (
         (spec, torch.device("cuda", 0), "for CPUs"), (msgspec.structs.replace(spec, kind="mla"), CPU, "caches mla"),
-        (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4")
+        (msgspec.structs.replace(spec, head_dim=6), CPU, "multiples of 4"),
+        (msgspec.structs.replace(spec, dtype="float8_e4m3fn"), CPU, "for GPUs"),
+        (msgspec.structs.replace(spec, dtype="float8_e4m3fn", kind="mla"), torch.device("cuda", 0), "caches mla"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             check_codes([None, wrong], device)
         assert caught.value.param == "kv_dtype" and "kv_dtype auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn"])
+def test_names_of_8_bit_floats(folder: Path, name: str):
+    """A CPU has no kernels for them, and says what it has."""
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn, which is for GPUs.*there: int8") as caught:
+        build_executor(config_of(folder, kv_dtype=name))
+    assert caught.value.param == "kv_dtype"
+    assert KeyValuePool.reason_against(CacheSpec("full", 2, 64, 64, "float8_e4m3fn"), torch.device("cuda", 0)) is None
 
 
 def test_dtype_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):

@@ -87,8 +87,12 @@ class Problem:
         return float((out.double() - self.expected).norm() / self.expected.norm())
 
 
-def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) -> Problem:
-    """Draw q, k, v and a page table, and compute the answer in float64 from what the tensors hold."""
+def make_problem(
+    case: Case, device: str, dtype: torch.dtype, *, seed: int = 0, kv_dtype: torch.dtype | None = None
+) -> Problem:
+    """Draw q, k, v and a page table, and compute the answer in float64 from what the tensors hold. ``kv_dtype``: of
+    pages, if not ``dtype``."""
+    kv_dtype = kv_dtype or dtype
     value_dim = case.value_dim or case.head_dim
     rng = torch.Generator().manual_seed(seed)
     counts = [-(-length // case.page_size) for _, length in case.spans]
@@ -108,8 +112,8 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
     for row, (query_len, kv_len) in enumerate(case.spans):
         at = torch.arange(kv_len)
         slots = table[row].long()[at // case.page_size] * case.page_size + at % case.page_size
-        keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=rng).to(dtype)
-        values = torch.randn(kv_len, case.num_kv_heads, value_dim, generator=rng).to(dtype)
+        keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=rng).to(kv_dtype).to(dtype)
+        values = torch.randn(kv_len, case.num_kv_heads, value_dim, generator=rng).to(kv_dtype).to(dtype)
         if row == 0:
             common = case.shared_pages * case.page_size
             common_keys, common_values = keys[:common], values[:common]
@@ -122,7 +126,8 @@ def make_problem(case: Case, device: str, dtype: torch.dtype, *, seed: int = 0) 
             softcap=case.softcap, sinks=sinks
         ).double())
         start += query_len
-    return _on_device(case, device, dtype, (k, v, q, table, params, torch.cat(expected)))
+    pages = (k.to(kv_dtype), v.to(kv_dtype))
+    return _on_device(case, device, dtype, (*pages, q, table, params, torch.cat(expected)))
 
 
 def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> Problem:
@@ -132,7 +137,7 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     name = str(dtype).removeprefix("torch.")
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     geometry = AttentionGeometry(
-        device, name, name, capability, case.num_heads, case.num_kv_heads, case.head_dim,
+        device, name, str(k.dtype).removeprefix("torch."), capability, case.num_heads, case.num_kv_heads, case.head_dim,
         case.value_dim or case.head_dim, case.page_size, case.window, case.softcap > 0, case.has_sinks,
     )
     inputs = AttentionInputs(

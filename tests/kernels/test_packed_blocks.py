@@ -10,6 +10,8 @@ from gguf.quants import dequantize
 
 from headrace.kernels import native
 from headrace.kernels.block_scaled.reference import dequantise_mxfp4
+from headrace.kernels.coded_linear.codes import Code, stack_matrices
+from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, ROUNDED_SIZES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.layout import Format, unpack
 
@@ -73,6 +75,27 @@ def test_blocks_keep_their_values(kind: str):
     assert packed.format.has_nibbles == (
         kind not in ROUNDED_SIZES and BLOCK_TYPES[kind].num_bytes * 8 / BLOCK_TYPES[kind].inputs <= 5
     )
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_codes_for_a_gpu_keep_their_values(kind: str):
+    """In 4 bits where packed layout has them; also groups that are all alike, and beside parts of another type."""
+    blocks = draw_blocks(kind, 20)
+    if kind == "Q4_1":
+        blocks.raw.view(20, -1, 20)[:, 3, :2] = 0  # no scale: the group is its min
+    matrix, expected = read_codes(blocks, torch.device("cpu")), expected_of(blocks)
+    allowed = expected.abs() * 1e-6 + 1e-7
+    if kind == "Q6_K" or kind in ROUNDED_SIZES:
+        allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 253
+    elif kind.endswith("K") or kind == "IQ4_XS":
+        allowed = expected.abs() * 1e-5 + 0.02 * 63 * 1e-5
+    assert ((matrix.dequantise(torch.float32) - expected).abs() <= allowed).all()
+    packed = pack_for_device(matrix)
+    assert packed is not None and packed.is_short == BLOCK_TYPES[kind].format.has_nibbles
+    stacked = stack_matrices([matrix, read_codes(draw_blocks("Q8_0", 8), torch.device("cpu"))])
+    assert (stacked is None) == (matrix.code is not Code.INT)
+    if stacked is not None:
+        assert ((stacked.dequantise(torch.float32)[:20] - expected).abs() <= allowed).all()
 
 
 def test_scales_that_float16_does_not_hold():

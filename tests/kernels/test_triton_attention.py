@@ -13,6 +13,7 @@ from devices import DEVICES, ON_GPU
 pytest.importorskip("triton")
 
 from headrace.kernels.attention.triton import MOST_PROGRAMS, DecodeWorkspace, Tile, decode_tile, plan_splits
+from headrace.layers.attention import reason_against_triton
 from headrace.layers.attention.triton import TritonAttention
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
@@ -62,6 +63,18 @@ def test_open_steps(name, device, dtype, tolerance):
     )
     out = problem.run(TritonAttention(problem.geometry, torch.device(device)))
     assert problem.error(out[:num_tokens]) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+@pytest.mark.parametrize("name", ["mixed", "window", "all", "dim-128", "prefill-of-one-token", "padded-graph-bound"])
+def test_pages_of_8_bit_floats(name, device, dtype, tolerance):
+    """As exact as plain pages are for what the pages hold: products and sums are those of the queries' dtype."""
+    problem = make_problem(CASES[name], device, dtype, kv_dtype=torch.float8_e4m3fn)
+    assert problem.pages.k.dtype == torch.float8_e4m3fn
+    assert problem.error(problem.run(TritonAttention(problem.geometry, torch.device(device)))) < tolerance
+    plain = replace(problem.geometry, device="cuda", capability=(8, 0))
+    assert "8.9" in reason_against_triton(plain)
+    assert reason_against_triton(replace(plain, capability=(9, 0))) is None
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)

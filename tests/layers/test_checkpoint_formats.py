@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import format_writers as writers
 import pytest
 import torch
-from format_writers import Written
+from layers import format_writers as writers
+from layers.format_cases import CASES, LLAMA, QWEN_MOE, Case, draw, make_checkpoint, name_tensors
 from safetensors.torch import save_file
 from torch import nn
 
@@ -31,133 +30,12 @@ from headrace.parallel.cut import Cut
 from headrace.parallel.share import Share
 
 CPU = torch.device("cpu")
-TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-INT_TOKEN = {**TOKEN, "type": "int"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A writer and the ``quantization_config`` of its files. ``is_packed``: layers on a CPU keep the codes.
-    ``tolerance`` of the read weight, relative to its largest value: writers that say what they wrote in bfloat16 or
-    float32 round on their side."""
-
-    write: Callable[[torch.Tensor], Written]
-    config: dict[str, Any]
-    is_packed: bool = False
-    tolerance: float = 1e-6
-
-
-def ct(
-    form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None, *, is_packed: bool = False,
-    stated_format: str | None = None, tolerance: float = 1e-6,
-) -> Case:
-    stated = {k: "torch.uint8" if k == "scale_dtype" else v for k, v in weights.items()}
-    config = {
-        "quant_method": "compressed-tensors", "format": stated_format or form, "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": stated, "input_activations": activations, "format": form}
-        },
-    }
-    return Case(writers.compressed(form, weights, activations), config, is_packed, tolerance)
-
-
-FLOAT, FP4, INT4 = ({"num_bits": bits, "type": kind} for bits, kind in ((8, "float"), (4, "float"), (4, "int")))
-GPTQ = {
-    "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "checkpoint_format": "gptq"
-}
-BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-CASES = {
-    "fp8-block": Case(
-        writers.fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    ),
-    "fp8-small-blocks": Case(
-        lambda weight: writers.fp8_block(weight, (32, 16)), {"quant_method": "fp8", "weight_block_size": [32, 16]}
-    ),
-    "fp8-block-powers": Case(
-        lambda weight: writers.fp8_block(weight, powers="e8m0"),
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    ),
-    "fp8-static": Case(writers.fp8_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
-    "fbgemm": Case(writers.fp8_channel, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
-    "modelopt-fp8": Case(writers.fp8_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "modelopt-channel": Case(
-        writers.fp8_channel, {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
-    ),
-    "modelopt-blocks": Case(writers.fp8_modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}),
-    "modelopt-nvfp4": Case(writers.nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    "ct-float-channel": ct("float-quantized", {**FLOAT, "strategy": "channel"}, TOKEN),
-    "ct-float-tensor": ct("float-quantized", {**FLOAT, "strategy": "tensor"}, TOKEN, stated_format="mixed-precision"),
-    "ct-float-block": ct("float-quantized", {**FLOAT, "strategy": "block", "block_structure": [16, 32]}, TOKEN),
-    "ct-int8": ct("int-quantized", {"num_bits": 8, "strategy": "channel"}, INT_TOKEN, is_packed=True),
-    "ct-int8-asymmetric": ct(
-        "int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}, INT_TOKEN, is_packed=True
-    ),
-    "ct-int4-group": ct("pack-quantized", {**INT4, "strategy": "group", "group_size": 32}, is_packed=True),
-    "ct-int4-asymmetric": ct(
-        "pack-quantized", {**INT4, "strategy": "group", "group_size": 64, "symmetric": False}, is_packed=True
-    ),
-    "ct-int3-channel": ct("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "channel"}, is_packed=True),
-    "ct-int8-weights": ct("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, is_packed=True),
-    "ct-nvfp4": ct(
-        "nvfp4-pack-quantized",
-        {**FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
-        tolerance=0.005
-    ),
-    "ct-mxfp4": ct(
-        "mxfp4-pack-quantized",
-        {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, is_packed=True
-    ),
-    "ct-mxfp8": ct(
-        "mxfp8-quantized", {**FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
-    ),
-    "gptq": Case(writers.gptq, GPTQ, is_packed=True),
-    "gptq-asymmetric": Case(
-        lambda weight: writers.gptq(weight, group=64, symmetric=False), {**GPTQ, "sym": False}, is_packed=True
-    ),
-    "gptq-order": Case(lambda weight: writers.gptq(weight, order=True), {**GPTQ, "desc_act": True}, is_packed=True),
-    "gptq-2-bits": Case(lambda weight: writers.gptq(weight, 2), {**GPTQ, "bits": 2}, is_packed=True),
-    "gptq-3-bits": Case(lambda weight: writers.gptq(weight, 3, symmetric=False), {**GPTQ, "bits": 3}, is_packed=True),
-    "gptq-8-bits": Case(
-        lambda weight: writers.gptq(weight, 8, -1), {**GPTQ, "bits": 8, "group_size": -1}, is_packed=True
-    ),
-    "gptq-v2": Case(
-        lambda weight: writers.gptq(weight, v2=True, symmetric=False, with_ids=False),
-        {**GPTQ, "checkpoint_format": "gptq_v2"}, is_packed=True
-    ),
-    "gptq-groups-of-16": Case(lambda weight: writers.gptq(weight, group=16), {**GPTQ, "group_size": 16}),
-    "awq": Case(writers.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, is_packed=True),
-    "awq-gemv": Case(
-        writers.awq_gemv, {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMV"}, is_packed=True
-    ),
-    "auto-round": Case(
-        writers.gptq, {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
-        is_packed=True
-    ),
-    "auto-round-awq": Case(
-        writers.awq, {"quant_method": "auto-round", "group_size": 32, "packing_format": "auto_round:auto_awq"},
-        is_packed=True
-    ),
-    "nf4": Case(writers.nf4, BNB),
-    "nf4-nested": Case(
-        lambda weight: writers.nf4(weight, nested=True), {**BNB, "bnb_4bit_use_double_quant": True}
-    ),
-    "bnb-int8": Case(writers.bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, is_packed=True),
-}
 SHAPES = ((40, 64), (136, 192), (264, 320))
 """Outputs and inputs: multiples of what every writer packs, and of no block or panel."""
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return values * torch.linspace(0.3, 2, shape[-1])  # groups and blocks differ
-
-
 def query(case: Case, **own: Any) -> SchemeQuery:
     return SchemeQuery(stored=case.config["quant_method"], config=case.config, **own)
-
-
-def name_tensors(module: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def read(case: Case, tensors: dict[str, torch.Tensor], **own: Any) -> dict[str, torch.Tensor]:
@@ -224,10 +102,16 @@ def test_what_has_no_common_form_is_not_stacked():
     codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1)
     one = CodedMatrix(Code.INT, codes, scales, 32)
     for other in (
-        CodedMatrix(Code.NF4, codes, scales, 32), CodedMatrix(Code.INT, codes.view(torch.int8), scales, 32),
+        CodedMatrix(Code.NF4, codes, scales, 32), CodedMatrix(Code.INT, codes[:, :16], scales, 16),
         CodedMatrix(Code.INT, codes, scales, 32, group_ids=torch.zeros(32).long()),
     ):
         assert stack_matrices([one, other]) is None
+    signed = CodedMatrix(Code.INT, torch.full((2, 32), -3, dtype=torch.int8), torch.full((2, 1), 2.0), 32)
+    expected = torch.cat([torch.full((4, 32), 10.0), torch.full((2, 32), -6.0)])
+    for value, zero, bits in ((200, 190, 8), (13, 3, 4)):
+        unsigned = CodedMatrix(Code.INT, codes + value, scales, 32, torch.full((4, 1), zero), bits=bits)
+        both = stack_matrices([unsigned, signed])
+        assert both is not None and torch.equal(both.dequantise(torch.float32), expected)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -235,49 +119,6 @@ def test_streams_of_bits(bits: int):
     codes = torch.randint(0, 1 << bits, (3, 41), generator=torch.Generator().manual_seed(bits))
     words = torch.tensor([writers.pack_stream(row, bits) for row in codes.tolist()], dtype=torch.int32)
     assert torch.equal(unpack_bits(words, bits, 41).long(), codes)
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 160, "hidden_size": 128,
-    "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 2,
-}
-QWEN_MOE = {
-    **LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "head_dim": 32,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-KEPT_PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
-
-
-def make_checkpoint(
-    folder: Path, config: dict[str, Any], case: Case | None, *, plain: Iterable[str] = KEPT_PLAIN
-) -> dict[str, torch.Tensor]:
-    """Write a random model's checkpoint with matrices of the case's form, and return its plain weights."""
-    import transformers
-
-    torch.manual_seed(0)
-    settings = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(settings)
-    folder.mkdir()
-    model.save_pretrained(folder)  # for the names that checkpoints have
-    from safetensors.torch import load_file
-
-    state = load_file(folder / "model.safetensors")
-    stored, meant = {}, {}
-    for name, tensor in state.items():
-        module, _, kind = name.rpartition(".")
-        if case is None or tensor.dim() != 2 or kind != "weight" or any(part in name for part in plain):
-            stored[name] = meant[name] = tensor
-            continue
-        written, expected = case.write(tensor.float() * 20)
-        stored |= name_tensors(module, {k: v.contiguous() for k, v in written.items()})
-        meant[name] = expected.float()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    stated = {} if case is None else {"quantization_config": case.config}
-    (folder / "config.json").write_text(json.dumps({**config, **stated}, default=str))
-    return meant
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:
@@ -442,3 +283,29 @@ def test_random_weights_have_the_form_of_the_config(name: str, tmp_path: Path):
         packed = [s for s in find_stored(loaded.model) if s.num_bytes < 2 * s.shape[0] * s.shape[1]]
         assert len(packed) == (8 if case.is_packed else 0)
     assert find_form({"quant_method": "aqlm"}) is None
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "modelopt-fp8", "ct-float-tensor"])
+def test_scales_of_keys_and_values_are_left_out(name: str):
+    """In the three places where writers put them."""
+    written, expected = CASES[name].write(draw(40, 64))
+    extra = {
+        "l.self_attn.k_scale": torch.ones(()), "l.self_attn.attn.v_scale": torch.ones(1),
+        "l.self_attn.k_proj.output_scale": torch.ones(1), "l.self_attn.k_proj.k_scale": torch.ones(1),
+    }
+    found = read(CASES[name], {**name_tensors("l.self_attn.k_proj", written), **extra})
+    assert list(found) == ["l.self_attn.k_proj.weight"]
+    assert_near(found["l.self_attn.k_proj.weight"], expected)
+
+
+@pytest.mark.parametrize("scale_format", [None, "ue8m0"])
+def test_blocks_that_transformers_wrote(scale_format: str | None):
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    stated = {"weight_block_size": (32, 64), "scale_fmt": scale_format}
+    weight = draw(96, 192)
+    written = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(**stated))).convert({"m.weight": weight})
+    assert written["m.weight_scale_inv"].dtype == (torch.float8_e8m0fnu if scale_format else torch.float32)
+    config = {"quant_method": "fp8", **stated}
+    found = read(Case(writers.fp8_block, config), written)["m.weight"]
+    assert found.dtype == torch.float32 and ((found - weight).abs() <= weight.abs() / 15 + 0.01).all()

@@ -136,7 +136,7 @@ def _load_block(
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Logits times log2(e), [M, N] float32, of q [M, E] and k [N, E]. ``scale`` (from `Head.constants`) includes
     log2(e); with a soft-cap it includes the division by the cap instead, and log2(e) is applied after the cap."""
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale  # pages may be of 8-bit floats
     if SOFTCAP:
         # softcap * tanh(x): tanh(x) = 1 - 2 / (exp(2x) + 1), 2 log2(e) = 2.8853900817779268
         logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * 2.8853900817779268) + 1.0)) * 1.4426950408889634
@@ -240,7 +240,7 @@ def _prefill_kernel(
                 v = _load_block(
                     v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False
                 )
-                acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+                acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
             start = unmasked
         for at in tl.range(start, end, BLOCK_N):
             k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
@@ -251,7 +251,7 @@ def _prefill_kernel(
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             logits = tl.where(seen, logits, MASKED)
             v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-            acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+            acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
 
         out = acc / total[:, None]
         tl.store(
@@ -386,7 +386,7 @@ def _decode_kernel(
             key = at + tl.arange(0, BLOCK_N)
             logits = tl.where((key < end) & (key >= begin), logits, MASKED)
             v = _load_block(v_ptr, table, at, begin, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-            acc, top, total = _accumulate(logits, v, acc, top, total, PRECISION)
+            acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
         if count == 1:
             out = acc / tl.where(total > 0, total, 1.0)[:, None]
             inside = valid[:, None] & (dim_v < EV)[None, :]

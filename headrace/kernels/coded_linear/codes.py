@@ -28,11 +28,14 @@ class Code(Enum):
     E2M1 = "e2m1"
     NF4 = "nf4"
     FP4 = "fp4"
+    IQ4 = "iq4"
 
 
 TABLES = {
     # OCP Microscaling Formats 1.0, section 5.3.3
     Code.E2M1: (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    # ggml's IQ4_NL and IQ4_XS
+    Code.IQ4: tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))),
     # QLoRA, arXiv:2305.14314, appendix E
     Code.NF4: (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -72,6 +75,13 @@ class CodedMatrix:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    def to(self, device: torch.device) -> CodedMatrix:
+        """On another device."""
+        zeros, ids = (None if table is None else table.to(device) for table in (self.zeros, self.group_ids))
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, group_ids=ids
+        )
 
     def find_fault(self) -> str | None:
         """What is wrong with the shapes of a matrix that a file describes; None if they fit."""
@@ -118,6 +128,15 @@ class CodedMatrix:
             return self
         index = torch.arange(self.shape[0], device=self.device) // self.rows
         return self._with_tables(self.scales[index], None if self.zeros is None else self.zeros[index], rows=1)
+
+    def as_signed(self) -> CodedMatrix:
+        """Integers as int8; unsigned ones of 8 bits less 128."""
+        if self.codes.dtype == torch.int8:
+            return self
+        if self.bits < 8:
+            return replace(self, codes=self.codes.view(torch.int8), bits=8)
+        zeros = torch.zeros_like(self.scales, dtype=torch.float32) if self.zeros is None else self.zeros.float()
+        return replace(self, codes=(self.codes ^ 128).view(torch.int8), zeros=zeros - 128, bits=8)
 
     def keep(self, rows: slice, columns: slice) -> CodedMatrix:
         """Some consecutive outputs and inputs, wherever blocks end."""
@@ -177,9 +196,11 @@ def decode(code: Code, codes: torch.Tensor) -> torch.Tensor:
 
 def stack_matrices(parts: Sequence[CodedMatrix]) -> CodedMatrix | None:
     """Matrices of equal inputs above one another, with their own scales; None where no common form holds them."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
+    if {part.code for part in parts} == {Code.INT} and len({part.codes.dtype for part in parts}) > 1:
+        parts = [part.as_signed() for part in parts]
+    first = parts[0]
     if len({(part.code, part.codes.dtype, part.shape[1]) for part in parts}) > 1:
         return None
     if any(part.group_ids is not None for part in parts):
@@ -214,6 +235,11 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Codes uint8 [R, count] from little-endian bit streams in ``words`` [R, W] int32; codes may straddle words."""
+    if 8 % bits == 0:  # whole codes to a byte
+        raw = words.contiguous().view(torch.uint8)
+        if bits < 8:
+            raw = torch.stack([raw >> at & (1 << bits) - 1 for at in range(0, 8, bits)], dim=-1).flatten(1)
+        return raw[:, :count]
     start = torch.arange(count, device=words.device) * bits
     low, shift = start // 32, start % 32
     unsigned = F.pad(words.long() & 0xFFFFFFFF, (0, 1))  # a stream may end with its last word

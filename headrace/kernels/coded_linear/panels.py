@@ -36,19 +36,20 @@ class PermutedWeight:
         return self._inner.unpack(dtype).index_select(1, self._places)
 
 
-def store_in_panels(matrix: CodedMatrix) -> StoredWeight | None:
-    """A stored weight of the same numbers, up to the rounding of scale and zero * scale to float16; None where the
-    packed layout has no such form (groups that are no multiples of 32, 8-bit floats, irregular values)."""
+def store_in_panels(matrix: CodedMatrix) -> tuple[StoredWeight | None, str]:
+    """A stored weight of the same numbers, up to the rounding of scale and zero * scale to float16, and which form it
+    has; None and the reason where the packed layout has none."""
     order = None
     if matrix.group_ids is not None:
         found = _sort_groups(matrix, matrix.group_ids)
         if found is None:
-            return None
+            return None, "its groups of inputs differ in size"
         matrix, order = found
-    packed = _pack(matrix)
+    packed, reason = _pack(matrix)
     if packed is None:
-        return None
-    return PanelWeight(packed) if order is None else PermutedWeight(PanelWeight(packed), order)
+        return None, reason
+    panels = PanelWeight(packed)
+    return (panels, reason) if order is None else (PermutedWeight(panels, order), f"{reason}, inputs permuted")
 
 
 def _sort_groups(matrix: CodedMatrix, group_ids: torch.Tensor) -> tuple[CodedMatrix, torch.Tensor] | None:
@@ -62,16 +63,19 @@ def _sort_groups(matrix: CodedMatrix, group_ids: torch.Tensor) -> tuple[CodedMat
     ), order
 
 
-def _pack(matrix: CodedMatrix) -> PackedMatrix | None:
+def _pack(matrix: CodedMatrix) -> tuple[PackedMatrix | None, str]:
     if matrix.code is Code.INT and matrix.codes.dtype == torch.int8 and matrix.zeros is None and _has_one_group(matrix):
-        return _pack_rows(matrix.by_row())
+        return _pack_rows(matrix.by_row()), "8 bits, a scale per output and per token"
     if matrix.code not in (Code.INT, Code.E2M1):
-        return None
+        return None, f"no kernel here multiplies {matrix.code.value} codes"
     if _has_one_group(matrix):
         matrix = matrix.regroup(GROUP)
     if matrix.group % GROUP:
-        return None
-    return _pack_groups(matrix.by_row().regroup(GROUP))
+        return None, f"kernels here take scales of {GROUP} inputs or multiples, and these have {matrix.group}"
+    packed = _pack_groups(matrix.by_row().regroup(GROUP))
+    if packed is None:
+        return None, "its scales do not fit float16"
+    return packed, f"{'4' if packed.format.has_nibbles else '8'} bits in groups of {GROUP}"
 
 
 def _has_one_group(matrix: CodedMatrix) -> bool:

@@ -86,13 +86,10 @@ def multiply_blocks(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | N
 
 
 def multiply_rows(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
-    """See `CODED_LINEAR`, for a scale per output or one for all. Scales are applied in the GEMM's epilogue; its sums
+    """See `CODED_LINEAR`, for a scale per output. Scales are applied in the GEMM's epilogue; its sums
     are not cut short (``use_fast_accum``)."""
     codes, scales = quantise_rows(x if x.stride(1) == 1 else x.contiguous())
-    own = weight.scales.float()
-    per_output = own.expand(weight.out_features, 1) if weight.scales.shape[0] == 1 else own
     out = torch._scaled_mm(
-        codes, weight.codes.t(), scale_a=scales, scale_b=per_output.contiguous().t(), out_dtype=x.dtype,
-        use_fast_accum=False
+        codes, weight.codes.t(), scale_a=scales, scale_b=weight.scales.t(), out_dtype=x.dtype, use_fast_accum=False
     )
     return out if bias is None else out + bias

@@ -146,7 +146,7 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The 32 bits from byte ``at`` on, as the fifth bit of codes: uint8 [n, 32] of 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return ((blocks[:, at : at + 4].unsqueeze(2) >> shifts & 1) << 4).flatten(1)
 
 
@@ -189,7 +189,7 @@ def _read_q4_k(blocks: torch.Tensor) -> Parts:
 
 def _read_q5_k(blocks: torch.Tensor) -> Parts:
     scales, mins = _scales_and_mins(blocks)
-    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(8, 1)
     fifth = (blocks[:, None, 16:48] >> shifts & 1) << 4
     return (_nibbles(blocks[:, 48:].unflatten(1, (4, 32))).flatten(1) | fifth.flatten(1)).to(torch.int8), scales, mins
 
@@ -198,7 +198,7 @@ def _read_q6_k(blocks: torch.Tensor) -> Parts:
     # Two halves of 128 inputs: 64 bytes of low nibbles each, then 32 bytes with the two high bits of four inputs each;
     # at 192 sixteen int8 scales, for 16 inputs each, at 208 their common float16 factor.
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(4, 1)
     high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(2) << 4
     codes = ((low | high).to(torch.int8) - 32).float().view(-1, SUPER // 16, 16)
     values = codes * (blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)).unsqueeze(2)
@@ -210,7 +210,8 @@ def _read_by_gguf(name: str, blocks: torch.Tensor) -> Parts:
     from gguf.constants import GGMLQuantizationType  # the import takes 0.1 s, and few files need it
     from gguf.quants import dequantize
 
-    return *round_groups(torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[name]))), None
+    values = torch.from_numpy(dequantize(blocks.to("cpu").numpy(), GGMLQuantizationType[name]))
+    return *round_groups(values.to(blocks.device)), None
 
 
 ROUNDED_SIZES = {
@@ -227,7 +228,7 @@ def _read_iq4_nl(blocks: torch.Tensor) -> Parts:
 def _read_iq4_xs(blocks: torch.Tensor) -> Parts:
     """A float16 factor; 16 bits with the two high bits of eight scales; 4 bytes with their low nibbles; then the codes
     of eight groups of 32 inputs, one after the other. Scales are stored plus 32."""
-    shifts = torch.arange(0, 16, 2, dtype=torch.int32)
+    shifts = torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)
     high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> shifts & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
     return (

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from headrace.layers.attention.contract import ATTENTION_BACKENDS, AttentionGeometry
 
 HALF_TYPES = ("float16", "bfloat16")
+FLOAT8 = "float8_e4m3fn"
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -25,15 +26,17 @@ def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
 
 
 def reason_against_triton(geometry: AttentionGeometry) -> str | None:
-    """Any head dim up to 256 on a GPU, with keys and values in the dtype of the queries."""
+    """Any head dim up to 256 on a GPU, with keys and values in the dtype of the queries or in 8-bit floats."""
     if geometry.device != "cuda":
         return "needs a cuda device"
     if find_spec("triton") is None:
         return "triton is not installed"
     if geometry.values_in_keys:
         return "reads values from pages of their own"
-    if geometry.kv_dtype != geometry.dtype:
-        return f"reads keys and values in {geometry.dtype}, not {geometry.kv_dtype}"
+    if geometry.kv_dtype == FLOAT8 and geometry.capability < (8, 9):
+        return "converts 8-bit floats from compute capability 8.9 on"
+    if geometry.kv_dtype not in (geometry.dtype, FLOAT8):
+        return f"reads keys and values in {geometry.dtype} and {FLOAT8}, not {geometry.kv_dtype}"
     if max(geometry.head_dim, geometry.value_dim) > 256:
         return "takes head dims up to 256"
     return None

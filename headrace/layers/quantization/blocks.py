@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
-from headrace.kernels.coded_linear.device_codes import pack_for_device
+from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
@@ -108,7 +108,11 @@ class BlockTensor(QuantisedTensor):
     @classmethod
     def store(cls, parts: Sequence[BlockTensor], weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
         """See `QuantisedTensor`."""
-        return PanelWeight(pack_blocks([part.blocks for part in parts]))
+        device = weight.weight.device
+        if device.type == "cpu":
+            return PanelWeight(pack_blocks([part.blocks for part in parts]))
+        stacked = stack_matrices([read_codes(part.blocks, device) for part in parts])
+        return None if stacked is None else store_on_gpu(stacked, weight, choice)
 
 
 class CodedTensor(QuantisedTensor):
@@ -142,14 +146,18 @@ class CodedTensor(QuantisedTensor):
         if stacked is None or (weight.weight.dtype == torch.float16 and weight.weight.device.type == "cpu"):
             return None
         if stacked.device.type == "cpu":
-            return store_in_panels(stacked)
-        return None if weight.has_rows or weight.is_stack else store_on_gpu(stacked, weight.weight.dtype, choice)
+            return store_in_panels(stacked)[0]
+        return store_on_gpu(stacked, weight, choice)
 
 
-def store_on_gpu(matrix: CodedMatrix, dtype: torch.dtype, choice: CodedChoice) -> StoredWeight | None:
-    """The weight in the layout of GPU kernels; None where it is irregular, or faster in ``dtype``."""
+def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
+    """The weight in the layout of GPU kernels; None where it is irregular or faster plain, for experts, and for the
+    vocabulary, whose logits are not rounded to half precision."""
+    dtype = weight.weight.dtype
+    if weight.is_vocabulary or weight.is_stack or dtype == torch.float32:
+        return None
     codes = pack_for_device(matrix)
-    if codes is None or dtype == torch.float32:
+    if codes is None:
         return None
     plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(matrix.device))
     return None if plan is None else CodedWeight(codes, plan)

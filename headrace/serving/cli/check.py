@@ -14,7 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from headrace.base import VERSION
+from headrace.base.config import engine_config
 from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding, Machine
+from headrace.service.weight_report import describe_weights
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.layout import Block, lay_out, print_blocks, terminal_width
 
@@ -73,6 +75,8 @@ def run(invocation: Invocation) -> int:
     from headrace.service.inventory import find_machine, take_inventory
 
     options = invocation.section("check")
+    if invocation.words:
+        return _check_model(invocation.words[0], options.json)
     machine = find_machine()
     findings = [*take_inventory(machine), *find_libraries()]
     if options.json:
@@ -87,6 +91,20 @@ def run(invocation: Invocation) -> int:
         print(f"\n{counts[OK]} parts work, {counts[UNAVAILABLE]} are not for this machine, {counts[BROKEN]} are broken"
               + ("" if options.verbose else "; -v lists them"))
     return 1 if options.strict and any(finding.status == BROKEN for finding in findings) else 0
+
+
+def _check_model(name: str, as_json: bool) -> int:
+    """Print the kinds of weights of a model."""
+    kinds = list(describe_weights(engine_config(model=name)))
+    if as_json:
+        print(json.dumps({"model": name, "weights": [dataclasses.asdict(kind) for kind in kinds]}, indent=2))
+        return 0
+    width = terminal_width()
+    print_blocks([Block(f"Weights of {name}", list(lay_out((
+        (kind.name, f"{kind.count} of {' x '.join(map(str, kind.shape))}: {kind.form}; {kind.kernel} ({kind.reason})")
+        for kind in kinds
+    ), width)))])
+    return 0
 
 
 def summarize(machine: Machine, findings: Sequence[Finding], width: int) -> Iterator[Block]:

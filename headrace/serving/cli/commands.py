@@ -39,7 +39,8 @@ class Command:
     """``run`` is ``"module:function"`` taking an `Invocation` and returning the exit code. ``sections`` are in the
     order of the help text, ``about`` stands below its summary. ``words`` are the positional arguments: ``model`` (a
     model's name), ``prompts``, ``folders`` and ``urls`` (any number), ``files`` (an input and an output), ``folder``,
-    ``name``, or none. A ``quiet`` command logs from level warning by default: its standard output is the result."""
+    ``name``, ``checked`` (a model's name or nothing), or none. A ``quiet`` command logs from level warning by default:
+    its standard output is the result."""
 
     name: str
     summary: str
@@ -195,8 +196,9 @@ _ALL = (
         "check", "say what works on this machine and what is missing", ("check",), "headrace.serving.cli.check:run",
         (
             ("every model family, kernel, backend and library", "headrace check -v"),
+            ("how a model's weights are stored, and what multiplies with them here", "headrace check ./model"),
             ("in a container build", "headrace check --strict"),
-        ), quiet=True,
+        ), "checked", quiet=True,
     ),
     Command(
         "show-config", "show the options of serve with their values and sources", ("show", *ENGINE, *SERVING),

@@ -171,7 +171,14 @@ def no_flag(info: OptionInfo) -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Breaks no line at a hyphen: a name such as ``cache-aware`` has to be found and copied."""
+    """Breaks no line at a hyphen: a name such as ``cache-aware`` has to be found and copied. Flags with several names
+    have their value once, as from Python 3.13 on."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        default = self._get_default_metavar_for_optional(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, default)}"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -221,6 +228,7 @@ class _Words:
 
 _WORDS = {
     "model": _Words("[MODEL]", "MODEL", "the same as --model", "?"),
+    "checked": _Words("[MODEL]", "MODEL", "how its weights are stored, and what multiplies with them here", "?"),
     "prompts": _Words("[PROMPT ...]", "PROMPT", "prompts to complete"),
     "files": _Words("INPUT OUTPUT", "FILE", "the input, then the output"),
     "folder": _Words("FOLDER", "FOLDER", "folder, or one of its files"),

@@ -13,6 +13,8 @@ from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
 
 WEIGHT = "weight"
+CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
+"""Scales of keys, values and softmax weights in 8 bits. They are not used: pages hold 8-bit floats without scales."""
 Parts = dict[str, torch.Tensor]
 Decode = Callable[[str, Parts], "CodedMatrix | torch.Tensor"]
 """``decode(module, parts)``: the weight of a module from its tensors, by the names that `Layout` lists."""
@@ -59,6 +61,8 @@ def assemble(
     plain: set[str] = set()  # modules whose weight is of another type
     for name, tensor in tensors:
         module, _, kind = name.rpartition(".")
+        if kind in CACHE_SCALES:
+            continue
         layout = find_layout(module)
         part = None if layout is None or module in plain else layout.find_part(kind)
         if layout is None or part is None:

@@ -152,8 +152,8 @@ def decode_awq(module: str, parts: Parts) -> CodedMatrix:
 
 def _awq_outputs(words: torch.Tensor) -> torch.Tensor:
     """Words int32 [n, O / 8] to codes uint8 [n, O]."""
-    shifts = torch.tensor(AWQ_PLACES, device=words.device) * AWQ_BITS
-    return ((words.unsqueeze(2) >> shifts) & 15).flatten(1).to(torch.uint8)
+    codes = unpack_bits(words, AWQ_BITS, 8 * words.shape[1])
+    return codes.unflatten(1, (-1, 8))[:, :, list(AWQ_PLACES)].flatten(1)
 
 
 def decode_awq_gemv(module: str, parts: Parts, group: int) -> CodedMatrix:

@@ -1,0 +1,157 @@
+"""Products with coded weights beside bfloat16, on one GPU: ``python -m benchmarks.quantized_gpu [--models ...] [--forms
+REGEX] [--rows 1 8 64] [--json FILE] [--serve]``.
+
+For each weight of a layer and each form of codes, the time of every solution of `CODED_LINEAR` by number of rows, as
+loading measures it (cold cache), in microseconds, checked against float64 first; then which solution is chosen and how
+many times as fast as bfloat16 it is. ``--serve`` also runs the workloads of the offline benchmark on random weights in
+these forms (`SERVED`), each in a process of its own, beside bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cuda_kernels import MODELS, products
+from headrace.kernels.coded_linear import CODED_LINEAR
+from headrace.kernels.coded_linear.choice import (
+    PLAIN,
+    ROWS,
+    describe_codes,
+    find_solutions,
+    make_plan,
+    measure,
+    time_on_gpu,
+)
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
+from headrace.kernels.coded_linear.reference import dequantise
+
+BF16 = torch.bfloat16
+TOLERANCE = {"scaled_mm": 6e-2, "triton_fp8_blocks": 6e-2}
+"""Of solutions that round rows to FP8, relative to the product in float64; others 2e-2."""
+HERE = Path(__file__).parent
+
+
+def quantise_fp4(weight: torch.Tensor, group: int) -> CodedMatrix:
+    """Random codes of E2M1 with scales of the weight's size: only times and values of products matter."""
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = weight.float().unflatten(1, (-1, group)).abs().amax(2) / 6
+    return CodedMatrix(Code.E2M1, codes, scales.half().float(), group, bits=4)
+
+
+FORMS: dict[str, Callable[[torch.Tensor], CodedMatrix]] = {
+    "fp8 channel": quantise_float, "fp8 block 128": partial(quantise_float, rows=128, group=128),
+    "int4 group 128": partial(quantise_integer, bits=4, group=128),
+    "int4 group 32": partial(quantise_integer, bits=4, group=32),
+    "int8 group 128": partial(quantise_integer, bits=8, group=128),
+    "mxfp4": partial(quantise_fp4, group=32), "nvfp4": partial(quantise_fp4, group=16),
+}
+SERVED: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "Llama-3.1-8B bf16": ("llama-3.1-8b", None),
+    "Llama-3.1-8B FP8 channel": ("llama-3.1-8b", {"quant_method": "fbgemm_fp8"}),
+    "Llama-3.1-8B FP8 block": ("llama-3.1-8b", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "Llama-3.1-8B INT4 (GPTQ)": ("llama-3.1-8b", {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+    "Llama-3.1-8B INT4 (AWQ)": ("llama-3.1-8b", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    "gpt-oss-20b": ("gpt-oss-20b", None),
+    "Qwen3-30B-A3B FP8 block": ("qwen3-30b-a3b", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+}
+WORKLOADS = "latency1,offline256,prefill16x8k"
+
+
+def check(name: str, weight: DeviceCodes, rows: int) -> float:
+    """The error of a solution, relative to the product of the dequantised weight in float64."""
+    x = torch.randn(rows, weight.in_features, device="cuda", dtype=BF16)
+    expected = x.double() @ dequantise(weight, torch.float32).double().T
+    out = CODED_LINEAR.load(name)(x, weight, None).double()
+    return float((out - expected).norm() / expected.norm())
+
+
+def run_shape(form: str, shape: tuple[int, int], rows_shown: list[int]) -> dict[str, Any]:
+    """Measure one weight and print its lines."""
+    outputs, inputs = shape
+    weight = pack_for_device(FORMS[form](torch.randn(outputs, inputs, device="cuda", dtype=BF16) * 0.02))
+    assert weight is not None
+    query = describe_codes(weight, BF16, torch.cuda.get_device_capability())
+    wrong = {}
+    for rows in (1, 17, 300):
+        for name in find_solutions(query, rows):
+            try:
+                error = check(name, weight, rows)
+            except Exception as fault:  # a benchmark goes on
+                wrong[name] = f"{type(fault).__name__}: {str(fault).splitlines()[0][:80] if str(fault) else ''}"
+                continue
+            if not error < TOLERANCE.get(name, 2e-2):
+                wrong[name] = f"WRONG {error:.1e} at {rows} rows"
+    times = measure(weight, query, time_on_gpu)
+    plan = make_plan(times)
+    for rows in rows_shown:
+        found = sorted(times[rows].items(), key=lambda pair: pair[1])
+        gain = times[rows][PLAIN] / times[rows][plan.find(rows)]
+        line = " | ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in found)
+        print(f"{form:<16}{outputs:>7} x {inputs:<6}{rows:>6} rows {gain:5.2f}x  {line}", flush=True)
+    for name, fault in wrong.items():
+        print(f"{'':16}{name}: {fault}", flush=True)
+    return {
+        "form": form, "shape": list(shape), "gain": plan.gain, "steps": plan.steps, "wrong": wrong,
+        "times": {str(rows): found for rows, found in times.items()}
+    }
+
+
+def find_shapes(names: list[str]) -> Iterator[tuple[int, int]]:
+    """Outputs and inputs of a layer's weights, each once."""
+    seen = set()
+    for model in MODELS:
+        for name, shape in products(model).items():
+            if model.name in names and name != "head" and shape not in seen:
+                seen.add(shape)
+                yield shape
+
+
+def serve(names: list[str]) -> None:
+    """One line a cell; a process each, so that no model meets another's memory."""
+    for title in names:
+        folder, config = SERVED[title]
+        overrides = [] if config is None else ["--config-overrides", json.dumps({"quantization_config": config})]
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "headrace", "bench", "offline", "--model", str(HERE / "models" / folder),
+                "--load-format", "dummy", "--dtype", "bfloat16", "--workloads", WORKLOADS, *overrides
+            ],
+            capture_output=True, text=True, timeout=900,
+        )
+        print(f"== {title}: exit {done.returncode}\n{done.stdout[-2500:]}", flush=True)
+        if done.returncode:
+            print(done.stderr[-2500:], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=[model.name for model in MODELS])
+    parser.add_argument("--forms", default=".")
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64, 256, 4096], choices=ROWS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true")
+    options = parser.parse_args()
+    results = [
+        run_shape(form, shape, options.rows)
+        for form in FORMS if re.search(options.forms, form) for shape in find_shapes(options.models)
+    ]
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    if options.serve:
+        serve([title for title in SERVED])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What would become of a model's weights on this machine, without loading it: for ``headrace check MODEL``.
+
+Of each kind of layer the first one is read as loading would read it, and stored as its layer would keep it. Imports
+torch when called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.base.config import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.kernels.coded_linear.codes import CodedMatrix
+    from headrace.models.source import ModelSource
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """Weights that are stored alike. ``name``: that of the checkpoint, with * for numbers; ``count`` of them, of
+    ``shape``. ``form``: how the checkpoint has them; ``kernel``: what multiplies with them here; ``reason``: why that
+    one."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    form: str
+    kernel: str
+    reason: str
+
+
+def describe_weights(config: EngineConfig) -> Iterator[WeightKind]:
+    """The kinds of weights of a model, in the checkpoint's order. Raises `ModelError`, `ConfigError` and
+    `WeightError` as loading does."""
+    import torch
+
+    from headrace.execution.device import resolve_device, resolve_dtypes
+    from headrace.execution.loading import choose_schemes, keeps_blocks
+    from headrace.models.source import resolve_source
+
+    device = resolve_device(config.device.device)
+    source = resolve_source(config.model)
+
+    def report(stage: str, share: float) -> None:
+        pass
+
+    dtype, _ = resolve_dtypes(config.model.dtype, "auto", source.config, device, rounds_inputs=False)
+    keeps = keeps_blocks(source, config.model, device, dtype, report)
+    chain = choose_schemes(source, config.model, dtype, device, keeps_blocks=keeps)
+    modules, tensors = _first_of_each(source)
+    with torch.no_grad():
+        for name, weight in chain.read(tensors):
+            if weight.dim() > 1:
+                kind = NUMBER.sub("*", name)
+                form, kernel, reason = _judge(weight, device, dtype)
+                yield WeightKind(
+                    kind.removesuffix(".weight"), modules.get(kind.rpartition(".")[0], 1), tuple(weight.shape), form,
+                    kernel, reason
+                )
+
+
+def _first_of_each(source: ModelSource) -> tuple[dict[str, int], Iterator[tuple[str, torch.Tensor]]]:
+    """How many modules there are of each kind, and the tensors of the first of each. Files are mapped, so that what is
+    not asked for is not read."""
+    from headrace.models.checkpoint import open_weights
+
+    first: dict[str, str] = {}
+    members: dict[str, set[str]] = {}
+    for name, _ in open_weights(source, keeps_blocks=True):
+        module = name.rpartition(".")[0].partition(".weight.")[0]
+        kind = NUMBER.sub("*", module)
+        first.setdefault(kind, module)
+        members.setdefault(kind, set()).add(module)
+    chosen = set(first.values())
+    wanted = open_weights(
+        source, keeps_blocks=True,
+        wants=lambda name: name.rpartition(".")[0].partition(".weight.")[0].removesuffix(".weight") in chosen
+    )
+    return {kind: len(modules) for kind, modules in members.items()}, iter(wanted)
+
+
+def _judge(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
+    """Form, kernel and reason of a weight as `SchemeChain` gives it."""
+    from headrace.layers.quantization.blocks import BlockTensor, CodedTensor
+
+    plain = str(dtype).removeprefix("torch.")
+    if isinstance(weight, BlockTensor):
+        if device.type == "cpu":
+            return weight.blocks.kind, "own kernels, packed", "blocks are kept in 4 or 8 bits"
+        from headrace.kernels.coded_linear.device_codes import read_codes
+
+        return weight.blocks.kind, *_judge_on_gpu(read_codes(weight.blocks, device), device, dtype)
+    if not isinstance(weight, CodedTensor):
+        stored = str(weight.dtype).removeprefix("torch.")
+        return stored, f"those of {plain}", "not quantised, or dequantised as --quantization or its format asks"
+    form = describe_form(weight.matrix)
+    if device.type == "cpu":
+        from headrace.kernels.coded_linear.panels import store_in_panels
+
+        stored_weight, reason = store_in_panels(weight.matrix)
+        return form, f"those of {plain}, dequantised" if stored_weight is None else "own kernels, packed", reason
+    return form, *_judge_on_gpu(weight.matrix, device, dtype)
+
+
+def _judge_on_gpu(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    import torch
+
+    from headrace.kernels.coded_linear.choice import CodedChoice, describe_plan
+    from headrace.kernels.coded_linear.device_codes import pack_for_device
+
+    codes = pack_for_device(matrix.to(device))
+    if codes is None:
+        return "dequantised", "its groups differ in size"
+    choice = CodedChoice()
+    plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(device))
+    choice.save()
+    if plan is None:
+        return "dequantised", "products with codes were measured to be no faster"
+    return "own or library kernels by rows", describe_plan(codes, plan).partition(": ")[2]
+
+
+def describe_form(matrix: CodedMatrix) -> str:
+    """Bits, code and what shares a scale."""
+    outputs, inputs = matrix.shape
+    shared = f"{min(matrix.rows, outputs)} x {min(matrix.group, inputs)}" if matrix.rows > 1 else (
+        f"{matrix.group} inputs" if matrix.scales.shape[1] > 1 else "each output"
+    )
+    return (
+        f"{matrix.code.value} of {matrix.bits} bits, a scale{'' if matrix.zeros is None else ' and a zero point'} for "
+        f"{shared}" + (", in activation order" if matrix.group_ids is not None else "")
+    )

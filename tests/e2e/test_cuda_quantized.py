@@ -1,0 +1,70 @@
+"""Quantised checkpoints on a GPU: codes are kept and multiplied with, graphs and single steps agree, and the model says
+what it says dequantised."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers.format_cases import CASES, LLAMA, make_checkpoint
+
+from headrace import LLM, SamplingParams
+from headrace.base.config import engine_config
+from headrace.execution.loading import load_model
+from headrace.kernels.coded_linear import choice
+from headrace.layers.quantization.storage import find_stored
+
+pytestmark = pytest.mark.cuda
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
+NAMES = [
+    "fp8-block", "fp8-static", "fbgemm", "ct-float-channel", "ct-int8", "ct-int4-asymmetric", "gptq", "gptq-order",
+    "awq", "ct-nvfp4", "ct-mxfp4", "nf4", "bnb-int8",
+]
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
+PROMPTS = [[(7 * i * j + 3) % 160 for j in range(length)] for i, length in enumerate((1, 5, 40, 300), 1)]
+
+
+@pytest.fixture(autouse=True)
+def _prefer_codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Models of a test are too small for codes to pay off: their products count as faster."""
+
+    def time(call: partial[Any]) -> float:
+        call()
+        return 2.0 if call.func is F.linear else 1.0
+
+    monkeypatch.setattr(choice, "time_on_gpu", time)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+
+
+def generate(folder: Path, **options: Any) -> list[Any]:
+    with LLM(str(folder), skip_tokenizer=True, dtype="bfloat16", device="cuda", kv_pages=256, **options) as llm:
+        return [o.outputs[0] for o in llm.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_are_kept_and_say_what_plain_weights_say(name: str, tmp_path: Path):
+    folder = tmp_path / "m"
+    make_checkpoint(folder, {**LLAMA, **SIZES, "torch_dtype": "bfloat16"}, CASES[name])
+    loaded = load_model(
+        engine_config(model=str(folder), skip_tokenizer=True, dtype="bfloat16"), torch.device("cuda"), lambda *_: None
+    )
+    assert len(find_stored(loaded.model)) == 4 * LLAMA["num_hidden_layers"]
+    del loaded
+    kept, plain = generate(folder), generate(folder, quantization="none")
+    for one, other in zip(kept, plain, strict=True):
+        assert one.logprobs[0].top_logprobs == pytest.approx(other.logprobs[0].top_logprobs, abs=0.3)
+    eager = generate(folder, graphs="off")
+    assert sum(a.token_ids == b.token_ids for a, b in zip(kept, eager, strict=True)) >= len(PROMPTS) - 1
+
+
+def test_any_checkpoint_is_served_in_fp8(tmp_path: Path):
+    folder = tmp_path / "m"
+    make_checkpoint(folder, {**LLAMA, **SIZES, "torch_dtype": "bfloat16"}, None)
+    kept, plain = generate(folder, quantization="fp8"), generate(folder)
+    for one, other in zip(kept, plain, strict=True):
+        assert one.logprobs[0].top_logprobs == pytest.approx(other.logprobs[0].top_logprobs, abs=0.5)
