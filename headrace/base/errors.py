@@ -145,6 +145,13 @@ class EngineAsleep(EngineUnavailable):
     kind = "engine_asleep"
 
 
+class PeerFailed(HeadraceError):
+    """Another rank could not do what this one did."""
+
+    kind = "peer_failed"
+    status = 503
+
+
 def error_from_kind(
     kind: str, message: str, *, param: str | None = None, retry_after: float | None = None
 ) -> HeadraceError:

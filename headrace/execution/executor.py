@@ -192,7 +192,7 @@ def build_executor(
     config = resolve_for_device(config, device.type)
     start_triton(device)
     loaded = load_with_draft(config, device, progress, ranks)
-    assembly = _agree_on_pages(Assembly.of(_fit_steps(config, loaded), loaded, device))
+    assembly = _agree_on_backends(Assembly.of(_fit_steps(config, loaded), loaded, device))
     config = assembly.config
     progress("running the largest steps", 0.8)
     with ranks.muted():
@@ -223,14 +223,18 @@ def build_executor(
     return LocalExecutor(model, facts=facts, memory=memory, progress=progress, speculation=speculation)
 
 
-def _agree_on_pages(assembly: Assembly) -> Assembly:
-    """With one page size on all ranks: backends may prefer different ones."""
-    own = assembly.config.cache.page_size
-    assert own
-    size = assembly.loaded.ranks.world.agree([own])[0]
-    if size == own:
+def _agree_on_backends(assembly: Assembly) -> Assembly:
+    """With one page size on all ranks, and graphs where all can capture: pipeline stages may have other backends."""
+    config = assembly.config
+    assert config.cache.page_size
+    own = [config.cache.page_size, int(config.device.graphs != "off")]
+    page_size, captures = agreed = assembly.loaded.ranks.world.agree(own)
+    if agreed == own:
         return assembly
-    config = replace(assembly.config, cache=replace(assembly.config.cache, page_size=size))
+    graphs = config.device.graphs if captures else "off"
+    config = replace(
+        config, cache=replace(config.cache, page_size=page_size), device=replace(config.device, graphs=graphs)
+    )
     return Assembly.of(config, assembly.loaded, assembly.device)
 
 

@@ -162,8 +162,7 @@ def load_model(
     kv_dtype = str(resolved).removeprefix("torch.")
     specs = family.cache_specs(spec, kv_dtype)
     stage = stage or choose_stage(source, family, spec, config, ranks.layout)
-    groups = own_groups(specs, stage.layers(len(specs)), group)
-    check_codes([cache.spec for cache in groups], device)
+    check_codes(specs, device)
     max_model_len = _limit_context(
         config.model.max_model_len, spec.max_model_len, pooling.max_text_len if pooling else 0
     )
@@ -188,8 +187,8 @@ def load_model(
         if pooling is not None and stage.is_last:
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
-        source, family, spec, model, dtype, kv_dtype, groups, len(specs), spec.vocab_size, max_model_len, pooling,
-        ranks=ranks, stage=stage, balancer=balancer
+        source, family, spec, model, dtype, kv_dtype, own_groups(specs, model.own_caches(len(specs)), group),
+        len(specs), spec.vocab_size, max_model_len, pooling, ranks=ranks, stage=stage, balancer=balancer
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from headrace.base.admin import VITAL_PARTS, DevicePart
 from headrace.base.cache import CacheLayout
 from headrace.base.config import ModelConfig
-from headrace.base.errors import EngineAsleep, HeadraceError
+from headrace.base.errors import EngineAsleep, HeadraceError, PeerFailed
 from headrace.execution.assembly import Assembly
 from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.loading import LoadedModel, Progress, check_alike
@@ -37,7 +37,8 @@ class DeviceModel:
         self.equip: Callable[[Runner], None] = lambda runner: None
         self.ranks, self._stage = assembly.loaded.ranks, assembly.loaded.stage
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
-        self.runner: Runner | None = self._build_runner(assembly)
+        self.runner: Runner | None = assembly.build_runner(layout)
+        self._run_first_steps(self.runner, assembly)
 
     @property
     def balancer(self) -> ExpertBalancer | None:
@@ -61,7 +62,7 @@ class DeviceModel:
         an error the state is as before, or the weights are back and nothing else."""
         wanted = self.released - set(parts)
         if "weights" in self.released - wanted:
-            self._load_back(progress)
+            self._load_back_together(progress)
             self.released -= {"weights"}
         if self.runner is not None and self.released != wanted:  # graphs alone were away
             self._drop_runner()
@@ -70,17 +71,20 @@ class DeviceModel:
 
     def replace_weights(self, model: ModelConfig, progress: Progress) -> None:
         """Load another model of the same shapes in the place of this one, which is kept in host memory meanwhile and
-        brought back if loading fails. Raises `RequestError` for another architecture or shape, and what loading
-        raises."""
+        brought back if loading fails on any rank. Raises `RequestError` for another architecture or shape, and what
+        loading raises."""
         assert self._loaded is not None and "weights" not in self.released, "there is nothing to replace"
         check_alike(model, self._loaded)
         self._drop_runner()
         self._loaded.move(HOST)  # two models may not fit the device
         sweep(self.device)
-        fresh = None
+        loaded = fresh = None
         try:
-            fresh = self._load(model, progress)
+            with self.ranks.together():
+                loaded = self._load(model, progress)
+            fresh = loaded
         finally:
+            loaded = None
             if fresh is None:
                 sweep(self.device)  # what was loaded of the other model would take the old one's place
                 self._loaded.move(self.device)
@@ -96,6 +100,19 @@ class DeviceModel:
 
     def _load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
         return load_with_draft(replace(self.config, model=model), self.device, progress, self.ranks, self._stage)
+
+    def _load_back_together(self, progress: Progress) -> None:
+        """On all ranks, or with the weights where they were."""
+        was_discarded = self._loaded is None
+        try:
+            with self.ranks.together():
+                self._load_back(progress)
+        except PeerFailed:
+            assert self._loaded is not None
+            self._loaded.move(HOST)
+            self._loaded = None if was_discarded else self._loaded
+            sweep(self.device)
+            raise
 
     def _load_back(self, progress: Progress) -> None:
         if self._loaded is None:
@@ -116,9 +133,10 @@ class DeviceModel:
         # Memory may have been taken by others meanwhile. The layout stays: the scheduler and clients know it.
         try:
             assembly = Assembly.of(self.config, self._loaded, self.device)
-            with self.ranks.muted():
+            with self.ranks.together(), self.ranks.muted():
                 measure_steps(assembly)
-            runner = self._build_runner(assembly)
+                runner = assembly.build_runner(self.layout)
+            self._run_first_steps(runner, assembly)
             if "cuda_graph" not in self.released:
                 assembly.capture_graphs(runner, progress)
         except (HeadraceError, torch.OutOfMemoryError) as error:
@@ -131,12 +149,9 @@ class DeviceModel:
         self.runner = runner
         refreeze()
 
-    def _build_runner(self, assembly: Assembly) -> Runner:
-        """A runner that has run a first step."""
-        runner = assembly.build_runner(self.layout)
+    def _run_first_steps(self, runner: Runner, assembly: Assembly) -> None:
         with self.ranks.apart():
             run_tiny_steps(runner, is_pooling=assembly.is_pooling)
-        return runner
 
     def _drop_runner(self) -> None:
         if self.runner is not None:

@@ -71,6 +71,10 @@ class ServedModel(StorableModel):
         """What to cut of checkpoint tensors before they are read; None where all of them is needed."""
         return None
 
+    def own_caches(self, count: int) -> range:
+        """Which of the family's ``count`` cache specs are those of layers here."""
+        return range(count)
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs in any order. A tensor is valid only until the
         next one is requested. Raises `WeightError` naming missing or unexpected ones."""
@@ -78,7 +82,8 @@ class ServedModel(StorableModel):
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach caches before the first step; may be called again with other pages. ``pages[layer]`` is that layer's
-        `KvPages`, None for a layer without cache; ``group_of_layer[layer]`` indexes ``ForwardBatch.groups``."""
+        `KvPages`, None for a layer without cache or of another pipeline stage; ``group_of_layer[layer]`` indexes
+        ``ForwardBatch.groups``."""
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -41,7 +41,9 @@ def weigh_layers(source: ModelSource, family: Family, count: int) -> tuple[list[
             rest[name] = rest.get(name, 0) + size
         elif number < count:
             layers[number] += size
-    by_part = {ours: rest[theirs] for theirs, ours in family.names.modules.items() if theirs in rest}
+    by_part = {
+        ours.rpartition(".")[2]: rest[theirs] for theirs, ours in family.names.modules.items() if theirs in rest
+    }
     return layers, by_part.get("head", by_part.get("embedding", 0) if family.generates else 0)
 
 

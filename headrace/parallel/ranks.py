@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.base.errors import PeerFailed
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import TIMEOUT, Group, TorchGroup, join_group
 from headrace.parallel.layout import Layout
@@ -34,6 +35,19 @@ class Ranks:
         """See `Group.muted`."""
         with self.world.muted(), self.tensor.muted(), self.links.muted(), self.apart():
             yield
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks run the body, or none has: raises `PeerFailed` where the body ended well here alone. Waits for all
+        of them, also when it raises."""
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            have_all = self.world.agree([int(is_done)])[0]
+        if not have_all:
+            raise PeerFailed("another rank failed")
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

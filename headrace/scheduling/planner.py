@@ -38,16 +38,20 @@ class Flight:
 
 LEAST_TOKENS = 16
 """Tokens of a step below which running out of device memory is an error, as smaller steps would not help."""
+LEAST_CHUNK = 256
+"""Tokens of a chunk below which a prompt is not divided among pipeline stages: reading weights would take longer."""
 CALM_STEPS = 512
 """Steps without running out of memory after which the budget is doubled again."""
 
 
 class StepLimit:
     """The token budget of a step: what is configured, halved when the device runs out of memory, and doubled again
-    after every `CALM_STEPS` steps without another such failure."""
+    after every `CALM_STEPS` steps without another such failure. ``num_stages``: steps that are computed at the same
+    time, each in another pipeline stage."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, num_stages: int = 1):
         self.tokens = self._most = most
+        self.num_stages = num_stages
         self._calm = 0
 
     def shrink(self) -> bool:
@@ -83,10 +87,8 @@ class Sketch:
 
 class Planner:
     """Composes plans. A step has at most ``limit.tokens`` tokens, and at most ``min(limit.tokens, max_running)``
-    requests run. As a decode without drafts is one token, all decodes fit into every step.
-
-    ``num_stages``: steps that are computed at the same time, each in another pipeline stage. With more than one a row
-    decodes again only once its token was committed, as the first stage learns it from the host."""
+    requests run. As a decode without drafts is one token, all decodes fit into every step. With several pipeline stages
+    a row decodes again only once its token was committed, as the first stage learns it from the host."""
 
     def __init__(
         self,
@@ -99,7 +101,6 @@ class Planner:
         drafting: Drafting,
         limit: StepLimit,
         max_running: int,
-        num_stages: int = 1,
     ):
         self._ledger = ledger
         self._running = running
@@ -108,7 +109,7 @@ class Planner:
         self._retraction = retraction
         self._drafting = drafting
         self._limit = limit
-        self._max_running, self._num_stages = max_running, num_stages
+        self._max_running, self._num_stages = max_running, limit.num_stages
         self._next_step_id = 0
         self._is_blocked = False  # whether the next in line had no pages in the last step
 
@@ -255,7 +256,7 @@ class Planner:
         """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
         ledger.trim(holding, begin)
-        end = min(request.goal_len, begin + budget)
+        end = min(request.goal_len, begin + min(budget, self._most_of(request)))
         if end > holding.capacity:
             # A prefill takes only unpromised pages, and gets shorter for it; it retracts nobody.
             end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
@@ -276,6 +277,14 @@ class Planner:
         sketch.lengths.append(end - begin)
         sketch.samples.append(int(is_last and request.pooling is None))
         return end - begin
+
+    def _most_of(self, request: Request) -> int:
+        """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then
+        follow each other through them."""
+        length = request.goal_len - request.cached_len
+        if self._num_stages == 1 or self._ledger.keeps_nothing:
+            return length
+        return max(LEAST_CHUNK, -(-length // self._num_stages))
 
     def _admit(self, sketch: Sketch, budget: int) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those

@@ -81,11 +81,10 @@ class Scheduler:
             ledger=self._ledger, running=self._running, lifecycle=self._lifecycle, forecast=forecast,
             by_priority=config.policy == "priority",
         )
-        self._limit = StepLimit(max_step_tokens)
+        self._limit = StepLimit(max_step_tokens, num_stages)
         self._planner = Planner(
             ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission,
             retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
-            num_stages=num_stages,
         )  # fmt: skip
         self._committer = Committer(
             lifecycle=self._lifecycle, sharing=self._sharing, drafting=self._drafting, counters=self._counters

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from execution.tiny_checkpoint import write_tiny_checkpoint
 from parallel import rank_processes
 from parallel.rank_processes import Ranked, RankProcesses
 from parallel.test_tensor_parallel import compare, compare_embeddings, draw_config
+from safetensors.torch import load_file, save_file
 from service import random_models
 
 from headrace import LLM, SamplingParams
+from headrace.base.errors import ModelError
 from headrace.base.step import StepPlan
 from headrace.service import build
 
@@ -38,24 +41,77 @@ def draw_layers(family: str, ranks: RankProcesses) -> dict[str, Any]:
     return config
 
 
+LATENT_STREAMS = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 256, "hidden_size": 32,
+    "moe_intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+    "qk_rope_head_dim": 8, "q_lora_rank": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "num_hash_layers": 1, "sliding_window": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 32,
+    "index_head_dim": 16, "index_topk": 16, "max_position_embeddings": 2048, "initializer_range": 0.3,
+    "eos_token_id": None, "bos_token_id": 0, "pad_token_id": 0,
+}
+
+
+def test_streams_and_caches_of_several_kinds_go_through_stages(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    count = ranks.ranks.layout.pipeline + 1
+    config = {**LATENT_STREAMS, "num_hidden_layers": count, "compress_ratios": [0, 4, 128, 4, 4][:count]}
+    compare(ranks, config, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("family", [*random_models.DENSE, *random_models.MIXTURES])
 def test_tokens_of_stages_are_those_of_one_rank(
     ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if ranks.size > 2 and family not in FOUR:
         pytest.skip("four ranks serve four families here")
-    layout = ranks.ranks.layout
-    sizes = {"tensor_parallel_size": layout.tensor, "pipeline_parallel_size": layout.pipeline}
-    compare(ranks, draw_layers(family, ranks), tmp_path, monkeypatch, **sizes)
+    compare(ranks, draw_layers(family, ranks), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
 def test_an_encoder_has_stages_as_well(
     ranks: RankProcesses, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    layout = ranks.ranks.layout
-    sizes = {"tensor_parallel_size": layout.tensor, "pipeline_parallel_size": layout.pipeline}
-    compare_embeddings(ranks, architecture, tmp_path, monkeypatch, num_layers=layout.pipeline, **sizes)
+    compare_embeddings(ranks, architecture, tmp_path, monkeypatch, num_layers=ranks.ranks.layout.pipeline)
+
+
+def test_stages_change_weights_together_or_not_at_all(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    count = ranks.ranks.layout.pipeline
+    first, second, broken = (
+        write_tiny_checkpoint(tmp_path / name, seed, num_hidden_layers=count)
+        for name, seed in (("first", 1), ("second", 2), ("broken", 3))
+    )
+    path = broken / "model.safetensors"  # of one stage alone
+    save_file({name: x for name, x in load_file(path).items() if "layers.0.mlp.down" not in name}, path)
+    options = {"skip_tokenizer": True, "dtype": "float32", "device": "cpu", "kv_pages": 64, "threads": 1}
+    prompts = [{"prompt_token_ids": list(range(3, 30))}, {"prompt_token_ids": list(range(9, 20))}]
+
+    def generate(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = []
+    for folder in (first, second):
+        with LLM(str(folder), **options) as llm:
+            expected.append(generate(llm))
+    assert expected[0] != expected[1]
+    monkeypatch.setattr(build, "build_executor", ranks.builder({"model": str(first), **options}))
+    with LLM(str(first), **options) as llm:
+        engine = llm._client._engine
+        assert generate(llm) == expected[0]
+        engine.drain()
+        with pytest.raises(ModelError, match="tensors missing"):
+            engine.executor.replace_weights(str(broken), "auto")
+        assert generate(llm) == expected[0]
+        engine.drain()
+        engine.executor.replace_weights(str(second), "auto")
+        assert generate(llm) == expected[1]
+        engine.drain()
+        engine.executor.release_memory(["weights", "kv_cache"])
+        engine.executor.acquire_memory(["weights", "kv_cache"])
+        assert generate(llm) == expected[1]
 
 
 def test_stages_compute_at_the_same_time(

@@ -48,6 +48,17 @@ def test_chunks_of_a_long_prompt_fill_the_pipeline():
     engine.check_outputs()
 
 
+def test_a_prompt_that_fits_one_step_has_a_chunk_for_each_stage():
+    engine = make_engine(make_layout(900, max_model_len=3000), num_stages=3, max_step_tokens=2048)
+    engine.add(make_ask("long", [i % 50 for i in range(1500)], 3))
+    engine.add(make_ask("short", [7 + i % 40 for i in range(300)], 3))
+    while engine.launch():
+        pass
+    assert [plan.lengths for plan, _ in engine.flights] == [[500, 256], [500, 44], [500]]
+    engine.drain()
+    engine.check_outputs()
+
+
 def test_decodes_and_chunks_share_plans():
     engine = start(2, 4)
     for _ in range(4):

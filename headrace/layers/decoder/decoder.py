@@ -92,6 +92,10 @@ class Decoder(ServedModel):
         """See `ServedModel`."""
         return not f"{self._rename_one(name)}.".startswith(self._elsewhere)
 
+    def own_caches(self, count: int) -> range:
+        """See `ServedModel`."""
+        return self.stage.layers(count)
+
     def _rename_one(self, name: str) -> str:
         return self.names.rename_one(prefix_one(name) if self.spec.num_classes == 0 else name)
 

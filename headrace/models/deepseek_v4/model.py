@@ -13,10 +13,10 @@ from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.model import ServedModel
+from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
-from headrace.layers.names import CheckpointNames
+from headrace.layers.names import CheckpointNames, find_elsewhere
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.vocabulary import Embedding, Head
@@ -24,7 +24,7 @@ from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
 from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
-from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
+from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, places
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +49,60 @@ class V4Block(nn.Module):
         return write_back(streams, self.mlp(self.mlp_norm(x), batch.token_ids), post, mix)
 
 
+class Ending(nn.Module):
+    """What comes behind the layers: ``streams [T, S, D] -> [T, D]``, and the head."""
+
+    def __init__(self, spec: DeepseekV4Spec, build: Build):
+        super().__init__()
+        self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
+        self.norm = RmsNorm(build, spec.hidden_size, spec.norm_eps)
+        self.head = Head(build, spec.vocab_size, spec.hidden_size)
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.collapse(streams))
+
+
 class DeepseekV4Model(ServedModel):
     """See `ServedModel`. A layer has several caches, so pages are bound per `Place`, in the order of `spec.places`."""
 
     is_capturable = False
+    supports_stages = True
 
     def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self.names, self._schemes = spec, names, build.schemes
+        self.spec, self.names, self._schemes, self.stage = spec, names, build.schemes, build.stage
+        self.carried_width = spec.hyper.streams * spec.hidden_size
         length = build.max_model_len or spec.max_model_len
         plain, compressed = (
             RotaryTable(rope, length=length, device=build.device) for rope in (spec.plain_rope, spec.compressed_rope)
         )
-        self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
+        own = self._own = self.stage.layers(spec.num_layers)
+        absent = set[str]()
+        self.embedding: Embedding | None = None
+        self.ending: Ending | None = None
+        if self.stage.is_first:
+            self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
+        else:
+            absent.add("embedding")
         # `_blocks` is the same list with its type: nn.ModuleList yields plain modules to the type checker
-        self._blocks = [V4Block(spec, layer, compressed if layer.ratio else plain, build) for layer in spec.layers]
-        self.layers = nn.ModuleList(self._blocks)
-        self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
-        self.norm = RmsNorm(build, spec.hidden_size, spec.norm_eps)
-        self.head = Head(build, spec.vocab_size, spec.hidden_size)
+        self._blocks = [
+            V4Block(spec, spec.layers[i], compressed if spec.layers[i].ratio else plain, build) for i in own
+        ]
+        self.layers = number_layers(self._blocks, own.start)
+        if self.stage.is_last:
+            self.ending = Ending(spec, build)
+        else:
+            absent.add("ending")
+        self._elsewhere = find_elsewhere(names.modules, own, spec.num_layers, absent)
+
+    def wants(self, name: str) -> bool:
+        """See `ServedModel`."""
+        return not f"{rename(name)}.".startswith(self._elsewhere)
+
+    def own_caches(self, count: int) -> range:
+        """See `ServedModel`."""
+        counts = [sum(1 for _ in places(self.spec, layer)) for layer in self.spec.layers]
+        return range(sum(counts[: self._own.start]), sum(counts[: self._own.stop]))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter, and the buffers that keep checkpoint tensors as stored; raises `WeightError`."""
@@ -97,7 +132,7 @@ class DeepseekV4Model(ServedModel):
     def _stored(self) -> dict[str, torch.Tensor]:
         """Checkpoint names to the buffers that keep tensors as stored: the hash routers' tables, MXFP4 experts."""
         stored: dict[str, torch.Tensor] = {}
-        for i, block in enumerate(self._blocks):
+        for i, block in zip(self._own, self._blocks, strict=True):
             if isinstance(block.mlp.router, HashRouter):
                 stored[HASH_TABLE.replace("{i}", str(i))] = block.mlp.router.table
             if isinstance(block.mlp.experts, Mxfp4ExpertWeights):
@@ -120,18 +155,23 @@ class DeepseekV4Model(ServedModel):
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach pages and cache groups; both lists have one element per place, not per layer."""
-        places = (place for layer in self._blocks for place in layer.attention.places())
-        for place, place_pages, group in zip(places, pages, group_of_layer, strict=True):
-            place.bind(place_pages, group)
+        own = [place for layer in self._blocks for place in layer.attention.places()]
+        for place, number in zip(own, self.own_caches(len(pages)), strict=True):
+            place.bind(pages[number], group_of_layer[number])
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm."""
-        # all streams start as the embedding; a view of stride 0, which nothing may write to in place
-        streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
+        """See `ServedModel`; stages pass on all streams."""
+        if batch.carried is not None:
+            streams = batch.carried.unflatten(1, (self.spec.hyper.streams, -1))
+        else:
+            assert self.embedding is not None
+            # all streams start as the embedding; a view of stride 0, which nothing may write to in place
+            streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
         for layer in self._blocks:
             streams = layer(streams, batch)
-        return self.norm(self.collapse(streams))
+        return streams.flatten(1) if self.ending is None else self.ending(streams)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""
-        return self.head(hidden)
+        assert self.ending is not None, "the last stage has the head"
+        return self.ending.head(hidden)

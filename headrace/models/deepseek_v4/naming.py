@@ -14,9 +14,9 @@ MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 NAMES = {
     "embed": "embedding",
-    "head": "head",
-    "norm": "norm",
-    **{f"hc_head_{kind}": f"collapse.{kind}" for kind in ("fn", "base", "scale")},
+    "head": "ending.head",
+    "norm": "ending.norm",
+    **{f"hc_head_{kind}": f"ending.collapse.{kind}" for kind in ("fn", "base", "scale")},
     **{
         f"layers.{{i}}.hc_{theirs}_{kind}": f"layers.{{i}}.{ours}_mix.{kind}"
         for theirs, ours in (("attn", "attention"), ("ffn", "mlp")) for kind in ("fn", "base", "scale")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from headrace.base.admin import AcquireMemory, DevicePart, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
-from headrace.base.errors import EngineBroken, HeadraceError
+from headrace.base.errors import EngineBroken, HeadraceError, PeerFailed
 from headrace.base.grammar import Grammar
 from headrace.base.messages import ErrorInfo, ExpertStats
 from headrace.base.step import StepPlan, StepResult
@@ -170,7 +170,8 @@ class RankedExecutor(Pace):
         self._gate.close()
 
     def _call(self, command: Command, change: Callable[[], None]) -> None:
-        """Change all ranks. Where all refuse, this rank's error is raised; where some do, `EngineBroken`."""
+        """Change all ranks. Where all refuse, this rank's error is raised, or that of the one for which the others gave
+        up; where some do, `EngineBroken`."""
         self._may_record = True
         self._workers.send(command)
         own: HeadraceError | OSError | None = None
@@ -182,7 +183,8 @@ class RankedExecutor(Pace):
         answers = self._workers.await_answers()
         failures |= {rank: error for rank, error in enumerate(answers, 1) if error is not None}
         if own is not None and len(failures) == 1 + len(answers):
-            raise own
+            reasons = [error for error in failures.values() if error.kind != PeerFailed.kind]
+            raise reasons[0].to_error() if isinstance(own, PeerFailed) and reasons else own
         if failures:
             texts = "; ".join(f"rank {rank}: {error.message}" for rank, error in failures.items())
             raise EngineBroken(f"not all ranks could change, and the engine restarts: {texts}", retry_after=1.0)
