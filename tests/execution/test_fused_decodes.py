@@ -83,3 +83,22 @@ def test_a_row_without_numbers_fails_alone(executor, monkeypatch):
     for row in range(3):
         driver.release(row)
     driver.step({})
+
+
+def test_results_are_read_after_the_next_step_was_launched(executor):
+    """Steps of the same rows write to the same arrays."""
+    runner, found = executor._runner, []
+    for is_late in (False, True):
+        driver = Driver(runner, num_pages=200)
+        for row in range(3):
+            driver.start(row, [5 + row, 9, 11, 20 + row], SamplingSpec())
+        driver.step(dict.fromkeys(range(3), 10))
+        pending, results = [], []
+        for _ in range(6):
+            pending.append(runner.execute(driver.plan({})))
+            results += [] if is_late else [pending.pop().result().token_ids]
+        found.append([step.result().token_ids for step in pending] or results)
+        for row in range(3):
+            driver.release(row)
+        driver.step({})
+    assert found[0] == found[1] and len(set(map(tuple, found[0]))) > 1
