@@ -214,6 +214,22 @@ async def test_paths_that_are_nearly_right_are_told_the_right_one(http, path, me
     assert answer.status_code == 404 and message.partition(";")[2] == (f" did you mean {meant}?" if meant else "")
 
 
+async def test_a_model_that_loads_is_not_called_unknown():
+    client = FakeClient(state="starting")
+    client.facts = None
+    chat = {"model": "fake-model", "messages": [USER]}
+    bodies = {
+        CHAT: chat, "/v1/messages": {**chat, "max_tokens": 1}, "/v1/messages/count_tokens": chat,
+        "/tokenize": {"model": "fake-model", "prompt": "x"}, "/v1/responses/input_tokens": {**chat, "input": "x"},
+    }
+    del bodies["/v1/responses/input_tokens"]["messages"]
+    async with http_for(client) as http:
+        for path, body in bodies.items():
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1, (path, answer.text)
+        assert (await http.get("/v1/models/fake-model")).status_code == 503
+
+
 async def test_a_fault_of_ours_is_a_500_without_details(http, client):
     client.tokenizer.render_chat = lambda *_, **__: 1 / 0
     answer = await http.post(CHAT, json={"messages": [USER]})

@@ -128,7 +128,10 @@ class AppContext:
         raise EngineUnavailable(reason, retry_after=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` for another model's name; None and "default" mean the served model."""
+        """Raise `ModelNotFound` for another model's name; None and "default" mean the served model. Raises
+        `EngineUnavailable` while the model loads and has no name yet."""
+        if name and not self.model_name:
+            self.facts()
         if name and name not in (self.model_name, DEFAULT_MODEL):
             raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
 
