@@ -22,6 +22,7 @@ from headrace.base.config import engine_config
 from headrace.base.errors import EngineUnavailable, ModelError, RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.service import supervisor
+from headrace.service.client import replica
 from headrace.service.client.client import EngineClient
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.client.replica import Supervision
@@ -300,7 +301,7 @@ async def test_an_engine_is_replaced_without_a_descriptor_left(start_client: Cal
 
 async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog):
     client = await start_client(max_restarts=1)
-    shortages, real = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM], supervisor.spawn_engine
+    shortages, real = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM], replica.spawn_engine
 
     def spawn(builder: str) -> SpawnedEngine:
         if shortages:
@@ -308,7 +309,7 @@ async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pyt
             raise OSError(number, os.strerror(number))
         return real(builder)
 
-    monkeypatch.setattr(supervisor, "spawn_engine", spawn)
+    monkeypatch.setattr(replica, "spawn_engine", spawn)
     await read(client.submit([FakeExecutor.DIE], greedy()))
     assert client.state == "restarting"
     await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
@@ -322,7 +323,7 @@ async def test_an_engine_that_cannot_be_started_at_all_is_given_up(start_client:
     def spawn(_: str) -> SpawnedEngine:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "python")
 
-    monkeypatch.setattr(supervisor, "spawn_engine", spawn)
+    monkeypatch.setattr(replica, "spawn_engine", spawn)
     await read(client.submit([FakeExecutor.DIE], greedy()))
     with pytest.raises(EngineUnavailable, match=r"cannot be started: .*python"):
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
@@ -375,6 +376,7 @@ import asyncio, sys
 from headrace.base.config import engine_config
 from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
+from headrace.service.client import replica
 from headrace.service.client.replica import Supervision
 
 async def main():

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -58,9 +57,8 @@ class Supervision:
 
     def spawner(self, replica: int) -> Callable[[], SpawnedEngine]:
         """Starts a process for a replica."""
-        if self.boards is not None:
-            return partial(self.boards.spawn, self.builder, replica)
-        return partial(spawn_engine, self.builder)
+        boards = self.boards
+        return lambda: spawn_engine(self.builder) if boards is None else boards.spawn(self.builder, replica)
 
 
 @dataclass(frozen=True)
