@@ -3,12 +3,13 @@ NaN."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from headrace.kernels.attention.reference import attend_densely
+from headrace.kernels.attention.reference import attend_densely, read_codes, write_codes
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, AttentionParams, KvPages
+from headrace.layers.attention.reference import ReferenceAttention
 
 
 @dataclass(frozen=True)
@@ -148,3 +149,29 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     sinks = params.sinks.to(device) if params.sinks is not None else None
     params = AttentionParams(params.scale, params.window, params.softcap, sinks)
     return Problem(geometry, inputs, KvPages(k.to(device), v.to(device)), params, q.to(device), expected.to(device))
+
+
+def code_problem(case: Case, dtype: torch.dtype) -> Problem:
+    """The same with pages of codes, and the answer for what these hold. What nobody wrote holds scales that are no
+    numbers."""
+    problem = make_problem(case, "cpu", torch.float32)
+    k, v = problem.pages.k, problem.pages.v
+    pages = empty_pages(*k.shape, v.shape[-1])
+    written = ~k.isnan().flatten(2).any(-1).flatten()
+    slots = torch.where(written)[0]
+    write_codes((pages.k, pages.v), pages.scales, slots, k.flatten(0, 1)[slots], v.flatten(0, 1)[slots])
+    exact = read_codes((pages.k, pages.v), pages.scales, torch.arange(len(k)))
+    problem.q = problem.q.to(dtype)
+    plain = KvPages(*(x.nan_to_num().unflatten(0, k.shape[:2]) for x in exact))
+    backend = ReferenceAttention(problem.geometry, torch.device("cpu"))
+    backend.prepare(problem.inputs)
+    problem.expected = backend.attend(problem.q.float(), plain, problem.params).double()
+    problem.pages = pages
+    problem.geometry = replace(problem.geometry, dtype=str(dtype).removeprefix("torch."), kv_dtype="int8")
+    return problem
+
+
+def empty_pages(num_pages: int, page_size: int, num_kv_heads: int, dim: int, value_dim: int = 0) -> KvPages:
+    shape = (num_pages, page_size, num_kv_heads)
+    k, v = (torch.randint(-127, 128, (*shape, d), dtype=torch.int8) for d in (dim, value_dim or dim))
+    return KvPages(k, v, torch.full((num_pages, 2, num_kv_heads, page_size), float("nan")))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, Problem, make_problem
+from attention_cases import Case, Problem, code_problem, make_problem
 from cpu_isas import isa  # noqa: F401
 
 from headrace.layers.attention.contract import AttentionInputs
@@ -29,7 +29,8 @@ CASES = {
 }
 POSITIONS = (0, 1, 7, 15, 16, 31, 32, 63, 64, 95, 96, 97, 127, 128, 190, 191, 192, 255, 256, 287, 288, 301, 383, 384,
              449, 500, 576, 613, 697, 698, 699)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+"""Of pages; queries over int8 are float32."""
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -41,6 +42,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make(name: str, dtype: torch.dtype) -> Problem:
+    if dtype == torch.int8:
+        return code_problem(CASES[name], torch.float32)
     return make_problem(CASES[name], "cpu", dtype)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import MIXED, SHAPES, Case, Problem, make_problem
+from attention_cases import MIXED, SHAPES, Case, code_problem, empty_pages, make_problem
 from cpu_isas import isa  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from headrace.kernels.rowwise import cpu, reference
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.attention.cpu import CpuAttention
-from headrace.layers.attention.reference import ReferenceAttention
 
 CPU = torch.device("cpu")
 CASES = {
@@ -36,31 +35,6 @@ CASES = {
 }
 TOLERANCE = 1.2e-2
 """Beside what rounding keys and values costs: queries, and weights for each 32 keys, are rounded to 8 bits, too."""
-
-
-def code_problem(case: Case, dtype: torch.dtype) -> Problem:
-    """The same with pages of codes, and the answer for what these hold. What nobody wrote holds scales that are no
-    numbers."""
-    problem = make_problem(case, "cpu", torch.float32)
-    k, v = problem.pages.k, problem.pages.v
-    pages = empty_pages(*k.shape)
-    written = ~k.isnan().flatten(2).any(-1).flatten()
-    slots = torch.where(written)[0]
-    write_codes((pages.k, pages.v), pages.scales, slots, k.flatten(0, 1)[slots], v.flatten(0, 1)[slots])
-    exact = read_codes((pages.k, pages.v), pages.scales, torch.arange(len(k)))
-    problem.q = problem.q.to(dtype)
-    plain = KvPages(*(x.nan_to_num().unflatten(0, k.shape[:2]) for x in exact))
-    backend = ReferenceAttention(problem.geometry, CPU)
-    backend.prepare(problem.inputs)
-    problem.expected = backend.attend(problem.q.float(), plain, problem.params).double()
-    problem.pages = pages
-    problem.geometry = replace(problem.geometry, dtype=str(dtype).removeprefix("torch."), kv_dtype="int8")
-    return problem
-
-
-def empty_pages(num_pages: int, page_size: int, num_kv_heads: int, dim: int) -> KvPages:
-    k, v = (torch.randint(-127, 128, (num_pages, page_size, num_kv_heads, dim), dtype=torch.int8) for _ in "kv")
-    return KvPages(k, v, torch.full((num_pages, 2, num_kv_heads, page_size), float("nan")))
 
 
 @pytest.mark.usefixtures("isa")

@@ -6,8 +6,7 @@
 #include "attention_tile.h"
 
 #ifdef HEADRACE_IS_AVX512
-#include "attention_pairs.h"
-#include "attention_panels.h"
+#include "attention_code_panels.h"
 #endif
 
 namespace headrace::HEADRACE_ISA {
@@ -34,7 +33,7 @@ static int64_t decode_scratch(const Attention& a, int64_t num_kv_heads) {
 #ifdef HEADRACE_IS_AVX512
 static void tile(const Attention& a, const Tile& tile, float* scratch) {
   if (!is_narrow(a)) return tile_of_floats(a, tile, scratch);
-  a.kv_type == kCodes ? tile_of_panels<true>(a, tile, scratch) : tile_of_panels<false>(a, tile, scratch);
+  a.kv_type == kCodes ? tile_of_codes(a, tile, scratch) : tile_of_pairs(a, tile, scratch);
 }
 static int64_t tile_scratch(const Attention& a, int64_t num_rows) {
   return is_narrow(a) ? PanelBuffers::floats(a, num_rows) + LotRoom::floats(a) : TileBuffers::floats(a, num_rows);
@@ -43,8 +42,12 @@ static int64_t tile_rows(const Attention& a) {
   return is_narrow(a) ? PanelBuffers::most_rows(a) : TileBuffers::most_rows(a);
 }
 #else
-static void tile(const Attention& a, const Tile& tile, float* scratch) { tile_of_floats(a, tile, scratch); }
-static int64_t tile_scratch(const Attention& a, int64_t num_rows) { return TileBuffers::floats(a, num_rows); }
+static void tile(const Attention& a, const Tile& tile, float* scratch) {
+  a.kv_type == kCodes ? tile_by_decodes(a, tile, scratch) : tile_of_floats(a, tile, scratch);
+}
+static int64_t tile_scratch(const Attention& a, int64_t num_rows) {
+  return a.kv_type == kCodes ? tile_scratch_by_decodes(a, num_rows) : TileBuffers::floats(a, num_rows);
+}
 static int64_t tile_rows(const Attention& a) { return TileBuffers::most_rows(a); }
 #endif
 

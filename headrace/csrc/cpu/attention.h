@@ -77,10 +77,10 @@ struct Tile {
   int64_t request, kv_head, first_row, num_rows;
 };
 
-// A row's result is defined chunk by chunk, so that it is the same number by number whoever computes it. Chunk i holds
+// A row's result has the same bits whether a decode or a tile computes it. It is defined chunk by chunk: chunk i holds
 // keys [i, i + 1) * chunk_keys, wherever a request's cached part, a window or a thread's share begins. Each chunk gives
-// a partial result of its own, in an order of sums that decodes and tiles keep alike, and `merge` adds these from left
-// to right. Keys that a row does not see have no part in it, chunks without any that it sees leave it as it is.
+// a partial result of its own, with sums in the same order in decodes and tiles, and `merge` adds these from left to
+// right. Keys that a row does not see weigh exactly 0; chunks without any that it sees change nothing.
 struct AttentionKernels {
   int64_t (*chunk_keys)(const Attention& a);
   // The partial results of the chunks of a range: merged (step 0), or each by itself, `step` floats apart.

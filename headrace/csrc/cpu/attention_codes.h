@@ -1,6 +1,7 @@
-// One query token over keys and values in 8 bits (codes.h). Queries are rounded to 8 bits once, the weights of each 32
-// keys, times the scales of their values, to 7 bits of the greatest of them: products of bytes then add up to whole
-// numbers without loss, on all instruction sets alike.
+// Queries over keys and values in 8 bits (codes.h). Queries are rounded to 8 bits once, the weights of each 32 keys,
+// times the scales of their values, to 7 bits of the greatest of them: products of bytes then add up to whole numbers
+// without loss, on all instruction sets alike. A chunk is blocks of 32 keys, whose sums are rescaled from one to the
+// next.
 #pragma once
 
 #include "attention_decode.h"
@@ -249,30 +250,31 @@ HEADRACE_INLINE float soften_codes(const Attention& a, const int32_t* products, 
   constexpr uint32_t kAllLanes = (uint32_t{1} << kLanes) - 1;
   Vec x[kVecs], most(-INFINITY);
   for (int i = 0; i < kVecs; ++i) {
-    const Vec logit =
-        from_whole(products + i * kLanes) * load(lots[i * kLanes / 16].key_scales + i * kLanes % 16) * Vec(factor);
+    const Vec scaled = from_whole(products + i * kLanes) * load(lots[i * kLanes / 16].key_scales + i * kLanes % 16),
+              logit = rounded(scaled * Vec(factor));
     x[i] = by_bits(seen >> i * kLanes & kAllLanes, a.softcap > 0.0f ? Vec(a.softcap) * tanh(logit) : logit,
                    Vec(-INFINITY));
-    most = maximum(most, x[i]);
+    most = maximum(x[i], most);
   }
   const float old = top, found = largest(most);
-  float fade = 1.0f;
-  if (found > old) top = found, fade = expf(old - top);
-  const Vec shift(top), zero(0.0f);
+  if (found > old) top = found;
+  const Vec shift(top), zero(0.0f), fade = exp(Vec(old) - shift);
   Vec added(0.0f), heaviest(0.0f);
   for (int i = 0; i < kVecs; ++i) {
     const uint32_t here = seen >> i * kLanes & kAllLanes;
     const Vec weight = by_bits(here, exp_coarse(x[i] - shift), zero);
     x[i] = by_bits(here, weight * load(lots[i * kLanes / 16].value_scales + i * kLanes % 16), zero);
     added = added + fma(x[i], zero, weight);  // NaN where a scale is NaN
-    heaviest = maximum(heaviest, x[i]);
+    heaviest = maximum(x[i], heaviest);
   }
-  total = total * fade + sum(added);
+  store(&total, fma(Vec(total), fade, Vec(sum(added))), 1);
   const float heavy = largest(heaviest);
   const Vec coded(coding(heavy));
   for (int i = 0; i < kVecs; ++i) store_bytes(reinterpret_cast<int8_t*>(weights) + i * kLanes, x[i] * coded);
   step = heavy > kLeastCoded ? heavy / kMostCode : 0.0f;
-  return fade;
+  float out;
+  store(&out, fade, 1);
+  return out;
 }
 
 // Queries of a range in 8 bits. Codes of a head are `width` bytes apart, with zeros at the end.
@@ -296,11 +298,18 @@ struct CodeQueries {
     sums[h] = 0;
     for (int64_t e = 0; e < a.head_dim; ++e) sums[h] += at[e];
   }
+  CodeQueries from(int64_t head) const {
+    CodeQueries out = *this;
+    out.codes += head * width, out.sums += head, out.factors += head;
+    return out;
+  }
 };
+// Room of a chunk's lots.
+inline int64_t floats_of_lots(const Attention& a) { return 2 * padded(LotRoom::floats(a)); }
 
 inline int64_t decode_scratch_of_codes(const Attention& a, int64_t num_kv_heads) {
   const int64_t heads = num_kv_heads * a.group();
-  return padded(CodeQueries::floats(a, heads)) + padded(a.head_dim) + 4 * LotRoom::floats(a) + kMostLot +
+  return padded(CodeQueries::floats(a, heads)) + padded(a.head_dim) + floats_of_lots(a) +
          partial_size(a, heads);
 }
 
@@ -310,36 +319,42 @@ HEADRACE_INLINE uint32_t seen_of_block(int64_t first, int64_t last, int64_t at) 
   return (last - at >= kDecodeKeys ? ~uint32_t{0} : (uint32_t{1} << (last - at)) - 1) & ~before;
 }
 
-// The lots of a block for one kv head of a range; beyond the last they are the first.
-HEADRACE_INLINE void find_lots(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at,
-                               Lot (&lots)[2]) {
-  lots[0] = lot_at(a, table, at, range.first_head);
-  lots[1] = at + kMostLot < range.last ? lot_at(a, table, at + kMostLot, range.first_head) : lots[0];
+// Where the lots of a block begin; instead of one whose keys are not seen comes the other.
+HEADRACE_INLINE int64_t lot_begin(const KeyRange& range, int64_t at, int i) {
+  const bool has_first = at + kMostLot > range.first, has_second = at + kMostLot < range.last;
+  return (i == 0 ? has_first : !has_second) ? at : at + kMostLot;
 }
 
-// `room` for two lots.
+// The lots of a block for the first kv head of a range.
+HEADRACE_INLINE void find_lots(const Attention& a, const KeyRange& range, const int32_t* table, int64_t at,
+                               Lot (&lots)[2]) {
+  for (int i = 0; i < 2; ++i) lots[i] = lot_at(a, table, lot_begin(range, at, i), range.first_head);
+}
+
+// Keys up to `end` are read afterwards, and prefetched. `room` for two lots.
 static void decode_codes_of_chunk(const Attention& a, const KeyRange& range, int64_t end, const CodeQueries& queries,
                                   const Partial& at_heads, float* room) {
   const int64_t group = a.group(), heads = range.num_heads * group, v_width = padded(a.value_dim);
-  for (int64_t h = 0; h < heads; ++h) at_heads.top[h] = -INFINITY, at_heads.total[h] = 0.0f;
+  for (int64_t h = 0; h < heads; ++h) at_heads.top[h] = kMasked, at_heads.total[h] = 0.0f;
   memset(at_heads.sums, 0, heads * v_width * sizeof(float));
   const LotRoom rooms[2] = {LotRoom(a, room), LotRoom(a, room + padded(LotRoom::floats(a)))};
   const bool is_whole = page_size_of(a) >= kMostLot;
   const int32_t* table = a.table + range.request * a.table_stride;
   Lot found[2], later[2];
-  if (is_whole) find_lots(a, range, table, range.first & ~(kMostLot - 1), later);
-  for (int64_t at = range.first & ~(kMostLot - 1); at < range.last; at += kDecodeKeys) {
+  const int64_t begin = range.first & ~(kDecodeKeys - 1);
+  const KeyRange whole{range.request, range.first_head, range.num_heads, range.first, end};
+  if (is_whole) find_lots(a, range, table, begin, later);
+  for (int64_t at = begin; at < range.last; at += kDecodeKeys) {
     const uint32_t seen = seen_of_block(range.first, range.last, at);
     if (is_whole) {
       found[0] = later[0], found[1] = later[1];
-      if (at + kDecodeKeys < end) find_lots(a, range, table, at + kDecodeKeys, later);
+      if (at + kDecodeKeys < end) find_lots(a, whole, table, at + kDecodeKeys, later);
     }
     for (int64_t k = 0; k < range.num_heads; ++k) {
       Lot lots[2], next[2];
       for (int i = 0; i < 2; ++i) {
-        const int64_t begin = i == 1 && at + kMostLot < range.last ? at + kMostLot : at;
-        lots[i] =
-            is_whole ? next_head(a, found[i], k) : rooms[i].collect(a, table, begin, range.last, range.first_head + k);
+        lots[i] = is_whole ? next_head(a, found[i], k)
+                           : rooms[i].collect(a, table, lot_begin(range, at, i), range.last, range.first_head + k);
         next[i] = is_whole ? next_head(a, later[i], k) : lots[i];
         fetch(next[i].key_scales), fetch(next[i].value_scales);
       }
@@ -376,26 +391,6 @@ static void decode_of_codes(const Attention& a, const KeyRange& range, int64_t c
     decode_codes_of_chunk(a, {range.request, range.first_head, range.num_heads, first, last}, range.last, queries, into,
                           room + padded(a.head_dim));
   });
-}
-
-// Keys [at, at + n) as floats, rows of `dim`, and their values, rows of `width`.
-inline void widen_lots(const Attention& a, const int32_t* table, int64_t at, int64_t n, int64_t kv_head, float* keys,
-                       int64_t dim, float* values, int64_t width) {
-  const CodeOrder order(page_size_of(a));
-  for (int64_t j = 0; j < n;) {
-    const int64_t place = (at + j) & (order.lot - 1), count = order.lot - place < n - j ? order.lot - place : n - j;
-    const Lot lot = lot_at(a, table, at + j - place, kv_head);
-    for (int64_t t = place; t < place + count; ++t, ++j) {
-      const float key_scale = lot.key_scales[t], value_scale = lot.value_scales[t];
-      const int8_t *key = lot.keys + 4 * t,
-                   *value = lot.values + t / order.quad * order.quad * a.value_dim + t % order.quad;
-      float *key_row = keys + j * dim, *value_row = values + j * width;
-      for (int64_t e = 0; e < a.head_dim; e += 4, key += 4 * order.lot)
-        for (int64_t i = 0; i < 4; ++i) key_row[e + i] = static_cast<float>(key[i]) * key_scale;
-      for (int64_t e = 0; e < a.value_dim; ++e) value_row[e] = static_cast<float>(value[e * order.quad]) * value_scale;
-      for (int64_t e = a.value_dim; e < width; ++e) value_row[e] = 0.0f;
-    }
-  }
 }
 
 }  // namespace headrace::HEADRACE_ISA

@@ -71,10 +71,12 @@ HEADRACE_INLINE Vec in_order(Vec a) { return _mm512_shuffle_f32x4(a.v, a.v, 0xd8
 #endif
 
 // Products of `kHeads` queries [*, padded E] with kVecs times kLanes keys, `stride` apart, as tiles add them up: a
-// dimension after the other. Rows of keys end where they end: nothing beyond is read.
+// dimension after the other. Rows of keys end where they end: nothing beyond is read. Lines of 64 bytes are read as a
+// whole, or else by halves, with more sums under way.
 template <int kHeads, int kVecs, class F>
 HEADRACE_INLINE void multiply_keys(const float* q, int64_t q_width, const float* const (&keys)[kVecs], int64_t stride,
-                                   int64_t dim, float* const (&logits)[kVecs], int64_t logits_stride, F& next) {
+                                   int64_t dim, bool are_lines_whole, float* const (&logits)[kVecs],
+                                   int64_t logits_stride, F& next) {
   Vec sums[kHeads][kVecs];
   for (int h = 0; h < kHeads; ++h)
     for (int g = 0; g < kVecs; ++g) sums[h][g] = Vec(0.0f);
@@ -83,14 +85,19 @@ HEADRACE_INLINE void multiply_keys(const float* q, int64_t q_width, const float*
   };
   int64_t e = 0;
 #if defined(HEADRACE_IS_AVX512) || defined(HEADRACE_IS_AMX)
-  for (; e + 8 <= dim; e += 8) {
-    next.advance();
-    HEADRACE_EACH(g, kVecs) {
-      Vec key[8];
-      turn_keys(keys[g] + e, stride, key);
-      HEADRACE_EACH(i, 8) add(e + i, g, key[i]);
-    }
-  }
+  const auto add_turns = [&]<int kTurns>() {
+    for (; e + 8 * kTurns <= dim; e += 8 * kTurns)
+      HEADRACE_EACH(g, kVecs) {
+        HEADRACE_EACH(t, kTurns) {
+          next.advance();
+          Vec key[8];
+          turn_keys(keys[g] + e + 8 * t, stride, key);
+          HEADRACE_EACH(i, 8) add(e + 8 * t + i, g, key[i]);
+        }
+      }
+  };
+  if (are_lines_whole) add_turns.template operator()<2>();
+  add_turns.template operator()<1>();
   for (int h = 0; h < kHeads; ++h)
     for (int g = 0; g < kVecs; ++g) sums[h][g] = in_order(sums[h][g]);
 #endif
@@ -136,7 +143,7 @@ HEADRACE_INLINE void add_values_at(int64_t e, Part part, const float* weights, i
 template <int kHeads, class T, class F>
 HEADRACE_INLINE void add_values(const float* weights, int64_t weights_stride, const T* const* values, int64_t first,
                                 int64_t last, float* sums, int64_t dim, int64_t width, F& next) {
-  constexpr int kVecs = kHeads > 2 && kLanes < 16 ? 2 : 4;  // as many sums as there are registers for
+  constexpr int kVecs = kHeads > (kLanes < 16 ? 2 : 3) ? 2 : 4;  // as many sums as there are registers for
   int64_t e = 0;
   for (; e + kVecs * kLanes <= dim; e += kVecs * kLanes)
     add_values_at<kHeads, kVecs>(e, Whole{}, weights, weights_stride, values, first, last, sums, width, next);
@@ -189,6 +196,11 @@ struct RowFetch {
     }
   }
 };
+// One after the other.
+struct TwoFetches {
+  RowFetch first, second;
+  HEADRACE_INLINE void advance() { first.at < first.end ? first.advance() : second.advance(); }
+};
 struct NoFetch {
   HEADRACE_INLINE void advance() {}
 };
@@ -201,6 +213,43 @@ HEADRACE_INLINE RowFetch fetch_values(const Attention& a, const KeyRange& range,
                                       int64_t slots) {
   const int64_t bytes = ((range.num_heads - 1) * a.v_strides.head + a.value_dim) * size_of(a.kv_type);
   return {a, a.v, a.v_strides, a.table + range.request * a.table_stride, range.first_head, bytes, at, end, slots};
+}
+
+// Some kv heads of a range and one of its chunks, whose keys and values stay in the L2 cache, and what is read next:
+// other heads of the chunk, or the next chunk.
+struct HeadSet {
+  KeyRange range, next;
+  int64_t first_query;  // the number of its first query head in the whole range
+  bool is_first;        // of the whole range: nobody has prefetched its keys
+
+  // While there are products with keys, `slots` times: values; before them keys, if not there yet, well ahead of
+  // the first head.
+  HEADRACE_INLINE TwoFetches fetch_own(const Attention& a, int64_t slots) const {
+    const int64_t ahead = range.first + kDecodeKeys, begin = is_first && ahead < range.last ? ahead : range.last,
+                  soon = begin < range.last ? slots / (2 * range.num_heads) + 1 : 0;
+    return {fetch_keys(a, range, begin, range.last, soon),
+            fetch_values(a, range, range.first, range.last, slots - soon > 0 ? slots - soon : 1)};
+  }
+  HEADRACE_INLINE RowFetch next_keys(const Attention& a, int64_t slots) const {
+    return fetch_keys(a, next, next.first, next.last, slots);
+  }
+};
+
+// f(set) for the kv heads of a range and keys [first, last), which are of one chunk.
+template <class F>
+HEADRACE_INLINE void over_sets(const Attention& a, const KeyRange& range, int64_t chunk_keys, int64_t first,
+                               int64_t last, const F& f) {
+  constexpr int64_t kRowBytes = 512;
+  const int64_t fitting = kRowBytes / (a.head_dim * size_of(a.kv_type)), most = fitting > 1 ? fitting : 1,
+                behind = last + chunk_keys < range.last ? last + chunk_keys : range.last;
+  for (int64_t head = 0; head < range.num_heads; head += most) {
+    const int64_t left = range.num_heads - head, count = left < most ? left : most, after = left - count;
+    KeyRange here{range.request, range.first_head + head, count, first, last}, next = here;
+    next.first_head = after > 0 ? here.first_head + count : range.first_head;
+    next.num_heads = after > 0 ? (after < most ? after : most) : (range.num_heads < most ? range.num_heads : most);
+    if (after == 0) next.first = last, next.last = behind;
+    f(HeadSet{here, next, head * a.group(), head == 0 && first == range.first});
+  }
 }
 
 // Queries and logits of a range, in memory of the caller; partial results of a chunk that is not the first.
@@ -263,11 +312,14 @@ inline void soften(float* logits, int64_t low, int64_t n, float& top, float& tot
   total = sum(added);
 }
 
+// Whether rows of keys lie such that few of them are in the L1 cache together: they would share its sets.
+HEADRACE_INLINE bool share_places(const Attention& a) { return a.k_strides.token * size_of(a.kv_type) % 2048 == 0; }
+
 // Products of the queries of a kv head with keys [low, n) of the chunk at `begin`.
 template <class T>
 HEADRACE_INLINE void multiply_chunk(const Attention& a, const DecodeState& s, const int32_t* table, int64_t kv_head,
                                     const float* q, int64_t begin, int64_t low, int64_t n, float* logits,
-                                    RowFetch& next) {
+                                    TwoFetches& next) {
   const bool is_direct = sizeof(T) == sizeof(float) && int64_t{1} << a.page_bits >= kLanes;
   const auto key_at = [&](int64_t j) { return row_at(a.k, a.k_strides, a, table, begin + j, kv_head); };
   for (int64_t j = is_direct ? n : low; j < n; ++j)
@@ -284,7 +336,7 @@ HEADRACE_INLINE void multiply_chunk(const Attention& a, const DecodeState& s, co
       }
       const auto run = [&](auto& meanwhile) {
         multiply_keys<kHeads, kVecs>(q + h * s.q_width, s.q_width, keys, is_direct ? a.k_strides.token : s.q_width,
-                                     a.head_dim, out, s.chunk_keys, meanwhile);
+                                     a.head_dim, is_direct && share_places(a), out, s.chunk_keys, meanwhile);
       };
       NoFetch nothing;
       h == 0 ? run(next) : run(nothing);
@@ -293,19 +345,19 @@ HEADRACE_INLINE void multiply_chunk(const Attention& a, const DecodeState& s, co
 }
 
 template <class T>
-static void decode_chunk(const Attention& a, const KeyRange& range, const DecodeState& s, int64_t first, int64_t last,
-                         const Partial& out) {
+static void decode_chunk(const Attention& a, const HeadSet& set, const DecodeState& s, const Partial& out) {
+  const KeyRange& range = set.range;
   const int32_t* table = a.table + range.request * a.table_stride;
-  const int64_t begin = first / kChunkKeys * kChunkKeys, low = first - begin, n = last - begin,
-                after = last + kChunkKeys < range.last ? last + kChunkKeys : range.last,
-                page = int64_t{1} << a.page_bits, value_lots = (a.value_dim + 4 * kLanes - 1) / (4 * kLanes);
-  RowFetch values = fetch_values(a, range, first, last,
-                                 range.num_heads * ((n - low) / (6 * kLanes) + 1) * ((a.head_dim + 7) / 8));
-  for (int64_t k = 0; k < range.num_heads; ++k)
-    multiply_chunk<T>(a, s, table, range.first_head + k, s.q + k * s.group * s.q_width, begin, low, n,
-                      s.logits + k * s.group * s.chunk_keys, values);
-  for (int64_t h = 0; h < s.heads; ++h) {
-    float* row = s.logits + h * s.chunk_keys;
+  const int64_t begin = range.first / kChunkKeys * kChunkKeys, low = range.first - begin, n = range.last - begin,
+                page = int64_t{1} << a.page_bits, end = set.first_query + range.num_heads * s.group;
+  TwoFetches own = set.fetch_own(a, range.num_heads * ((n - low) / kLanes + 1) * ((a.head_dim + 7) / 8));
+  for (int64_t k = 0; k < range.num_heads; ++k) {
+    const int64_t head = set.first_query + k * s.group;
+    multiply_chunk<T>(a, s, table, range.first_head + k, s.q + head * s.q_width, begin, low, n,
+                      s.logits + head * kChunkKeys, own);
+  }
+  for (int64_t h = set.first_query; h < end; ++h) {
+    float* row = s.logits + h * kChunkKeys;
     if (a.softcap > 0.0f) cap_logits(row + low, n - low, a.softcap);
     soften(row, low, n, out.top[h], out.total[h]);
   }
@@ -314,12 +366,13 @@ static void decode_chunk(const Attention& a, const KeyRange& range, const Decode
     rows[j] = j == low || (begin + j) % page == 0
                   ? static_cast<const T*>(row_at(a.v, a.v_strides, a, table, begin + j, range.first_head))
                   : rows[j - 1] + a.v_strides.token;
-  RowFetch keys = fetch_keys(a, range, last, after, range.num_heads * ((n - low) / 4 + 1) * value_lots);
+  const int64_t value_lots = (a.value_dim + 4 * kLanes - 1) / (4 * kLanes) * (s.group > 3 ? 2 : 1);
+  RowFetch keys = set.next_keys(a, range.num_heads * ((n - low) / 4 + 1) * value_lots);
   for (int64_t k = 0; k < range.num_heads; ++k) {
-    over_heads(s.group, [&]<int kHeads>(int64_t h) {
-      const int64_t head = k * s.group + h;
+    over_more_heads(s.group, [&]<int kHeads>(int64_t h) {
+      const int64_t head = set.first_query + k * s.group + h;
       const auto run = [&](auto& meanwhile) {
-        add_values<kHeads>(s.logits + head * s.chunk_keys, s.chunk_keys, rows, low, n, out.sums + head * s.v_width,
+        add_values<kHeads>(s.logits + head * kChunkKeys, kChunkKeys, rows, low, n, out.sums + head * s.v_width,
                            a.value_dim, s.v_width, meanwhile);
       };
       NoFetch nothing;
@@ -338,7 +391,7 @@ static void decode_type(const Attention& a, const KeyRange& range, float* partia
   for (int64_t h = 0; h < s.heads; ++h)
     widen_values(a.q_type, q + h * a.head_dim * size_of(a.q_type), s.q + h * s.q_width, a.head_dim, product_scale(a));
   over_chunks(a, range, kChunkKeys, partials, step, s.spare, [&](int64_t first, int64_t last, const Partial& into) {
-    decode_chunk<T>(a, range, s, first, last, into);
+    over_sets(a, range, kChunkKeys, first, last, [&](const HeadSet& set) { decode_chunk<T>(a, set, s, into); });
   });
 }
 

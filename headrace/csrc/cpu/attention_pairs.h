@@ -68,26 +68,33 @@ HEADRACE_INLINE void turn_words(const bf16* const* keys, int64_t w, __m512i (&ou
 }
 
 // Products of `kHeads` queries, `q_width` values apart, with kBlocks times 32 keys, of `words` pairs each. The first 16
-// of 32 results are those of the first four of every eight keys.
+// of 32 results are those of the first four of every eight keys. Lines of 64 bytes are read as a whole, or else by
+// halves, with more sums under way.
 template <int kHeads, int kBlocks, class F>
 HEADRACE_INLINE void multiply_pairs(const bf16* q, int64_t q_width, const bf16* const* keys, int64_t words,
-                                    float* logits, int64_t logits_stride, F& next) {
+                                    bool are_lines_whole, float* logits, int64_t logits_stride, F& next) {
   __m512 sums[kHeads][2 * kBlocks];
   for (int h = 0; h < kHeads; ++h)
     for (int g = 0; g < 2 * kBlocks; ++g) sums[h][g] = _mm512_setzero_ps();
-  for (int64_t w = 0; w < words; w += 8) {
-    next.advance();
+  const auto add = [&]<int kTurns>(int64_t from) {
     HEADRACE_EACH(g, 2 * kBlocks) {
-      __m512i key[8];
-      turn_words(keys + g / 2 * kDecodeKeys + g % 2 * 4, w, key);
-      HEADRACE_EACH(i, 8)
-        for (int h = 0; h < kHeads; ++h) {
-          int32_t word;
-          memcpy(&word, q + h * q_width + 2 * (w + i), 4);
-          sums[h][g] = _mm512_dpbf16_ps(sums[h][g], (__m512bh)_mm512_set1_epi32(word), (__m512bh)key[i]);
-        }
+      HEADRACE_EACH(t, kTurns) {
+        next.advance();
+        const int64_t w = from + 8 * t;
+        __m512i key[8];
+        turn_words(keys + g / 2 * kDecodeKeys + g % 2 * 4, w, key);
+        HEADRACE_EACH(i, 8)
+          for (int h = 0; h < kHeads; ++h) {
+            int32_t word;
+            memcpy(&word, q + h * q_width + 2 * (w + i), 4);
+            sums[h][g] = _mm512_dpbf16_ps(sums[h][g], (__m512bh)_mm512_set1_epi32(word), (__m512bh)key[i]);
+          }
+      }
     }
-  }
+  };
+  int64_t w = 0;
+  for (; are_lines_whole && w + 8 < words; w += 16) add.template operator()<2>(w);
+  for (; w < words; w += 8) add.template operator()<1>(w);
   for (int h = 0; h < kHeads; ++h)
     for (int g = 0; g < 2 * kBlocks; ++g) _mm512_storeu_ps(logits + h * logits_stride + g * 16, sums[h][g]);
 }
@@ -168,11 +175,12 @@ HEADRACE_INLINE void add_pairs(const float* weights, int64_t stride, const bf16*
                                int64_t last, float* sums, int64_t dim, int64_t width, F& next) {
   const bf16* rows[kPairKeys];
   for (int64_t e = 0; e < dim;) {
-    const bool is_wide = e + 64 <= dim;
+    const bool is_wide = kHeads <= 3 && e + 64 <= dim;
     for (int64_t j = 2 * first; j < 2 * last && e > 0; ++j) rows[j] = values[j] + e;
     const bf16* const* at = e > 0 ? rows : values;
     if (is_wide)
-      add_pairs_at<kHeads, 2>(weights, stride, at, 0, first, last, sums + e, width, dim - e, next);
+      add_pairs_at<kHeads, kHeads <= 3 ? 2 : 1>(weights, stride, at, ~0u, first, last, sums + e, width, dim - e,
+                                                next);
     else
       add_pairs_at<kHeads, 1>(weights, stride, at, first_halves(dim - e), first, last, sums + e, width, dim - e, next);
     e += is_wide ? 64 : 32;
@@ -200,15 +208,14 @@ struct PairRows {
   }
 };
 
-static void decode_pairs_of_chunk(const Attention& a, const KeyRange& range, const DecodeState& s, int64_t first,
-                                  int64_t last, const Partial& out) {
-  const int64_t begin = first / kPairKeys * kPairKeys, low = first - begin, n = last - begin,
-                first_block = low / kDecodeKeys * kDecodeKeys, words = (a.head_dim + 1) / 2,
-                after = last + kPairKeys < range.last ? last + kPairKeys : range.last;
+// Of the kv heads of a set; meanwhile keys [at, end) of the next one are prefetched.
+static void decode_pairs_of_chunk(const Attention& a, const HeadSet& set, const DecodeState& s, const Partial& out) {
+  const KeyRange& range = set.range;
+  const int64_t begin = range.first / kPairKeys * kPairKeys, low = range.first - begin, n = range.last - begin,
+                first_block = low / kDecodeKeys * kDecodeKeys, words = (a.head_dim + 1) / 2;
   PairRows rows(a, range, begin, low, n);
-  const bf16* const q = reinterpret_cast<const bf16*>(s.q);
   bf16* const copies = reinterpret_cast<bf16*>(s.wide);
-  RowFetch values = fetch_values(a, range, first, last, range.num_heads * ((n - low + 63) / 64) * ((words + 7) / 8));
+  TwoFetches own = set.fetch_own(a, range.num_heads * ((n - low + 15) / 16) * ((words + 7) / 8));
   for (int64_t k = 0; k < range.num_heads; ++k) {
     const bf16* keys[kPairKeys];
     for (int64_t j = first_block; j < padded(n, kDecodeKeys); ++j) {
@@ -220,26 +227,29 @@ static void decode_pairs_of_chunk(const Attention& a, const KeyRange& range, con
       keys[j] = copy;
     }
     over_more_heads(s.group, [&]<int kHeads>(int64_t h) {
-      const int64_t head = k * s.group + h;
+      const int64_t head = set.first_query + k * s.group + h;
+      const bf16* const q = reinterpret_cast<const bf16*>(s.q) + head * s.q_width;
       NoFetch nothing;
       const auto run = [&]<int kBlocks>(int64_t b, auto& meanwhile) {
-        multiply_pairs<kHeads, kBlocks>(q + head * s.q_width, s.q_width, keys + b, words,
+        multiply_pairs<kHeads, kBlocks>(q, s.q_width, keys + b, words, share_places(a),
                                         s.logits + head * kPairKeys + b, kPairKeys, meanwhile);
       };
       constexpr int kBlocks = kHeads <= 3 ? 2 : 1;
       for (int64_t b = first_block; b < n; b += kBlocks * kDecodeKeys) {
         if (kBlocks == 2 && b + kDecodeKeys >= n)
-          h == 0 ? run.template operator()<1>(b, values) : run.template operator()<1>(b, nothing);
+          h == 0 ? run.template operator()<1>(b, own) : run.template operator()<1>(b, nothing);
         else
-          h == 0 ? run.template operator()<kBlocks>(b, values) : run.template operator()<kBlocks>(b, nothing);
+          h == 0 ? run.template operator()<kBlocks>(b, own) : run.template operator()<kBlocks>(b, nothing);
       }
     });
   }
-  for (int64_t h = 0; h < s.heads; ++h) soften_pairs(a, s.logits + h * kPairKeys, low, n, out.top[h], out.total[h]);
-  RowFetch next = fetch_keys(a, range, last, after, range.num_heads * ((n - low) / 4 + 1) * ((a.value_dim + 63) / 64));
+  for (int64_t h = set.first_query; h < set.first_query + range.num_heads * s.group; ++h)
+    soften_pairs(a, s.logits + h * kPairKeys, low, n, out.top[h], out.total[h]);
+  const int64_t value_lots = (a.value_dim + 63) / 64 * (s.group > 3 ? 2 : 1);
+  RowFetch next = set.next_keys(a, range.num_heads * ((n - low) / 4 + 1) * value_lots);
   for (int64_t k = 0; k < range.num_heads; ++k) {
-    over_heads(s.group, [&]<int kHeads>(int64_t h) {
-      const int64_t head = k * s.group + h;
+    over_more_heads(s.group, [&]<int kHeads>(int64_t h) {
+      const int64_t head = set.first_query + k * s.group + h;
       const auto run = [&](auto& meanwhile) {
         add_pairs<kHeads>(s.logits + head * kPairKeys, kPairKeys, rows.values, low / 2, (n + 1) / 2,
                           out.sums + head * s.v_width, a.value_dim, s.v_width, meanwhile);
@@ -262,7 +272,8 @@ static void decode_pairs(const Attention& a, const KeyRange& range, float* parti
     memset(at + a.head_dim, 0, (s.q_width - a.head_dim) * sizeof(bf16));
   }
   over_chunks(a, range, kPairKeys, partials, step, s.spare, [&](int64_t first, int64_t last, const Partial& into) {
-    decode_pairs_of_chunk(a, range, s, first, last, into);
+    over_sets(a, range, kPairKeys, first, last,
+              [&](const HeadSet& set) { decode_pairs_of_chunk(a, set, s, into); });
   });
 }
 

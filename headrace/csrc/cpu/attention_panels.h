@@ -1,9 +1,7 @@
-// Tiles of bfloat16, or of codes, by products of two or four at a time (AVX-512 BF16 and VNNI). As in attention_tile.h
-// query rows lie side by side in the lanes, a panel of two vectors of them at a time. A key is a row of words, of two
-// bfloat16 or four codes each, of two values another; a word is multiplied with those of all rows at once, and logits
-// stay in registers until they are weights.
-//
-// Weights are those of attention_pairs.h, where decodes find the same ones.
+// Tiles of bfloat16 by products of pairs (AVX-512 BF16). As in attention_tile.h query rows lie side by side in the
+// lanes, a panel of two vectors of them at a time. A key is a row of words of two bfloat16 (four codes in
+// attention_code_panels.h), of two values another; a word is multiplied with those of all rows at once, and logits stay
+// in registers until they are weights: those of attention_pairs.h, where decodes find the same ones.
 #pragma once
 
 #include "attention_pairs.h"
@@ -15,13 +13,13 @@ namespace headrace::HEADRACE_ISA {
 // Layout of a tile's scratch. M rows, padded to whole panels of W; N packed keys; V padded to whole turns.
 struct PanelBuffers {
   int64_t rows, words, width;     // M, words of a key, V
-  uint32_t *q, *keys, *values;    // [M / W, words, W], [N / 16, words, 16], [V / 16, N / 2, 16]
+  uint32_t *q, *keys, *values;    // [M / W, words, W], [N / 16, words, 16], [V / 16, N / 2, 16], or of codes [N / 4, V]
   uint32_t* weights;              // [N / 2, W]: of two keys each
   float *sums, *total, *tops;     // [M / W, V, W], [M], [M]
   float* scales;                  // [M]: what makes products logits
   float *shifts, *chains;         // of a panel and chunk: [W], what makes logits weights; [16, W], totals
   float* factors;                 // [2, W]: see Factors
-  float* key_scales;              // [N]; of codes
+  float *key_scales, *value_scales, *part;  // of codes: [N], [N], [V, W], a chunk's sums
   int32_t* starts;                // [M]: where sums of codes begin
   float *lines, *line;            // [16, V padded to 16], or the codes of as many queries; a query
 
@@ -34,7 +32,7 @@ struct PanelBuffers {
   }
   static int64_t floats(const Attention& a, int64_t num_rows) {
     const int64_t m = padded(num_rows, kWide), w = words_of(a), v = padded(a.value_dim, kTurn);
-    return m * (w + v + 4) + kPairKeys * (w + 1) + kPairKeys / 2 * (padded(v) + kWide) +
+    return m * (w + v + 4) + kPairKeys * (w + 2) + v * kWide + kPairKeys / 2 * (padded(v) + kWide) +
            16 * padded(w > v ? w : v) + padded(a.head_dim) + 19 * kWide;
   }
   PanelBuffers(const Attention& a, int64_t num_rows, float* scratch)
@@ -47,6 +45,7 @@ struct PanelBuffers {
     sums = take(rows * width), total = take(rows), tops = take(rows), scales = take(rows);
     shifts = take(kWide), chains = take(16 * kWide), factors = take(2 * kWide);
     starts = reinterpret_cast<int32_t*>(take(rows)), key_scales = take(kPairKeys),
+    value_scales = take(kPairKeys), part = take(width * kWide),
     lines = take(16 * padded(words > width ? words : width)), line = take(0);
   }
 };
@@ -123,50 +122,6 @@ static void pack_pairs(const PanelBuffers& t, const Attention& a, const Tile& ti
   }
 }
 
-// Codes in the top bytes of words times a scale, rounded to bfloat16 in the top halves.
-HEADRACE_INLINE __m512i scale_codes(__m512i codes, float scale) {
-  return _mm512_add_epi32(
-      _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(scale * 0x1p-24f))),
-      _mm512_set1_epi32(0x8000));
-}
-
-HEADRACE_INLINE __m512i pair_of_codes(__m512i even, float even_scale, __m512i odd, float odd_scale) {
-  const __m512i top = _mm512_set1_epi32(static_cast<int>(0xff000000));
-  return _mm512_mask_blend_epi16(0xaaaaaaaa,
-                                 _mm512_srli_epi32(scale_codes(_mm512_and_si512(even, top), even_scale), 16),
-                                 scale_codes(_mm512_and_si512(odd, top), odd_scale));
-}
-
-// The same for codes, plus 128, as VPDPBUSD takes one side unsigned; tokens before `low` get scale 0.
-static void pack_codes(const PanelBuffers& t, const Attention& a, const Tile& tile, int64_t at, int64_t low, int64_t n,
-                       const LotRoom& room) {
-  const int32_t* table = a.table + tile.request * a.table_stride;
-  for (int64_t j = low / 16 * 16; j < n; j += 16) {
-    const __mmask16 seen = static_cast<__mmask16>(seen_of_block(at + low, at + n, at + j));
-    const Lot lot = page_size_of(a) < kMostLot ? room.collect(a, table, at + j, at + n, tile.kv_head)
-                                               : lot_at(a, table, at + j, tile.kv_head);
-    for (int64_t w = 0; w < t.words; ++w)
-      _mm512_storeu_si512(t.keys + (j * t.words + w * 16), _mm512_xor_si512(_mm512_loadu_si512(lot.keys + 64 * w),
-                                                                            _mm512_set1_epi8(static_cast<char>(0x80))));
-    const __m512 key_scales = _mm512_maskz_loadu_ps(seen, lot.key_scales),
-                 value_scales = _mm512_maskz_loadu_ps(seen, lot.value_scales);
-    alignas(64) float scales[16];
-    _mm512_store_ps(
-        scales, _mm512_fmadd_ps(key_scales, _mm512_setzero_ps(), value_scales));  // NaN where the key scale is NaN
-    _mm512_storeu_ps(t.key_scales + j, key_scales);
-    for (int64_t i = 0; i < 16; i += 4) {
-      uint32_t* out = t.values + (j + i) / 2 * 16;
-      for (int64_t e = 0; e < t.width; e += 16, out += 16 * (kPairKeys / 2)) {
-        const __m512i codes = _mm512_maskz_loadu_epi32(first(static_cast<int>(clamp(a.value_dim - e, 0, 16))),
-                                                       lot.values + (i / 4 * a.value_dim + e) * 4);
-        _mm512_storeu_si512(
-            out, pair_of_codes(_mm512_slli_epi32(codes, 24), scales[i], _mm512_slli_epi32(codes, 16), scales[i + 1]));
-        _mm512_storeu_si512(out + 16, pair_of_codes(_mm512_slli_epi32(codes, 8), scales[i + 2], codes, scales[i + 3]));
-      }
-    }
-  }
-}
-
 // Queries as they are, or as codes; zeros beyond the last.
 template <bool kIsBytes>
 static void pack_queries(const PanelBuffers& t, const Attention& a, const Tile& tile) {
@@ -206,7 +161,7 @@ struct Panel {
   int64_t row, words, width;
   const uint32_t *q, *keys, *values;
   uint32_t* weights;
-  float *sums, *total, *tops, *scales, *shifts, *chains, *factors, *key_scales;
+  float *sums, *total, *tops, *scales, *shifts, *chains, *factors, *key_scales, *value_scales, *part;
   const int32_t* starts;
   const Attention& a;
   const Span& span;
@@ -217,8 +172,8 @@ struct Panel {
         int64_t low, int64_t n)
       : row(m), words(t.words), width(t.width), q(t.q + m * t.words), keys(t.keys), values(t.values),
         weights(t.weights), sums(t.sums + m * t.width), total(t.total + m), tops(t.tops + m), scales(t.scales + m),
-        shifts(t.shifts), chains(t.chains), factors(t.factors), key_scales(t.key_scales), starts(t.starts + m), a(a),
-        span(span), begin(begin) {
+        shifts(t.shifts), chains(t.chains), factors(t.factors), key_scales(t.key_scales),
+        value_scales(t.value_scales), part(t.part), starts(t.starts + m), a(a), span(span), begin(begin) {
     const int64_t last = span.position(m + kWide <= tile.num_rows ? m + kWide - 1 : tile.num_rows - 1),
                   position = span.position(m), behind = begin + n;
     first = begin + low, end = last + 1 < behind ? last + 1 : behind;
@@ -246,44 +201,28 @@ static void settle_logits(const Panel& p, int64_t at, float (&logits)[kTurn][kWi
   }
 }
 
+// Those of keys [at, at + 8) of the chunk that some rows do not see are masked, all are capped if there is a soft-cap.
+HEADRACE_INLINE void settle_products(const Panel& p, int64_t at, __m512 (&x)[kTurn][2]) {
+  if (p.begin + at >= p.low_of_all && p.begin + at + kTurn <= p.seen_by_all) return;
+  alignas(64) float logits[kTurn][kWide];
+  HEADRACE_EACH(j, kTurn) _mm512_store_ps(logits[j], x[j][0]), _mm512_store_ps(logits[j] + kLanes, x[j][1]);
+  settle_logits(p, at, logits);
+  HEADRACE_EACH(j, kTurn) x[j][0] = _mm512_load_ps(logits[j]), x[j][1] = _mm512_load_ps(logits[j] + kLanes);
+}
+
 // Logits of keys [at, at + 8) of the chunk, yet without their row's factor where there is no soft-cap.
-template <bool kIsBytes>
 HEADRACE_INLINE void find_logits(const Panel& p, int64_t at, __m512 (&x)[kTurn][2]) {
   const uint32_t *key = p.keys + at / 16 * 16 * p.words + at % 16, *q = p.q;
-  if constexpr (kIsBytes) {
-    __m512i acc[kTurn][2];
-    const __m512i start[2] = {_mm512_loadu_si512(p.starts), _mm512_loadu_si512(p.starts + kLanes)};
-    HEADRACE_EACH(j, kTurn) acc[j][0] = start[0], acc[j][1] = start[1];
+  HEADRACE_EACH(j, kTurn) x[j][0] = x[j][1] = _mm512_setzero_ps();
 #pragma GCC unroll 2
-    for (int64_t w = 0; w < p.words; ++w, key += 16, q += kWide) {
-      const __m512i low = _mm512_loadu_si512(q), high = _mm512_loadu_si512(q + kLanes);
-      HEADRACE_EACH(j, kTurn) {
-        const __m512i word = _mm512_set1_epi32(static_cast<int32_t>(key[j]));
-        acc[j][0] = _mm512_dpbusd_epi32(acc[j][0], word, low), acc[j][1] = _mm512_dpbusd_epi32(acc[j][1], word, high);
-      }
-    }
+  for (int64_t w = 0; w < p.words; ++w, key += 16, q += kWide) {
+    const __m512bh low = (__m512bh)_mm512_loadu_si512(q), high = (__m512bh)_mm512_loadu_si512(q + kLanes);
     HEADRACE_EACH(j, kTurn) {
-      const __m512 scale = _mm512_set1_ps(p.key_scales[at + j]);
-      x[j][0] = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[j][0]), scale),
-      x[j][1] = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[j][1]), scale);
-    }
-  } else {
-    HEADRACE_EACH(j, kTurn) x[j][0] = x[j][1] = _mm512_setzero_ps();
-#pragma GCC unroll 2
-    for (int64_t w = 0; w < p.words; ++w, key += 16, q += kWide) {
-      const __m512bh low = (__m512bh)_mm512_loadu_si512(q), high = (__m512bh)_mm512_loadu_si512(q + kLanes);
-      HEADRACE_EACH(j, kTurn) {
-        const __m512bh word = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(key[j]));
-        x[j][0] = _mm512_dpbf16_ps(x[j][0], word, low), x[j][1] = _mm512_dpbf16_ps(x[j][1], word, high);
-      }
+      const __m512bh word = (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(key[j]));
+      x[j][0] = _mm512_dpbf16_ps(x[j][0], word, low), x[j][1] = _mm512_dpbf16_ps(x[j][1], word, high);
     }
   }
-  if (p.begin + at < p.low_of_all || p.begin + at + kTurn > p.seen_by_all) {
-    alignas(64) float logits[kTurn][kWide];
-    HEADRACE_EACH(j, kTurn) _mm512_store_ps(logits[j], x[j][0]), _mm512_store_ps(logits[j] + kLanes, x[j][1]);
-    settle_logits(p, at, logits);
-    HEADRACE_EACH(j, kTurn) x[j][0] = _mm512_load_ps(logits[j]), x[j][1] = _mm512_load_ps(logits[j] + kLanes);
-  }
+  settle_products(p, at, x);
 }
 
 // NaN apart.
@@ -295,10 +234,9 @@ HEADRACE_INLINE __m512 greatest(const __m512 (&x)[kTurn][2], int u) {
 
 // Weights of keys [at, at + 8) of the chunk, of which `chains` keep account: of pair i modulo 16 the i-th. Rows without
 // a shift get one from these keys. Returns the rows of which some weight would be too large.
-template <bool kIsBytes>
 HEADRACE_INLINE uint32_t weigh_keys(const Panel& p, int64_t at) {
   __m512 x[kTurn][2];
-  find_logits<kIsBytes>(p, at, x);
+  find_logits(p, at, x);
   __mmask16 over[2];
   HEADRACE_EACH(u, 2) {
     const Vec units = logit_units(p.a, load(p.scales + u * kLanes)), most = greatest(x, u);
@@ -330,12 +268,11 @@ HEADRACE_INLINE uint32_t weigh_keys(const Panel& p, int64_t at) {
 }
 
 // Shifts of these rows by their greatest logits of keys [first, last) of the chunk.
-template <bool kIsBytes>
 static void raise_tops(const Panel& p, int64_t first, int64_t last, uint32_t rows) {
   Vec most[2] = {Vec(-INFINITY), Vec(-INFINITY)};
   for (int64_t at = first; at < last; at += kTurn) {
     __m512 x[kTurn][2];
-    find_logits<kIsBytes>(p, at, x);
+    find_logits(p, at, x);
     HEADRACE_EACH(u, 2) most[u] = maximum(greatest(x, u), most[u]);
   }
   HEADRACE_EACH(u, 2)
@@ -371,17 +308,16 @@ static void add_values(const Panel& p, int64_t first, int64_t last) {
 }
 
 // All that a panel sees of a chunk.
-template <bool kIsBytes>
 static void pass_panel(const Panel& p) {
   const int64_t first = (p.first - p.begin) / kTurn * kTurn, last = padded(p.end - p.begin, kTurn);
   const auto weigh = [&] {
     uint32_t over = 0;
     memset(p.chains, 0, 16 * kWide * sizeof(float));
-    for (int64_t at = first; at < last; at += kTurn) over |= weigh_keys<kIsBytes>(p, at);
+    for (int64_t at = first; at < last; at += kTurn) over |= weigh_keys(p, at);
     return over;
   };
   for (int64_t r = 0; r < kWide; ++r) p.shifts[r] = kNoTop;
-  if (const uint32_t over = weigh()) raise_tops<kIsBytes>(p, first, last, over), weigh();
+  if (const uint32_t over = weigh()) raise_tops(p, first, last, over), weigh();
   HEADRACE_EACH(u, 2) {
     const int64_t m = u * kLanes;
     Vec total[16];
@@ -411,23 +347,29 @@ static void write_rows(const PanelBuffers& t, const Attention& a, const Tile& ti
   }
 }
 
-template <bool kIsBytes>
-static void tile_of_panels(const Attention& a, const Tile& tile, float* scratch) {
-  const PanelBuffers t(a, tile.num_rows, scratch);
+// pack(first key of a chunk, keys of it that are seen: from, to) lays out keys and values; pass(panel) adds them up.
+template <class Pack, class Pass>
+static void over_panels(const PanelBuffers& t, const Attention& a, const Tile& tile, const Pack& pack,
+                        const Pass& pass) {
   const Span span(a, tile);
-  const LotRoom room(a, scratch + PanelBuffers::floats(a, tile.num_rows));
-  pack_queries<kIsBytes>(t, a, tile);
   memset(t.sums, 0, t.rows * t.width * sizeof(float));
   for (int64_t at = span.low / kPairKeys * kPairKeys; at < span.end; at += kPairKeys) {
     const int64_t low = span.low > at ? span.low - at : 0, n = span.end - at < kPairKeys ? span.end - at : kPairKeys;
-    if constexpr (kIsBytes) pack_codes(t, a, tile, at, low, n, room);
-    else pack_pairs(t, a, tile, at, low, n);
+    pack(at, low, n);
     for (int64_t m = 0; m < tile.num_rows; m += kWide) {
       const Panel panel(t, a, tile, span, m, at, low, n);
-      if (panel.first < panel.end) pass_panel<kIsBytes>(panel);
+      if (panel.first < panel.end) pass(panel);
     }
   }
   write_rows(t, a, tile);
+}
+
+static void tile_of_pairs(const Attention& a, const Tile& tile, float* scratch) {
+  const PanelBuffers t(a, tile.num_rows, scratch);
+  pack_queries<false>(t, a, tile);
+  over_panels(
+      t, a, tile, [&](int64_t at, int64_t low, int64_t n) { pack_pairs(t, a, tile, at, low, n); },
+      [](const Panel& panel) { pass_panel(panel); });
 }
 
 }  // namespace headrace::HEADRACE_ISA

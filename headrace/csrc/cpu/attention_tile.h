@@ -185,10 +185,7 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
   const int32_t* table = a.table + tile.request * a.table_stride;
   for (int64_t at = span.low / kChunkKeys * kChunkKeys; at < span.end; at += kChunkKeys) {
     const int64_t low = span.low > at ? span.low - at : 0, n = span.end - at < kChunkKeys ? span.end - at : kChunkKeys;
-    if (a.kv_type == kCodes)
-      widen_lots(a, table, at + low, n - low, tile.kv_head, t.keys + low * t.dim, t.dim, t.values + low * t.width,
-                 t.width);
-    for (int64_t j = low; j < n && a.kv_type != kCodes; ++j) {
+    for (int64_t j = low; j < n; ++j) {
       widen_values(a.kv_type, row_at(a.k, a.k_strides, a, table, at + j, tile.kv_head), t.keys + j * t.dim, a.head_dim);
       widen_values(a.kv_type, row_at(a.v, a.v_strides, a, table, at + j, tile.kv_head), t.values + j * t.width,
                    a.value_dim);
@@ -208,6 +205,44 @@ static void tile_of_floats(const Attention& a, const Tile& tile, float* scratch)
     for (int64_t e = 0; e < t.width; ++e) t.keys[e] = column[e * kWide];
     write_row(a, tile, r, t.keys, t.top[r], t.total[r]);
   }
+}
+
+// Of codes, where processors have no products of bytes for tiles: chunk by chunk, query by query, as decodes.
+static int64_t tile_scratch_by_decodes(const Attention& a, int64_t num_rows) {
+  return padded(CodeQueries::floats(a, num_rows)) + padded(a.head_dim) + floats_of_lots(a) +
+         partial_size(a, num_rows) + partial_size(a, kMostDecodeGroup);
+}
+
+static void tile_by_decodes(const Attention& a, const Tile& tile, float* scratch) {
+  const Span span(a, tile);
+  const int64_t rows = tile.num_rows;
+  float *const sums = scratch, *const spare = sums + partial_size(a, rows),
+               *const room = spare + partial_size(a, kMostDecodeGroup),
+               *const lots = room + padded(a.head_dim);
+  const CodeQueries queries(a, rows, lots + floats_of_lots(a));
+  const Partial all = partial_at(a, sums, rows);
+  memset(all.sums, 0, rows * padded(a.value_dim) * sizeof(float));
+  for (int64_t r = 0; r < rows; ++r) {
+    queries.encode_head(a, r, query_row(a, tile, r), room);
+    all.top[r] = kMasked, all.total[r] = 0.0f;
+  }
+  for (int64_t at = span.low / kChunkKeys * kChunkKeys; at < span.end; at += kChunkKeys)
+    for (int64_t r = 0, count; r < rows; r += count) {
+      const int64_t position = span.position(r), left = span.row_at(position + 1) - r;
+      count = clamp(left, 1, rows - r < kMostDecodeGroup ? rows - r : kMostDecodeGroup);
+      KeyRange range{tile.request, tile.kv_head, 1, at > span.low ? at : span.low,
+                     at + kChunkKeys < span.end ? at + kChunkKeys : span.end};
+      if (a.window > 0 && range.first < position - a.window + 1) range.first = position - a.window + 1;
+      if (range.last > position + 1) range.last = position + 1;
+      if (range.first >= range.last) continue;
+      Attention one = a;  // these rows as a group
+      one.num_heads = count, one.num_kv_heads = 1;
+      const Partial from = partial_at(a, spare, count);
+      decode_codes_of_chunk(one, range, range.last, queries.from(r), from, lots);
+      merge(one, count, partial_at(a, sums, rows, r), from);
+    }
+  for (int64_t r = 0; r < rows; ++r)
+    write_row(a, tile, r, all.sums + r * padded(a.value_dim), all.top[r], all.total[r]);
 }
 
 }  // namespace headrace::HEADRACE_ISA
