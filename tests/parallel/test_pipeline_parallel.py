@@ -68,6 +68,12 @@ def test_tokens_of_stages_are_those_of_one_rank(
     compare(ranks, draw_layers(family, ranks), tmp_path, monkeypatch)
 
 
+def test_ranks_of_a_stage_divide_experts(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if ranks.ranks.layout.tensor == 1:
+        pytest.skip("a stage has one rank")
+    compare(ranks, draw_layers("Qwen3MoeForCausalLM", ranks), tmp_path, monkeypatch, enable_expert_parallel=True)
+
+
 @pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
 def test_an_encoder_has_stages_as_well(
     ranks: RankProcesses, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
