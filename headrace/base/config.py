@@ -295,7 +295,8 @@ SECTIONS: dict[str, type] = {
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of the engine process; sent to it as msgpack. ``replica``: which of ``data_parallel_size`` it is;
-    ``board``: inherited descriptors by which replicas that divide experts take steps together."""
+    ``board``: inherited descriptors by which replicas that divide experts take steps together. ``placement_group``: id
+    of the one that was made for it on the Ray cluster at ``ray_address``, with this process in the first bundle."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -306,6 +307,8 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     replica: int = 0
     board: tuple[int, ...] = ()
+    placement_group: str | None = None
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         if not self.parallel.shares_experts:

@@ -116,3 +116,13 @@ def test_what_keeps_every_replica_from_starting_is_told_once(cluster, tmp_path: 
     log = wait(process, folder)
     assert process.returncode == 2 and "NobodyForCausalLM" in log and "Traceback" not in log, log
     assert entries(folder) == []
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks(cluster, tiny_model: Path, tmp_path: Path):
+    """No node has room for a replica, so its ranks are on both."""
+    source, folder = write_input(tmp_path / "in.jsonl", 24), tmp_path / "out"
+    process = start(tiny_model, source, folder, cluster.address, "--shard-size", "8", "--tp", "2")
+    log = wait(process, folder)
+    assert process.returncode == 1 and "25 lines completed, 1 of them" in log, log
+    check_records(folder, 24)

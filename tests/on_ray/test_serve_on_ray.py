@@ -69,6 +69,28 @@ def test_the_application_serves(cluster, tiny_model: Path, tmp_path: Path):
         process.wait()
 
 
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_is_served(cluster, tiny_model: Path, tmp_path: Path):
+    """Each rank has a bundle of the replica's placement group, here on two nodes."""
+    log = (tmp_path / "log").open("wb")
+    command = [
+        sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address, "headrace.ray:app",
+        f"model={tiny_model}", *TINY, "max_replicas=1", "tensor_parallel_size=2", "executor=ray",
+    ]
+    process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        until(lambda: is_ready() or process.poll() is not None, "ready")
+        assert process.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        client = openai.OpenAI(base_url=URL + "/v1", api_key="none")
+        answer = client.completions.create(
+            prompt="The mill wheel", model="default", max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.completion_tokens == 8
+    finally:
+        process.kill()
+        process.wait()
+
+
 def check_affinity(client: openai.OpenAI) -> None:
     """Turns of a conversation find their beginning in a cache."""
     for topic in range(4):

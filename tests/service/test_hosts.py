@@ -81,7 +81,7 @@ def start() -> Iterator[Callable[..., tuple[Workers, RankedExecutor]]]:
     def start_ranks(
         config: EngineConfig, on_failure: Callable[[HeadraceError], object] = lambda _: None
     ) -> tuple[Workers, RankedExecutor]:
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.num_ranks
         launcher = NodeLauncher(config, size, lambda *_: None, "fakes:build_fake_rank")
         workers = Workers(config, size, launcher, on_failure=on_failure)
         started.append(workers)

@@ -110,6 +110,10 @@ def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Laun
     """The way to start ranks that the configuration asks for; raises `ConfigError` where they cannot be placed."""
     if config.nodes.nnodes > 1:
         return NodeLauncher(config, size, progress)
+    if config.nodes.executor == "ray" and size > 1:
+        from headrace.service.ranks.on_ray import RayLauncher
+
+        return RayLauncher(config, size, progress)
     return LocalLauncher(config, size)
 
 

@@ -55,8 +55,8 @@ def _run_on_ray(invocation: Invocation, source: Path, target: Path) -> int:
     options = invocation.section("batch")
     config = EngineConfig(**{name: invocation.section(name) for name in ENGINE})
     tally = run_batch_on_ray(source, target, config, RayBatch(
-        options.num_replicas, options.shard_size, options.output_format, options.ray_address, options.served_model_name,
-        invocation.given.get("log_level", "warning"),
+        options.num_replicas, options.shard_size, options.output_format, options.ray_address,
+        options.served_model_name, invocation.given.get("log_level", "warning"),
     ), _progress_bar)
     print(
         f"{tally.total.completed} lines completed, {tally.total.failed} of them with an error; {tally.num_before} were "

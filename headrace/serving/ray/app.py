@@ -21,7 +21,7 @@ from headrace.base.config import (
 )
 from headrace.base.errors import ConfigError
 from headrace.base.option import OptionInfo, Section, option, options_of
-from headrace.serving.ray.cluster import require_ray
+from headrace.service.cluster import ReplicaPlan, Resources, require_ray
 from headrace.serving.ray.engine import EngineReplica, EngineSetup
 from headrace.serving.ray.gateway import Gateway
 
@@ -60,11 +60,11 @@ def build_app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     scale, setup = read_arguments(args)
-    options = setup.config.device
-    num_gpus = 0 if options.device == "cpu" else 1
+    engine = plan_engine(setup.config)
     grace_s = setup.server.drain_s + GRACE_S
     engines = serve.deployment(EngineReplica, name="engine").options(
-        ray_actor_options={"num_cpus": options.threads or 1, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": engine.own.num_cpus, "num_gpus": engine.own.num_gpus},
+        placement_group_bundles=engine.bundles, placement_group_strategy="PACK",
         max_ongoing_requests=scale.max_ongoing_requests,
         autoscaling_config={
             "min_replicas": scale.min_replicas, "max_replicas": scale.max_replicas,
@@ -82,6 +82,12 @@ def build_app(args: dict[str, Any]) -> Any:
         graceful_shutdown_timeout_s=grace_s, graceful_shutdown_wait_loop_s=0.5,
     )
     return gateways.bind(engines.bind(msgspec.msgpack.encode(setup)), setup.server.max_body_bytes)
+
+
+def plan_engine(config: EngineConfig) -> ReplicaPlan:
+    """What an engine takes: on one node, or with executor ray on as many as have room for its ranks."""
+    is_cpu, threads = config.device.device == "cpu", config.device.threads or 1
+    return ReplicaPlan(config, Resources(threads, 0.0 if is_cpu else 1.0), config.parallel.num_ranks)
 
 
 def read_arguments(args: dict[str, Any]) -> tuple[ScaleOptions, EngineSetup]:

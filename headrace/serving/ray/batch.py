@@ -13,8 +13,8 @@ import msgspec
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
+from headrace.service.cluster import joined_cluster, plan_replica, require_ray
 from headrace.serving.batch import Tally, write_error
-from headrace.serving.ray.cluster import joined_cluster, plan_replica, require_ray
 from headrace.serving.ray.files import PARQUET, SUFFIXES, Source, require_pyarrow
 from headrace.serving.ray.pool import ReplicaPool
 from headrace.serving.ray.replica import ReplicaSetup, ShardResult
@@ -81,12 +81,12 @@ def _answer(
     source: Source, manifest: Manifest, config: EngineConfig, options: RayBatch, advance: Callable[[int], None]
 ) -> RayTally:
     """Answer the shards that the manifest lacks."""
-    planned, resources = plan_replica(config)
-    setup = msgspec.msgpack.encode(ReplicaSetup(planned, options.served_model_name, options.log_level))
+    planned = plan_replica(config)
+    setup = msgspec.msgpack.encode(ReplicaSetup(planned.config, options.served_model_name, options.log_level))
     num_before = sum(entry.num_records for entry in manifest.entries.values())
     total, num_given_up = Tally(), 0
     shards = read_shards(source, manifest.plan.shard_size, set(manifest.entries))
-    with ReplicaPool(setup, resources, options.num_replicas) as pool:
+    with ReplicaPool(setup, planned, options.num_replicas) as pool:
         for shard, result in pool.run(shards):
             if result.error is not None:
                 logger.error("shard %d is given up: %s", shard.number, result.error.message)

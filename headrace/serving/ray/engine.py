@@ -16,6 +16,7 @@ from headrace.base.config import EngineConfig, OperationsConfig, ServerConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.service.client.client import EngineClient
 from headrace.service.client.replica import Supervision
+from headrace.service.cluster import hand_over
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class EngineReplica:
         env.set_log_level(self._setup.log_level)
         server = self._setup.server
         self._client = EngineClient(
-            self._setup.config, supervision=Supervision(server.max_restarts, server.stall_timeout_s),
+            hand_over(self._setup.config), supervision=Supervision(server.max_restarts, server.stall_timeout_s),
             chat_template=read_template(server.chat_template),
         )
         async with contextlib.AsyncExitStack() as undo:  # also where Ray gives the replica up: no engine may be left

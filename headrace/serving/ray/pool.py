@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.base.errors import EngineGivenUp
 from headrace.base.messages import ErrorInfo
-from headrace.serving.ray.cluster import Resources, count_fitting, living_nodes, require_ray
+from headrace.service.cluster import ReplicaPlan, living_nodes, require_ray
 from headrace.serving.ray.replica import BatchReplica, ShardResult, encode_lines
 from headrace.serving.ray.shards import Shard
 
@@ -46,6 +46,7 @@ class _Member:
     """A replica. ``runs``: what it works on, by reference."""
 
     actor: Any
+    group: Any = None
     runs: dict[Any, _Task] = field(default_factory=dict)
     is_ready: bool = False
 
@@ -54,10 +55,10 @@ class ReplicaPool:
     """``num_replicas`` None: as many as the cluster holds, while it grows and shrinks. ``setup`` is an encoded
     `ReplicaSetup`. Use it as a context manager: the end kills the replicas."""
 
-    def __init__(self, setup: bytes, resources: Resources, num_replicas: int | None):
+    def __init__(self, setup: bytes, plan: ReplicaPlan, num_replicas: int | None):
         self._ray = require_ray()
         self._setup = setup
-        self._resources = resources
+        self._plan = plan
         self._num_replicas = num_replicas
         self._members: list[_Member] = []
         self._owners: dict[Any, _Member] = {}  # by reference: of starts and of runs
@@ -112,15 +113,26 @@ class ReplicaPool:
         now = time.monotonic()
         if now < self._starts_at or not (self._again or self._source is not None):
             return
-        wanted = self._num_replicas or max(1, count_fitting(self._resources))
+        wanted = self._num_replicas or max(1, self._plan.count_fitting())
         for _ in range(wanted - len(self._members)):
-            actor = self._ray.remote(BatchReplica).options(
-                num_cpus=self._resources.num_cpus, num_gpus=self._resources.num_gpus, max_restarts=0,
-                max_concurrency=2 * SHARDS_AT_ONCE, scheduling_strategy="SPREAD",
-            ).remote(self._setup)
-            member = _Member(actor)
+            member = self._start()
             self._members.append(member)
-            self._owners[actor.start.remote()] = member
+            self._owners[member.actor.start.remote()] = member
+
+    def _start(self) -> _Member:
+        """A replica whose actor is, or waits to be, in the first bundle of a placement group of its own."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        own, group, strategy = self._plan.own, None, "SPREAD"
+        if len(self._plan.bundles) > 1:
+            group = placement_group(self._plan.bundles, strategy="PACK")
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        actor = self._ray.remote(BatchReplica).options(
+            num_cpus=own.num_cpus, num_gpus=own.num_gpus, max_restarts=0, max_concurrency=2 * SHARDS_AT_ONCE,
+            scheduling_strategy=strategy,
+        ).remote(self._setup)
+        return _Member(actor, group)
 
     def _assign(self) -> None:
         """Give work to replicas that have room, one shard each in turn."""
@@ -183,6 +195,8 @@ class ReplicaPool:
         self._members.remove(member)
         self._owners = {reference: owner for reference, owner in self._owners.items() if owner is not member}
         self._ray.kill(member.actor)
+        if member.group is not None:
+            self._ray.util.remove_placement_group(member.group)
 
     def _report(self) -> None:
         """Say from time to time what is waited for, if no replica works."""
@@ -193,6 +207,6 @@ class ReplicaPool:
             self._reports_at = now + REPORT_S
             logger.warning(
                 "no replica is ready; %d are starting or wait for %s each; the nodes have: %s", len(self._members),
-                self._resources.describe(),
+                self._plan.describe(),
                 "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in living_nodes())
             )

@@ -14,6 +14,7 @@ from headrace.base.config import EngineConfig, ServerConfig
 from headrace.base.errors import HeadraceError
 from headrace.base.messages import ErrorInfo
 from headrace.service.client.client import EngineClient
+from headrace.service.cluster import hand_over
 from headrace.serving.batch import BatchLine, InsideClient, Item, run_batch
 
 
@@ -60,7 +61,7 @@ class BatchReplica:
         self._setup = msgspec.msgpack.decode(setup, type=ReplicaSetup)
         env.set_log_level(self._setup.log_level)
         logging.basicConfig(level=self._setup.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-        self._client = EngineClient(self._setup.config)
+        self._client = EngineClient(hand_over(self._setup.config))
         self._inside: InsideClient | None = None
 
     async def start(self) -> bytes:
