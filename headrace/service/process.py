@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -193,6 +194,11 @@ def _import_builder(target: str) -> Builder:
         return builder
 
 
+def _import_ahead(module: str) -> None:
+    with keep_bytecode():
+        importlib.import_module(module)
+
+
 def _open_channel() -> tuple[EngineChannel, EngineConfig]:
     try:
         channel = EngineChannel(engine_line())
@@ -217,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the engine until the end; returns the exit code."""
     parser = argparse.ArgumentParser(prog="headrace.service.process", description=__doc__)
     parser.add_argument("--builder", default=ENGINE_BUILDER, help="module:function that builds the engine")
+    parser.add_argument("--imports", help="module to import meanwhile; what fails is raised when the builder needs it")
     arguments = parser.parse_args(argv)
     logging.basicConfig(**_log_options("engine"))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -227,7 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
     # takes seconds; the configuration comes meanwhile
-    builder = ThreadPoolExecutor(1, "engine-import").submit(_import_builder, arguments.builder)
+    importing = ThreadPoolExecutor(1, "engine-import")
+    builder = importing.submit(_import_builder, arguments.builder)
+    if arguments.imports:
+        importing.submit(_import_ahead, arguments.imports)
     channel, config = _open_channel()
     die_with_parent(channel.await_end, parent)
     LAST_WORD.goes_to(partial(_tell, channel))

@@ -19,7 +19,9 @@ from pathlib import Path
 from headrace.base import env
 
 ENGINE_MODULE = "headrace.service.process"
-ENGINE_BUILDER = "headrace.service.ranks.build:build_ranked_engine"
+ENGINE_BUILDER = "headrace.service.ranks.starting:build_ranked_engine"
+ENGINE_IMPORTS = "headrace.service.ranks.build"
+"""What `ENGINE_BUILDER` imports when it is called, with torch."""
 END_SIGNAL = signal.SIGUSR1
 """The signal that ends an engine process. Not SIGTERM: service managers send that to all processes of a server at once,
 and only the parent knows how long running requests may still take."""
@@ -67,7 +69,8 @@ class SpareDescriptors:
 def spawn_engine(builder: str = ENGINE_BUILDER, board: tuple[int, ...] = ()) -> SpawnedEngine:
     """Start an engine process, which inherits the descriptors of ``board``; it ends by itself when our end of the
     socket is closed. Raises `OSError` as `spawn_process` does."""
-    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder], board), board)
+    arguments = ["--imports", ENGINE_IMPORTS] if builder == ENGINE_BUILDER else []
+    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder, *arguments], board), board)
 
 
 def spawn_process(
@@ -92,8 +95,12 @@ def start_process(
     """Run a module of Headrace in a process whose standard input is ``line``, which the caller closes. It gets this
     process's ``sys.path``, with ``-P`` so that the working directory is not added, and inherits ``descriptors``. Raises
     `OSError` when the system has no process or memory for it."""
-    environment = env.worker_environment() | {
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(command, stdin=line.fileno(), env=module_environment(), pass_fds=tuple(descriptors))
+
+
+def module_environment() -> dict[str, str]:
+    """The environment of a process of Headrace that will import torch: it finds modules where this process does."""
+    return env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    return subprocess.Popen(command, stdin=line.fileno(), env=environment, pass_fds=tuple(descriptors))

@@ -1,11 +1,12 @@
-"""`build_ranked_engine`: from configuration to a ready `Engine` of as many ranks as it states; `build_rank`: to the
-executor of a worker. Both lead to torch, as service/build does.
+"""`meet_workers`: from started workers to a ready `Engine`; `build_rank`: to the executor of a worker. Both lead to
+torch, as service/build does.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,57 +15,40 @@ import torch
 
 from headrace.base import env
 from headrace.base.config import EngineConfig
-from headrace.base.errors import HeadraceError
 from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.execution.device import resolve_device
 from headrace.execution.executor import LocalExecutor, build_executor
-from headrace.parallel.group import Rendezvous, Waits, find_store, serve_rendezvous
+from headrace.parallel.group import Rendezvous, find_store, serve_rendezvous
 from headrace.parallel.layout import Layout
 from headrace.parallel.ranks import Ranks, join_ranks, join_replicas
-from headrace.service.build import assemble_engine, build_engine, build_rank_0, prepare_process
-from headrace.service.ending import end_with
+from headrace.service.build import assemble_engine, build_rank_0, prepare_process
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
 from headrace.service.ranks.gate import BoardGate, StepGate
-from headrace.service.ranks.launch import LOOPBACK, Launcher, LocalLauncher
-from headrace.service.ranks.nodes import NodeLauncher
+from headrace.service.ranks.launch import LOOPBACK
 from headrace.service.ranks.workers import Workers
 
 
-def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
-    """Start the workers of the other ranks, if there are any, meet them, and build the engine; raises the typed errors
-    of base/errors."""
-    size, is_shared = config.parallel.num_ranks, config.parallel.shares_experts
-    launcher, resources = choose_launcher(config, size, progress), ExitStack()
-    if size == 1 and not is_shared:
-        return build_engine(config, progress)
-    waits = list[Waits]()
-
-    def fail(error: HeadraceError) -> None:
-        for own in waits:
-            own.abort()  # or the device would wait for the dead rank while this process ends
-        end_with(error)
-
-    workers = Workers(config, size, launcher, on_failure=fail)  # first: they import what is imported here already
-    with ExitStack() as undo:
-        undo.callback(resources.close)
-        undo.callback(workers.close)
-        undo.callback(workers.explain)  # called first: raises the error of a worker instead
-        prepare_process()
-        gate = BoardGate(config.board, config.replica) if is_shared else StepGate()
-        store, port = _open_store(config, gate, size)
-        workers.assign(port)
-        _use_network(workers.num_hosts, workers.address)
-        ranks = _join(config, 0, launcher.place, store)
-        waits.append(ranks.tensor.waits)
-        resources.callback(ranks.close)
-        with ranks.tensor.waits.patient():
-            executor = build_rank_0(config, workers.note_progress(progress), ranks, launcher.place)
-        workers.await_ready()
-        undo.pop_all()  # it stands
+def meet_workers(
+    config: EngineConfig, progress: Progress, workers: Workers, place: Place, resources: ExitStack,
+    note_abort: Callable[[Callable[[], None]], None],
+) -> Engine:
+    """Meet the workers and build the engine with rank 0, whose place on this machine is ``place``. ``resources`` are
+    closed with the engine, and ``note_abort`` gets what has this process no longer wait for another rank."""
+    prepare_process()
+    gate = BoardGate(config.board, config.replica) if config.parallel.shares_experts else StepGate()
+    store, port = _open_store(config, gate, config.parallel.num_ranks)
+    workers.assign(port)
+    _use_network(workers.num_hosts, workers.address)
+    ranks = _join(config, 0, place, store)
+    note_abort(ranks.tensor.waits.abort)
+    resources.callback(ranks.close)
+    with ranks.tensor.waits.patient():
+        executor = build_rank_0(config, workers.note_progress(progress), ranks, place)
+    workers.await_ready()
     ranked = RankedExecutor(executor, workers, resources, gate)
     return assemble_engine(ranked, ranked)
 
@@ -104,17 +88,6 @@ def _join(config: EngineConfig, rank: int, place: Place, store: Any) -> Ranks:
     if parallel.shares_experts:
         return join_replicas(layout, config.replica, parallel.data_parallel_size, device, store)
     return join_ranks(layout, device, store)
-
-
-def choose_launcher(config: EngineConfig, size: int, progress: Progress) -> Launcher:
-    """The way to start ranks that the configuration asks for; raises `ConfigError` where they cannot be placed."""
-    if config.nodes.nnodes > 1:
-        return NodeLauncher(config, size, progress)
-    if config.nodes.executor == "ray" and size > 1:
-        from headrace.service.ranks.on_ray import RayLauncher
-
-        return RayLauncher(config, size, progress)
-    return LocalLauncher(config, size)
 
 
 def _use_network(num_hosts: int, address: str) -> None:
