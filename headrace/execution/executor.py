@@ -92,6 +92,9 @@ class LocalExecutor:
     def check(self) -> None:
         """See `headrace.service.executor.Executor`."""
         self._model.ranks.tensor.waits.check()
+        device = self._model.device
+        if device.type == "cuda" and self._model.ranks.world.size > 1:
+            torch.cuda.current_stream(device).query()  # does not wait; raises what a kernel has failed with
 
     def use_idle_moment(self) -> bool:
         """See `headrace.service.executor.Executor`."""

@@ -60,8 +60,8 @@ class Executor(Protocol):
         """Launch one plan; never waits for the device on a GPU."""
 
     def check(self) -> None:
-        """Raise `headrace.parallel.group.PeerTimeout` if results are meaningless because another rank came too late.
-        Never waits for the device."""
+        """Raise `headrace.parallel.group.PeerTimeout` if results are meaningless because another rank came too late,
+        and with several ranks what a launched step has failed with since. Never waits for the device."""
 
     def use_idle_moment(self) -> bool:
         """Called while the engine is idle: do part of the work that later steps would need, such as capturing a graph,

@@ -151,6 +151,7 @@ def check_drain(client: openai.OpenAI, command: list[str], environment: dict[str
     ({"port": "80"}, "http_options"), ({"modle": "x"}, "did you mean model"), ({"threads": "many"}, "takes a int"),
     ({"device": "cpu"}, "threads is needed"), ({"min_replicas": "4", "max_replicas": 2}, "at least min_replicas"),
     ({"responses_store": "8"}, "max_replicas to 1"), ({"data_parallel_size": "2"}, "min_replicas"),
+    ({"nnodes": "2", "node_token_file": "token", "device": "cpu", "threads": "1"}, "executor to ray"),
 ])
 def test_wrong_options_are_explained(args: dict, says: str):
     pytest.importorskip("ray")
@@ -158,3 +159,19 @@ def test_wrong_options_are_explained(args: dict, says: str):
 
     with pytest.raises(ConfigError, match=says):
         read_arguments(args)
+
+
+@pytest.mark.parametrize(("args", "bundles"), [
+    ({"device": "cuda"}, [{"CPU": 1, "GPU": 1.0}]),
+    ({"device": "cuda", "tensor_parallel_size": 4}, [{"CPU": 4, "GPU": 4.0}]),
+    ({"device": "cuda", "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "executor": "ray"},
+     [{"CPU": 1, "GPU": 1.0}] * 4),
+    ({"device": "cpu", "threads": 3, "tensor_parallel_size": 2}, [{"CPU": 6}]),
+])
+def test_an_engine_takes_what_its_ranks_take(args: dict, bundles: list[dict[str, float]]):
+    pytest.importorskip("ray")
+    from headrace.serving.ray.app import plan_engine, read_arguments
+
+    plan = plan_engine(read_arguments(args)[1].config)
+    assert plan.bundles == bundles
+    assert plan.own.bundle == bundles[0]

@@ -24,7 +24,9 @@ from headrace.service.ranks import wire
 from headrace.service.ranks.agent import NodeAgent, connect
 from headrace.service.ranks.build import find_interface
 from headrace.service.ranks.executor import RankedExecutor
+from headrace.service.ranks.heartbeats import SILENCE_S
 from headrace.service.ranks.nodes import NodeLauncher, shared_options
+from headrace.service.ranks.remote import Listener
 from headrace.service.ranks.wire import find_fingerprint
 from headrace.service.ranks.workers import Workers
 
@@ -275,6 +277,36 @@ def test_an_agent_gives_up_waiting(hosts):
     agent = Agent(hosts(1), join_s=0.1)
     error = agent.wait()
     assert isinstance(error, EngineUnavailable) and "--master-addr" in error.message
+
+
+def test_an_engine_that_stands_still_is_left(hosts, caplog: pytest.LogCaptureFixture):
+    """Its connection is open, and nothing comes."""
+    config = hosts(1)
+    listener = Listener(MASTER, config.nodes.master_port, b"0123456789abcdef", lambda hello: None)
+    agent, began = Agent(config), time.monotonic()
+    first = listener.arrivals.get(timeout=PATIENCE_S)
+    second = listener.arrivals.get(timeout=SILENCE_S + 10)  # it tries another one
+    assert time.monotonic() - began > SILENCE_S / 2 and agent.end.empty()
+    assert first.hello.node == second.hello.node == 1
+    for arrival in (first, second):
+        arrival.line.close()
+    listener.close()
+
+
+def test_what_a_start_waits_for_is_told(hosts, start, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    result: queue.SimpleQueue[RankedExecutor] = queue.SimpleQueue()
+    threading.Thread(target=lambda: result.put(start(hosts(size=3, nnodes=3))[1]), daemon=True).start()
+    agents = []
+    for node in (1, 2):
+        deadline = time.monotonic() + PATIENCE_S
+        awaited = "waiting for host 1, 2 " if node == 1 else "waiting for host 2"
+        while not any(awaited in record.getMessage() for record in caplog.records):
+            assert time.monotonic() < deadline, awaited
+            time.sleep(0.02)
+        agents.append(Agent(hosts(node, size=3, nnodes=3)))
+    result.get(timeout=PATIENCE_S).close()
+    assert [agent.wait() for agent in agents] == [None, None]
 
 
 def test_interfaces():

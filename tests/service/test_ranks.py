@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cycles import FakeGroups, run_cycles
 from fakes import PATIENCE_S, Boom, FakeExecutor, continuation, engine_over, start_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,7 +212,7 @@ def test_a_rank_that_comes_too_late_breaks_the_engine(config_only: Path):
     workers, executor = start_ranks(ranked_config(config_only, 2), on_failure=failures.put)
     engine = engine_over(executor)
     assert run(engine, [1, 2, 3], 2) == continuation([1, 2, 3], 2)
-    with pytest.raises(EngineBroken, match=r"step .* failed on rank 0.*PeerTimeout: rank 1 waited in vain for rank 0"):
+    with pytest.raises(EngineBroken, match="rank 1 waited in vain for rank 0"):
         run(engine, [1, FakeExecutor.LATE], 4)
     error = failures.get(timeout=PATIENCE_S)
     assert isinstance(error, EngineBroken) and "rank 1 (pid" in error.message and "waited in vain" in error.message
@@ -251,6 +253,37 @@ def test_a_killed_worker_is_noticed_within_a_second(config_only: Path):
     assert failures.empty()
 
 
+def test_a_rank_that_fails_alone_ends_the_engine_within_a_second(config_only: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 waits for it in a collective meanwhile."""
+    failures, ends = queue.SimpleQueue[HeadraceError](), threading.Event()
+    _, executor = start_ranks(ranked_config(config_only, 2), on_failure=failures.put)
+    monkeypatch.setattr(executor._executor, "execute", lambda plan: ends.wait(PATIENCE_S))
+    engine = engine_over(executor)
+    engine.submit(EngineRequest("r", [1, FakeExecutor.FAIL_LAUNCH], SamplingSpec(), StopSpec(max_tokens=4)))
+
+    def step() -> None:
+        with contextlib.suppress(EngineBroken, AttributeError):  # once it is released, with no result
+            engine.step()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    error = failures.get(timeout=1.5)
+    assert isinstance(error, EngineBroken) and "rank 1 (pid" in error.message and "launch failed" in error.message
+    ends.set()
+    thread.join()
+    executor.close()
+
+
+def test_a_device_that_fails_after_a_launch_ends_the_engine(config_only: Path):
+    """Although rank 0 sends no further command."""
+    failures = queue.SimpleQueue[HeadraceError]()
+    _, executor = start_ranks(ranked_config(config_only, 2), on_failure=failures.put)
+    executor.reset()
+    (config_only / "broken-1").touch()
+    assert "a kernel of an earlier step failed" in failures.get(timeout=2.0).message
+    executor.close()
+
+
 def test_a_stopped_worker_is_killed(config_only: Path):
     failures = queue.SimpleQueue[HeadraceError]()
     _, executor = start_ranks(ranked_config(config_only), on_failure=failures.put)
@@ -263,24 +296,11 @@ def test_a_stopped_worker_is_killed(config_only: Path):
     assert not process.is_running()
 
 
-def test_nothing_is_left_behind(config_only: Path):
-    """After a few starts that settle what is made once."""
-    me = psutil.Process()
-
-    def cycle(**options: object) -> None:
-        try:
-            _, executor = start_ranks(ranked_config(config_only, **options), on_failure=lambda _: None)
-        except HeadraceError as error:
-            assert "tensor" in error.message
-            return
-        executor.close()
-
-    cycle()
-    before = me.num_fds(), len(me.children()), threading.active_count()
-    for index in range(20):
-        cycle(size=2, revision="raises" if index % 5 == 4 else None)
-    assert (me.num_fds(), len(me.children()), threading.active_count()) == before
-    assert not [m.path for m in me.memory_maps(grouped=False) if "headrace-" in m.path]
+def test_nothing_is_left_behind(tmp_path: Path):
+    """By groups that end well, fail at the start, lose a worker, or are on two hosts; 1,000 of them: cycles.py."""
+    report = run_cycles(20, FakeGroups(tmp_path).cycle)
+    assert report.is_clean, (report.before, report.after)
+    assert report.before.memfds == report.before.ports == report.before.processes == 0
 
 
 def engine_and_workers() -> tuple[psutil.Process, list[psutil.Process]]:

@@ -53,7 +53,7 @@ from headrace.service.transport import LENGTH, engine_line, frame
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_S = 1.0
+RECEIVE_S = 0.5
 """How often a rank without commands looks whether its last step came through."""
 WORKER_MODULE = "headrace.service.ranks.worker"
 RANK_BUILDER = "headrace.service.ranks.build:build_rank"

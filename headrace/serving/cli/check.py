@@ -13,14 +13,20 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from headrace.base import VERSION
 from headrace.base.config import engine_config
 from headrace.service.inventory import BROKEN, OK, UNAVAILABLE, Finding, Machine
 from headrace.service.weight_report import describe_weights
 from headrace.serving.cli.flags import Invocation
-from headrace.serving.cli.layout import Block, lay_out, print_blocks, terminal_width
+from headrace.serving.cli.layout import Block, lay_out, print_blocks, terminal_width, wrap
 
 KIND = "library"
+LINK_TITLES = {
+    "copy": "Copies (256 MiB, 4 KiB)", "all-reduce": "Sums of two by NCCL (256 MiB, 4 KiB)",
+    "own all-reduce": "Sums of two by own kernels (4 KiB)",
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(invocation: Invocation) -> int:
     """Print the report; 1 with ``--strict`` if anything is broken."""
+    options = invocation.section("check")
+    if options.gpus:
+        return run_gpus(as_json=options.json)
     from headrace.service.inventory import find_machine, take_inventory
 
-    options = invocation.section("check")
     if invocation.words:
         return _check_model(invocation.words[0], options.json)
     machine = find_machine()
@@ -104,6 +112,24 @@ def _check_model(name: str, as_json: bool) -> int:
         (kind.name, f"{kind.count} of {' x '.join(map(str, kind.shape))}: {kind.form}; {kind.kernel} ({kind.reason})")
         for kind in kinds
     ), width)))])
+    return 0
+
+
+def run_gpus(*, as_json: bool) -> int:
+    """Print the links between GPUs; raises `HeadraceError` when they cannot be measured."""
+    from headrace.service.gpu_links import advise, matrix, measure_links, problems
+
+    found = measure_links()
+    if as_json:
+        links = [msgspec.to_builtins(link) for link in found.links]
+        print(json.dumps({"gpus": found.names, "links": links, "advice": advise(found)}, indent=2))
+        return 0
+    width = terminal_width()
+    blocks = [Block("GPUs", [f"  GPU {gpu}: {name}" for gpu, name in enumerate(found.names)])]
+    if found.links:
+        blocks += [Block(LINK_TITLES[what], matrix(found, what)) for what in LINK_TITLES]
+        blocks.append(Block("Problems", [line for text in problems(found.links) for line in wrap(text, width)]))
+    print_blocks([*blocks, Block("Advice", wrap(advise(found), width, first="  ", indent=2))])
     return 0
 
 

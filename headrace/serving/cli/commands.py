@@ -198,6 +198,7 @@ _ALL = (
             ("every model family, kernel, backend and library", "headrace check -v"),
             ("how a model's weights are stored, and what multiplies with them here", "headrace check ./model"),
             ("in a container build", "headrace check --strict"),
+            ("how fast GPUs reach each other", "headrace check --gpus"),
         ), "checked", quiet=True,
     ),
     Command(

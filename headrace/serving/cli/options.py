@@ -124,6 +124,10 @@ class CheckOptions(Section):
     verbose: bool = option(False, "every plug-in, with the reason where one cannot be used", letter="v")
     json: bool = option(False, "print JSON")
     strict: bool = option(False, "exit with 1 if anything that should work here does not load")
+    gpus: bool = option(
+        False, "instead of the report, measure copies and sums between each pair of GPUs, and say what follows for "
+        "parallelism"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,8 @@ def _check(config: EngineConfig, server: ServerConfig, scale: ScaleOptions) -> N
         raise ConfigError("device is cpu, cuda or auto on Ray, which chooses the GPUs", param="device")
     if config.device.device == "cpu" and config.device.threads is None:
         raise ConfigError("with device cpu, threads is needed: the cores of an engine", param="threads")
+    if config.nodes.nnodes > 1:
+        raise ConfigError("the hosts are those of the Ray cluster: set executor to ray instead", param="nnodes")
     if config.parallel.data_parallel_size > 1:
         raise ConfigError("Ray Serve makes the replicas: set min_replicas and max_replicas", param="data_parallel_size")
     if server.responses_store and scale.max_replicas > 1:
