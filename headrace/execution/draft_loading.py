@@ -162,7 +162,7 @@ def load_draft(
         else:
             model.load_weights(open_weights(
                 source, load_format=model_config.load_format, device=device, dtype=build.dtype,
-                keeps_blocks=build.keeps_blocks, wants=kind.wants(query),
+                keeps_blocks=build.keeps_blocks, wants=kind.wants(query), narrowing=model.find_narrowing(),
             ))
         build.schemes.finish(model)
         if device.type == "cpu":

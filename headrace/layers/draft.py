@@ -34,6 +34,7 @@ import torch
 from headrace.base.cache import CacheSpec
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import FeatureSpec, ForwardBatch
+from headrace.layers.narrowing import Narrowing
 from headrace.layers.quantization.storage import StorableModel
 
 
@@ -68,6 +69,10 @@ class DraftModel(StorableModel):
     def prunes_last_layer(self) -> bool:
         """Whether `forward` obeys ``ForwardBatch.wanted``: then it returns the hidden states [S, D] of these alone."""
         return False
+
+    def find_narrowing(self) -> Narrowing | None:
+        """As `headrace.layers.model.ServedModel.find_narrowing`."""
+        return None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter; raises `WeightError`. Embedding and head that the checkpoint lacks are the target's."""

@@ -18,6 +18,7 @@ from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import FeatureSpec, ForwardBatch
 from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
+from headrace.layers.narrowing import Narrowing
 from headrace.models.catalog import find_family
 from headrace.models.config_fields import explain_errors
 from headrace.models.drafters.contract import DraftKind, DraftQuery
@@ -51,6 +52,10 @@ class OwnModel(DraftModel):
     def notice_stored(self) -> None:
         """See `StorableModel`."""
         self.model.notice_stored()
+
+    def find_narrowing(self) -> Narrowing | None:
+        """See `DraftModel`."""
+        return self.model.find_narrowing()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `DraftModel`."""
