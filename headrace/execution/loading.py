@@ -28,6 +28,7 @@ from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
+from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.quantization.coded import find_form, store_coded
@@ -179,7 +180,10 @@ def load_model(
         _fill(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
-        balancer = find_balancer(model, build.experts, config.parallel.balancing) if build.moves_experts else None
+        # A stage may have dense layers alone.
+        has_experts = stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
+        moves_experts = build.moves_experts and has_experts
+        balancer = find_balancer(model, build.experts, config.parallel.balancing) if moves_experts else None
         if device.type == "cpu":
             store_fastest(model)
         if pooling is not None:

@@ -72,6 +72,9 @@ def test_ranks_of_a_stage_divide_experts(ranks: RankProcesses, tmp_path: Path, m
     if ranks.ranks.layout.tensor == 1:
         pytest.skip("a stage has one rank")
     compare(ranks, draw_layers("Qwen3MoeForCausalLM", ranks), tmp_path, monkeypatch, enable_expert_parallel=True)
+    config = {**draw_layers("DeepseekV3ForCausalLM", ranks), "first_k_dense_replace": 1}
+    own = {"enable_expert_parallel": True, "enable_eplb": True, "pipeline_layers": "1,2"}  # one without experts
+    compare(ranks, config, tmp_path, monkeypatch, **own)
 
 
 @pytest.mark.parametrize("architecture", ["BertModel", "BertForSequenceClassification"])
