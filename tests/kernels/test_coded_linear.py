@@ -214,6 +214,24 @@ def test_a_weight_that_is_not_faster_coded_is_not_kept(tmp_path: Path, caplog: p
     assert "not faster here (0.50 times as fast)" in caplog.text
 
 
+def test_a_solution_that_does_not_run_here_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A kernel that does not compile, or wants more shared memory than there is, ends no start."""
+    from triton.errors import TritonError
+
+    for name in ("_entries", "_loaded", "_failures"):
+        monkeypatch.setattr(CODED_LINEAR, name, dict(getattr(CODED_LINEAR, name)))
+    CODED_LINEAR.add("huge", "kernels.test_coded_linear:run_out", priority=99)
+
+    def run_out(*_: Any) -> None:
+        raise TritonError("out of resource: shared memory")
+
+    monkeypatch.setitem(CODED_LINEAR._loaded, "huge", run_out)
+    plan = CodedChoice(tmp_path / "c.json", Clock(plain=3.0)).choose(make("int4-32", 40, 96)[0], torch.float32, (0, 0))
+    assert plan is not None and plan.find(1) == "reference" and "shared memory" in caplog.text
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"KEY": 3}', '{"KEY": {"steps": [[9, "gone"]], "gain": 2}}'])
 def test_a_file_that_says_nothing_is_measured_again(tmp_path: Path, text: str):
     weight, _ = make("int4-32", 40, 96)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,26 @@ def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
 def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[], Any]], float]) -> Times:
     """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
-    plain, times = dequantise(weight, dtype), Times()
+    plain, times, faults = dequantise(weight, dtype), Times(), _find_faults()
     for rows in ROWS:
         x = torch.randn(rows, weight.in_features, device=device).to(dtype)
         found = {PLAIN: time(partial(F.linear, x, plain))}
         for name in find_solutions(query, rows):
             try:
                 found[name] = time(partial(CODED_LINEAR.load(name), x, weight, None))
-            except (PluginError, RuntimeError, NotImplementedError) as error:  # this torch or driver lacks it
+            except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 logger.warning("coded product %s is left out for %d rows: %s", name, rows, error)
         times[rows] = found
     return times
+
+
+def _find_faults() -> tuple[type[Exception], ...]:
+    """What a solution that cannot run here raises."""
+    if find_spec("triton") is None:
+        return PluginError, RuntimeError, NotImplementedError
+    from triton.errors import TritonError
+
+    return PluginError, RuntimeError, NotImplementedError, TritonError
 
 
 @torch.no_grad()
