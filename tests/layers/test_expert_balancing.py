@@ -11,8 +11,7 @@ from headrace.base.eplb import BalancingOptions
 from headrace.base.errors import ConfigError
 from headrace.layers.build import Build
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
-from headrace.layers.moe.layer import MoeMlp
-from headrace.layers.moe.slots import ExpertSlots
+from headrace.layers.moe.layer import ExpertSlots, MoeMlp
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
 from headrace.parallel.placement import NOBODY, Placement
