@@ -7,6 +7,8 @@ import contextlib
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -342,3 +344,14 @@ async def test_a_closed_client_leaves_no_worker(start_client):
     engine, workers = engine_and_workers()
     await client.close()
     await _await_gone([engine, *workers], 3.0)
+
+
+def test_what_starts_ranks_imports_no_torch():
+    """So that workers, and the agents of other hosts, are there before it is imported."""
+    text = (
+        "import sys, headrace.service.process, headrace.service.ranks.starting, headrace.service.ranks.agent\n"
+        "import headrace.service.ranks.on_ray, headrace.service.ranks.worker\n"
+        "print('torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == ["False", "False"]
