@@ -58,6 +58,6 @@ def test_near_the_plain_ones_in_less_memory(folder: Path, dtype: str):
 
 def test_refused_by_name_where_nothing_reads_them(folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 72, "head_dim": 18}))
-    message = "kv_dtype int8 takes head dims that are multiples of 4, and this model has 18: serve with kv_dtype auto"
+    message = "kv_dtype int8, which takes head dims that are multiples of 4, not 18; take kv_dtype auto"
     with pytest.raises(ConfigError, match=message):
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer=True, kv_pages=64, kv_dtype="int8")
