@@ -1,27 +1,22 @@
-"""`serve`: the HTTP process. Owns the listening socket, signals, start-up beside the engine, the ready message, and the
-orderly shutdown."""
+"""`serve`: the HTTP process of a model. Owns start-up beside the engine, the ready message, and the end of both."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
 import os
 import shlex
-import signal
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.base.config import AccessConfig, ServeConfig
+from headrace.base.config import ServeConfig
 from headrace.base.errors import ConfigError, EngineGivenUp
 from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.service.client.client import EngineClient
@@ -30,7 +25,7 @@ from headrace.service.parsing.choice import check_names
 from headrace.service.spawn import SpawnedEngine
 from headrace.serving.http.app import create_app
 from headrace.serving.http.generation.context import AppContext
-from headrace.serving.http.transport.connection import BoundedHttp
+from headrace.serving.http.listening import POLL_S, ListeningServer, address_of, open_listener
 from headrace.serving.http_client import loop_factory
 
 if TYPE_CHECKING:
@@ -114,12 +109,6 @@ def announce_ready(
             os.dup2(nowhere.fileno(), console.file.fileno())  # buffered output must not fail again at exit
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-KEEP_ALIVE_S = 75  # longer than that of usual load balancers, which must not reuse a connection while it closes
-LAST_WORDS_S = 5  # for the last events of streams after the drain
-POLL_S = 0.05
-
-
 def serve(config: ServeConfig, *, engines: Sequence[SpawnedEngine] = ()) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly shutdown. Raises `HeadraceError` when the server cannot
     start or all engines have crashed too often, `SystemExit` after a second signal. ``engines``: processes that the
@@ -133,33 +122,6 @@ def serve(config: ServeConfig, *, engines: Sequence[SpawnedEngine] = ()) -> None
         runner.run(HttpServer(config, client).run())
 
 
-def open_listener(server: AccessConfig) -> socket.socket:
-    """The listening socket; raises `ConfigError` when the address is not available. ``::`` also accepts IPv4 where the
-    system supports it."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno and not isinstance(error, socket.gaierror):
-            reason = os.strerror(error.errno).lower()
-        raise ConfigError(
-            f"cannot listen on {server.host} port {server.port}: {reason}; choose another with --host and --port",
-            param="port"
-        ) from error
-
-
-def address_of(listener: socket.socket) -> str:
-    """The URL for a browser on this machine."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def read_template(path: str | None) -> str | None:
     """The Jinja text that replaces the model's chat template."""
     try:
@@ -168,17 +130,8 @@ def read_template(path: str | None) -> str | None:
         raise ConfigError(f"chat_template: cannot read {path}: {error}", param="chat_template") from error
 
 
-class SignalFreeServer(uvicorn.Server):
-    """Installs no signal handlers: uvicorn's would stop serving at the first signal, before requests are drained."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class HttpServer:
-    """One server from start to shutdown. Owns the uvicorn server, the signal handlers and ``client``, which it
-    starts and closes."""
+    """One server from start to shutdown. Owns the listening server and ``client``, which it starts and closes."""
 
     def __init__(self, config: ServeConfig, client: EngineClient, *, console: Console | None = None):
         self._config = config.server
@@ -187,63 +140,43 @@ class HttpServer:
         app = create_app(self._client, self._config, config.operations)
         self._context: AppContext = app.state.context
         self._context.is_open = False
-        self._uvicorn = SignalFreeServer(uvicorn.Config(
-            # `lifespan` off: the client is started and closed here. Own log configuration and access log
-            # (`RequestLedger`), own choice of proxies to believe (`create_app`).
-            app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=LAST_WORDS_S,
-        ))
-        self._drain: asyncio.Task[None] | None = None
-        self._is_forced = False
+        self._server = ListeningServer(app, self, self._config.drain_s)
 
     async def run(self) -> None:
         """Serve until `stop`. /health responds at once, all other routes when the engine is ready."""
-        loop = asyncio.get_running_loop()
-        with open_listener(self._config) as listener:
-            address = address_of(listener)
-            for number in SIGNALS:
-                loop.add_signal_handler(number, self.stop)
+        with open_listener(self._config) as listener, self._server.handling_signals():
             # Both at once: health checks get an answer while the model loads.
-            serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
-            starting = asyncio.create_task(self._start_client(address))
+            serving = asyncio.create_task(self._server.run(listener))
+            starting = asyncio.create_task(self._start_client(address_of(listener)))
             try:
                 await self._watch(serving, starting)
             finally:
-                # Closing the client fails the running requests, so their streams end; uvicorn's shutdown waits for open
+                # Closing the client fails the running requests, so their streams end; the server waits for open
                 # responses, `LAST_WORDS_S` at most.
                 starting.cancel()
-                self._uvicorn.should_exit = True
+                self._server.end()
                 await self._client.close()
                 await asyncio.gather(serving, starting, return_exceptions=True)  # their errors were raised by _watch
                 await asyncio.to_thread(self._context.close)  # flushes to disk and network
-                for number in SIGNALS:
-                    loop.remove_signal_handler(number)
-        if self._is_forced:
+        if self._server.is_forced:
             raise SystemExit(1)
 
     def stop(self) -> None:
         """The first call drains; the second stops at once."""
-        if self._drain is None:
-            self._context.is_draining = True
-            self._drain = asyncio.create_task(self._drain_requests())
-            return
-        self._is_forced = True
-        self._drain.cancel()
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        self._server.stop()
 
-    async def _drain_requests(self) -> None:
-        running, drain_s = self._context.running, self._config.drain_s
-        logger.info(
-            "shutting down: %d requests running, with %g s to finish; signal again to stop at once",
-            len(running), drain_s
-        )
-        with contextlib.suppress(TimeoutError):  # after the deadline, closing the client fails what still runs
-            async with asyncio.timeout(drain_s):
-                while running:
-                    await asyncio.sleep(POLL_S)
+    @property
+    def num_running(self) -> int:
+        """See `headrace.serving.http.listening.Drained`."""
+        return len(self._context.running)
+
+    def begin_drain(self) -> None:
+        """See `headrace.serving.http.listening.Drained`."""
+        self._context.is_draining = True
+
+    async def end_running(self) -> None:
+        """See `headrace.serving.http.listening.Drained`."""
         await self._client.close()
-        self._uvicorn.should_exit = True
 
     async def _start_client(self, address: str) -> None:
         logger.info("listening on %s; loading the model", address)
@@ -264,7 +197,7 @@ class HttpServer:
         await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
         # The client's state has no event to wait for, so it is polled.
         while not serving.done():
-            if self._drain is None:
+            if not self._server.is_stopping:
                 if starting.done():
                     starting.result()  # raises if the model could not be loaded
                 if self._context.is_open and self._client.state == "stopped":

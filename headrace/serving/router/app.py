@@ -92,6 +92,15 @@ class Router:
             "/v1/models": self._models, "/workers": self._workers,
         }
 
+    def begin_drain(self) -> None:
+        """See `headrace.serving.http.listening.Drained`."""
+        self.is_draining = True
+
+    async def end_running(self) -> None:
+        """See `headrace.serving.http.listening.Drained`."""
+        for worker in self.fleet:
+            worker.give_up()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return

@@ -1,34 +1,20 @@
-"""`serve_router`: the router's process: listening socket, discovery, signals, orderly shutdown."""
+"""`serve_router`: the router's process, with its workers and what discovers them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
 from rich.console import Console
 
 from headrace.base.errors import ConfigError
-from headrace.serving.http.server import (
-    KEEP_ALIVE_S,
-    LAST_WORDS_S,
-    POLL_S,
-    SIGNALS,
-    SignalFreeServer,
-    address_of,
-    open_listener,
-)
-from headrace.serving.http.transport.connection import BoundedHttp
+from headrace.serving.http.listening import ListeningServer, address_of, open_listener
 from headrace.serving.http_client import loop_factory
 from headrace.serving.router.app import Router, create_app
 from headrace.serving.router.discovery import split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.options import RouterOptions, WorkerOptions
-
-logger = logging.getLogger(__name__)
 
 
 def serve_router(urls: Sequence[str], options: RouterOptions, workers: WorkerOptions) -> None:
@@ -54,25 +40,15 @@ class RouterServer:
         self._urls, self._options, self._workers = urls, options, workers
         self._fleet = Fleet(workers, options.policy)
         self._router = Router(self._fleet, options)
-        self._router_app = create_app(self._router, options)
-        self._uvicorn = SignalFreeServer(uvicorn.Config(
-            self._router_app, http=BoundedHttp, ws="none", lifespan="off", log_config=None, log_level="warning",
-            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=LAST_WORDS_S,
-        ))
-        self._drain: asyncio.Task[None] | None = None
-        self._is_forced = False
+        self._server = ListeningServer(create_app(self._router, options), self._router, options.drain_s)
 
     async def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until a signal."""
         loop = asyncio.get_running_loop()
         for url in self._urls:
             self._fleet.add(url)
-        with open_listener(self._options) as listener:
-            for number in SIGNALS:
-                loop.add_signal_handler(number, self.stop)
+        with open_listener(self._options) as listener, self._server.handling_signals():
             watches = self._watch_workers(loop)
-            serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
             address = address_of(listener)
             Console().print(
                 f"[bold]{address}[/]  routes to {len(self._fleet) or 'no'} workers ({self._options.policy}); "
@@ -80,39 +56,14 @@ class RouterServer:
                 highlight=False, soft_wrap=True
             )
             try:
-                await serving
+                await self._server.run(listener)
             finally:
                 for watch in watches:
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
                 await self._fleet.close()
-                for number in SIGNALS:
-                    loop.remove_signal_handler(number)
-        if self._is_forced:
+        if self._server.is_forced:
             raise SystemExit(1)
-
-    def stop(self) -> None:
-        """The first call drains; the second stops at once."""
-        if self._drain is None:
-            self._router.is_draining = True
-            self._drain = asyncio.create_task(self._drain_requests())
-            return
-        self._is_forced = True
-        self._drain.cancel()
-        self._uvicorn.should_exit = self._uvicorn.force_exit = True
-
-    async def _drain_requests(self) -> None:
-        logger.info(
-            "shutting down: %d requests running, with %g s to finish; signal again to stop at once",
-            self._router.num_running, self._options.drain_s
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.drain_s):
-                while self._router.num_running:
-                    await asyncio.sleep(POLL_S)
-        for worker in self._fleet:
-            worker.give_up()
-        self._uvicorn.should_exit = True
 
     def _watch_workers(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[None]]:
         watches = []

@@ -23,7 +23,8 @@ from rich.console import Console
 
 from headrace.base.config import ServeConfig, ServerConfig
 from headrace.base.errors import ConfigError
-from headrace.serving.http.server import address_of, announce_ready, format_bytes, open_listener, read_template, serve
+from headrace.serving.http.listening import address_of, open_listener
+from headrace.serving.http.server import announce_ready, format_bytes, read_template, serve
 
 PATIENCE_S = 120.0
 SCRIPT = Path(__file__).with_name("server_process.py")

@@ -10,10 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
-from headrace.serving.http.server import SignalFreeServer, open_listener
-from headrace.serving.http.transport.connection import BoundedHttp
+from headrace.serving.http.listening import ListeningServer, open_listener
 from headrace.serving.http_client import HttpClient
 from headrace.serving.router.app import Router, create_app
 from headrace.serving.router.fleet import Fleet
@@ -173,12 +170,9 @@ async def routing(
     fleet = Fleet(WorkerOptions(**{"health_interval_s": 0.05, "health_timeout_s": 0.5, **worker_options}),
                   options.policy)
     router = Router(fleet, options)
-    server = SignalFreeServer(uvicorn.Config(
-        create_app(router, options), http=BoundedHttp, ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, proxy_headers=False,
-    ))
+    server = ListeningServer(create_app(router, options), router, drain_s=1.0)
     with open_listener(options) as listener:
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.run(listener))
         port = listener.getsockname()[1]
         client = HttpClient(f"http://127.0.0.1:{port}", timeout_s=10)
         running = Running(router, fleet, client, port)
@@ -186,12 +180,12 @@ async def routing(
             for worker in workers:
                 fleet.add(worker.url)
             await running.until_ready(sum(worker.status == 200 for worker in workers))
-            await running.until(lambda: server.started)
+            await running.until(lambda: server.is_started)
             yield running
         finally:
             client.close()
             await fleet.close()
-            server.should_exit = server.force_exit = True
+            server.end(at_once=True)
             await serving
             for worker in workers:
                 await worker.stop()
