@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,18 +97,27 @@ def require_package(module: str) -> None:
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HEADRACE_LOG_LEVEL": "info"}
 
 
-@contextmanager
-def running_server(folder: Path, *args: str) -> Iterator[LiveServer]:
+def running_server(folder: Path, *args: str) -> AbstractContextManager[LiveServer]:
     """Start ``headrace serve`` with the arguments and wait until it is ready; SIGTERM it at the end. It takes a port
     that is free, and tells which."""
+    return _running(folder, ["serve", *args], r"listening on (http://127\.0\.0\.1:\d+); loading the model")
+
+
+def running_router(folder: Path, *args: str) -> AbstractContextManager[LiveServer]:
+    """As `running_server`, ``headrace router``."""
+    return _running(folder, ["router", *args], r"(http://127\.0\.0\.1:\d+)  routes to")
+
+
+@contextmanager
+def _running(folder: Path, arguments: list[str], announcement: str) -> Iterator[LiveServer]:
     log = folder / f"server-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *args]
+    command = [sys.executable, "-m", "headrace", *arguments, "--port", "0"]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT})
     server = LiveServer("", process, log)
     try:
-        server.wait_until(lambda: "; loading the model" in log.read_text(), "listening")
-        server.url = re.search(r"listening on (http://127\.0\.0\.1:\d+);", log.read_text())[1]
+        server.wait_until(lambda: re.search(announcement, log.read_text()) is not None, "listening")
+        server.url = re.search(announcement, log.read_text())[1]
         server.wait_ready()
         yield server
     finally:
