@@ -111,10 +111,10 @@ class CacheConfig(Section):
     )
     kv_dtype: str = option(
         "auto",
-        "dtype of cached keys and values; auto: the model's; int8 (CPU), fp8 (GPU; also fp8_e4m3, float8_e4m3fn): half "
-        "the memory of bfloat16",
+        "dtype of cached keys and values: auto (the model's), float32, bfloat16, float16; in half the memory of "
+        "bfloat16 int8 (CPU) and fp8 (GPU; also fp8_e4m3, float8_e4m3fn)",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "float8_e4m3fn"),
-        alias="kv-cache-dtype"
+        alias="kv-cache-dtype", metavar="DTYPE"
     )
     memory_fraction: float = option(
         0.9, "share of the device's memory to use (on a CPU: of the free memory, at most 4 GiB for KV)",

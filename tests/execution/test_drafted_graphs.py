@@ -80,7 +80,7 @@ def capture_all(runner: Runner, executor: LocalExecutor) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), 3)
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), 5)
 
 
 @pytest.fixture(scope="module", params=["own model", "head"])

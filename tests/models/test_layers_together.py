@@ -152,7 +152,9 @@ def test_bfloat16_chooses_other_experts_only_where_it_is_close(scene, case):
         (differences <= 0.02 * apart.abs().max()).float().mean() >= 0.75
         and differences.median() <= 0.01 * apart.abs().max()
     )
-    assert (together - exact).abs().mean() <= 1.5 * (apart - exact).abs().mean()
+    # of a token in the middle: another expert moves a few tokens by far more than rounding does
+    errors = [(outputs - exact).abs().amax(-1).median() for outputs in (together, apart)]
+    assert errors[0] <= 1.5 * errors[1]
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])

@@ -16,7 +16,7 @@ from headrace.service import build
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=2, detokenize=False)
 UNEVEN = {
-    "hidden_size": 192, "intermediate_size": 352, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32,
+    "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32,
 }
 """Sizes whose shares end inside blocks of 128 and groups of 64, and that three ranks divide."""
 

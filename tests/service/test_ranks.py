@@ -302,7 +302,6 @@ def test_nothing_is_left_behind(tmp_path: Path):
     """By groups that end well, fail at the start, lose a worker, or are on two hosts; 1,000 of them: cycles.py."""
     report = run_cycles(20, FakeGroups(tmp_path).cycle)
     assert report.is_clean, (report.before, report.after)
-    assert report.before.memfds == report.before.ports == report.before.processes == 0
 
 
 def engine_and_workers() -> tuple[psutil.Process, list[psutil.Process]]:

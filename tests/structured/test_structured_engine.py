@@ -117,7 +117,7 @@ def test_outputs_do_not_depend_on_scheduling(llm: LLM, expected: list[list[tuple
 def test_retracted_requests_go_on_where_they_were(folder: Path, llm: LLM):
     grammars = [Grammar.regex(f"[{letters}]{{90}};[0-9]") for letters in ("abc", "def", "ghi")]
     params = [SamplingParams(grammar=grammars[i % 3], max_tokens=100, temperature=1.0, seed=i) for i in range(9)]
-    with LLM(str(folder), **{**BASE, "kv_pages": 40, "page_size": 8}, overlap_depth=2) as small:
+    with LLM(str(folder), **{**BASE, "kv_pages": 20, "page_size": 8}, overlap_depth=2) as small:
         outputs = small.generate(["x"] * 9, params)
         assert small.stats().retracted_total > 0
         small.check()

@@ -258,7 +258,7 @@ def _add_flag(group: Any, info: OptionInfo) -> None:
 
 def value_name(info: OptionInfo) -> str:
     """The placeholder of the value in help texts."""
-    if info.choices:
+    if info.choices and info.metavar is None:
         return "{" + ",".join(map(str, info.choices)) + "}"
     return info.metavar or {"int": "N", "float": "X"}.get(info.type.__name__, "TEXT")
 
