@@ -105,12 +105,12 @@ def test_a_drafters_cache_is_checked_as_the_models_is(tmp_path: Path):
     write_target(latent, "DeepseekV3")
     options = {"kv_dtype": "int8", "skip_tokenizer": True}
     build(target, {"method": "draft_model", "model": str(target)}, **options)
-    with pytest.raises(ConfigError, match="the drafter odd cannot .* multiples of 4, not 10") as caught:
+    with pytest.raises(ConfigError, match=r"the drafter odd cannot .* multiples of 4, not 10") as caught:
         build(target, {"method": "draft_model", "model": str(odd)}, **options)
     assert caught.value.param == "speculative_config"
     build(target, {"method": "draft_model", "model": str(odd)}, skip_tokenizer=True)
     model = write_tiny_checkpoint(tmp_path / "wide", 3, vocab_size=300)
-    with pytest.raises(ConfigError, match="the drafter latent cannot .* plain keys and values, and it caches mla"):
+    with pytest.raises(ConfigError, match=r"the drafter latent cannot .* plain keys and values, and it caches mla"):
         build(model, {"method": "draft_model", "model": str(latent)}, **options)
 
 
