@@ -118,6 +118,8 @@ def test_retracted_requests_go_on_where_they_were(folder: Path, llm: LLM):
     grammars = [Grammar.regex(f"[{letters}]{{90}};[0-9]") for letters in ("abc", "def", "ghi")]
     params = [SamplingParams(grammar=grammars[i % 3], max_tokens=100, temperature=1.0, seed=i) for i in range(9)]
     with LLM(str(folder), **{**BASE, "kv_pages": 20, "page_size": 8}, overlap_depth=2) as small:
+        # Short outputs first, so that the engine expects short ones, and admits more requests than fit.
+        small.generate(["x"] * 64, SamplingParams(grammar=Grammar.regex("[abc]"), max_tokens=100))
         outputs = small.generate(["x"] * 9, params)
         assert small.stats().retracted_total > 0
         small.check()
