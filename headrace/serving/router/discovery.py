@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
-from headrace.serving.router.fleet import Fleet
+from headrace.serving.router.fleet import Fleet, full_url
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ def read_workers(path: Path) -> list[str]:
     """The URLs of a file, one per line; empty lines and those that begin with # are skipped. Raises `OSError`."""
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
-    lines = [line.strip().rstrip("/") for line in text.splitlines()]
-    return [line if "://" in line else f"http://{line}" for line in lines if line and not line.startswith("#")]
+    lines = (line.strip() for line in text.splitlines())
+    return [full_url(line) for line in lines if line and not line.startswith("#")]
 
 
 async def watch_file(path: Path, fleet: Fleet) -> None:

@@ -23,6 +23,12 @@ MODELS_EVERY = 12
 """Health checks from one look at a worker's models to the next."""
 
 
+def full_url(url: str) -> str:
+    """A worker's URL in the one form by which it is known; http where no scheme is given."""
+    url = url.strip().rstrip("/")
+    return url if "://" in url else f"http://{url}"
+
+
 class Fleet:
     """Owns one task per worker, which checks its health. ``options.worker_api_key`` is used for checks too."""
 
@@ -46,13 +52,11 @@ class Fleet:
 
     def add(self, url: str) -> Worker:
         """Begin to use a worker, or use one that is being drained again. Raises `ConfigError` for an invalid URL."""
-        url = url.strip().rstrip("/")
+        url = full_url(url)
         known = self._workers.get(url)
         if known is not None:
             known.is_draining = False
             return known
-        if "://" not in url:
-            url = f"http://{url}"
         client = HttpClient(url, api_key=self.options.worker_api_key, idle_s=IDLE_S)
         worker = Worker(next(self._indices), url, client, self.options.breaker_failures)
         self._workers[url] = worker
@@ -61,13 +65,13 @@ class Fleet:
 
     def drain(self, url: str) -> bool:
         """Send nothing more to a worker, and forget it when what runs there has ended; False if it is unknown."""
-        worker = self._workers.get(url.strip().rstrip("/"))
+        worker = self._workers.get(full_url(url))
         if worker is None:
             return False
         if not worker.is_draining:
             logger.info("%s gets no more requests; %d run there", worker.url, len(worker.relays))
         worker.is_draining = True
-        self._drop_if_drained(worker)
+        self.drop_if_drained(worker)
         return True
 
     def replace(self, urls: Collection[str], found: Collection[str]) -> None:
@@ -90,10 +94,6 @@ class Fleet:
         by_index = {worker.index: worker for worker in workers}
         choice = self._policy.choose(request, [worker.state for worker in workers])
         return by_index[choice.replica], choice
-
-    def note_end(self, worker: Worker) -> None:
-        """A request has ended at a worker."""
-        self._drop_if_drained(worker)
 
     def models(self) -> Iterable[dict[str, object]]:
         """What ready workers list, each id once."""
@@ -139,7 +139,8 @@ class Fleet:
             else:
                 await asyncio.sleep(min(RECOVERY_S, pause_s))
 
-    def _drop_if_drained(self, worker: Worker) -> None:
+    def drop_if_drained(self, worker: Worker) -> None:
+        """Forget a worker that is being drained, once nothing runs there."""
         if worker.is_draining and not worker.relays and self._workers.get(worker.url) is worker:
             del self._workers[worker.url]
             self._tasks.pop(worker.url).cancel()

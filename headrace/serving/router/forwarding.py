@@ -72,23 +72,22 @@ class Forwarder:
                 try:
                     worker = self._choose(path, view, request, tried)
                 except EngineUnavailable:
-                    if relay is None or not relay.status:
+                    if relay is None or not relay.is_complete:
                         raise
                     break  # what the last one said tells the client more
                 tried.append(worker)
                 relay = Relay(scope, send, may_retry=num_left > 0)
-                is_whole = await self._exchange(exchange, worker, relay, client)
-                if client.done() and not is_whole:
+                await self._exchange(exchange, worker, relay, client)
+                if not relay.is_complete and client.done():
                     return
-                if is_whole and not relay.is_held:
-                    break
-                if not is_whole and relay.has_begun:
+                if not relay.is_complete and relay.has_begun:
                     await _end_stream(relay, scope, send)
                     return
+                if relay.is_complete and not relay.is_held:
+                    break
                 if num_left:
                     self._metrics.retries.inc()
-            assert relay is not None
-            if not relay.status:
+            if relay is None or not relay.is_complete:
                 raise EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
             self._metrics.first_byte.observe(relay.begun_at - begin)
             self._note_stored(path, relay, tried[-1])
@@ -115,18 +114,16 @@ class Forwarder:
 
     async def _exchange(
         self, exchange: _Exchange, worker: Worker, relay: Relay, client: asyncio.Task[None]
-    ) -> bool:
-        """Give a request to one worker; True if its response came whole, whatever its status."""
+    ) -> None:
+        """Give a request to one worker; its response is complete, whatever its status, or the worker was lost."""
         def leave(_: object) -> None:
             relay.abort()
 
         client.add_done_callback(leave)  # called soon if the client has left already
         worker.relays.add(relay)
         worker.load += exchange.tokens
-        is_whole = False
         try:
             await worker.client.forward(exchange.method, exchange.target, exchange.headers, exchange.body, relay)
-            is_whole = True
         except (OSError, ValueError) as error:
             await relay.flush()
             if not client.done():
@@ -135,11 +132,10 @@ class Forwarder:
             client.remove_done_callback(leave)
             worker.relays.discard(relay)
             worker.load -= exchange.tokens
-            if is_whole or not client.done():
-                worker.note_outcome(failed=not is_whole or relay.status in FAILURE_STATUSES)
-                self._metrics.requests.labels(worker.url, str(relay.status) if is_whole else "lost").inc()
-            self._fleet.note_end(worker)
-        return is_whole
+            if relay.is_complete or not client.done():
+                worker.note_outcome(failed=not relay.is_complete or relay.status in FAILURE_STATUSES)
+                self._metrics.requests.labels(worker.url, str(relay.status) if relay.is_complete else "lost").inc()
+            self._fleet.drop_if_drained(worker)
 
     def _choose(self, path: str, view: PromptView, request: RoutedRequest, tried: list[Worker]) -> Worker:
         home = self._stored.get(_stored_id(path, view)) if self._stored else None

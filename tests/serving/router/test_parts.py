@@ -109,6 +109,16 @@ async def test_a_file_of_workers_may_change(tmp_path: Path):
         await fleet.close()
 
 
+async def test_a_worker_has_one_name():
+    fleet = Fleet(WorkerOptions(), "round-robin")
+    try:
+        first = fleet.add("127.0.0.1:1")
+        assert fleet.add(" http://127.0.0.1:1/ ") is first and len(fleet) == 1
+        assert fleet.drain("127.0.0.1:1/") and len(fleet) == 0
+    finally:
+        await fleet.close()
+
+
 async def test_a_name_is_resolved(monkeypatch: pytest.MonkeyPatch):
     worker = Worker()
     await worker.start()

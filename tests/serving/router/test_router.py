@@ -116,6 +116,13 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event(path, expe
     assert len(worker.asked) == 1, "what was begun is not asked again"
 
 
+async def test_a_head_alone_is_no_response():
+    worker = Worker(answer=lambda asked: [EVENTS_HEAD])
+    async with routing(worker) as running:
+        status, content = await running.post(stream=True)
+    assert status == 503 and content["error"]["code"] == "engine_unavailable"
+
+
 async def test_another_body_that_breaks_off_is_left_incomplete():
     worker = Worker(answer=lambda asked: [b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"])
     async with routing(worker) as running:
