@@ -1,5 +1,5 @@
 """Admin calls, which concern the engine as a whole and run between two steps: release and acquire memory (sleep),
-replace weights, profile.
+replace weights, profile, load and unload adapters (``base/adapters``).
 
 Each record is the ``arguments`` of the `Call` whose method it names.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal, get_args
 
 import msgspec
+
+from headrace.base.adapters import AdapterCall
 
 DevicePart = Literal["kv_cache", "weights", "cuda_graph"]
 """What takes device memory: the pools with all that was cached, the model, the captured decode steps."""
@@ -61,5 +63,5 @@ class StopProfile(msgspec.Struct, frozen=True):
     method: ClassVar[str] = "stop_profile"
 
 
-AdminCall = ReleaseMemory | AcquireMemory | ReplaceWeights | StartProfile | StopProfile
+AdminCall = ReleaseMemory | AcquireMemory | ReplaceWeights | StartProfile | StopProfile | AdapterCall
 ADMIN_CALLS: dict[str, type] = {record.method: record for record in get_args(AdminCall)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from headrace.base.adapters import AdapterConfig
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
 from headrace.base.option import OptionInfo, Section, option, options_of
@@ -305,6 +306,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     replica: int = 0
     board: tuple[int, ...] = ()
     placement_group: str | None = None

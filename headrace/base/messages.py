@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.adapters import AdapterStats
 from headrace.base.errors import HeadraceError, error_from_kind
 from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec
@@ -46,7 +47,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """One sequence to generate, or with ``pooling`` one to pool; validated and tokenized. The client splits a request
     with ``n > 1`` into n of these.
 
-    ``namespace`` separates prefix caches (adapter, cache_salt). ``deadline_s`` is seconds from arrival, None for no
+    ``namespace`` separates prefix caches (cache_salt); the engine adds the content of ``adapter``, which is the name of
+    a loaded one, empty for the base model. ``deadline_s`` is seconds from arrival, None for no
     limit. Higher ``priority`` runs first under the priority policy. ``origin`` says who sent it, for fair shares: the
     client, in one part or several, then its HTTP request; empty when there is only one client.
     """
@@ -60,6 +62,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     deadline_s: float | None = None
     pooling: PoolingSpec | None = None
     origin: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -198,6 +201,7 @@ class EngineStats(PageStats, frozen=True):
     steps_total: int = 0
     speculation: SpeculationStats = SpeculationStats()
     experts: ExpertStats = ExpertStats()
+    adapters: AdapterStats = AdapterStats()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

@@ -21,7 +21,8 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
     ``token_ids`` are all tokens known so far: the prompt and, on re-entry, the output too; ``prompt_len`` says where
     output begins (penalties, min_tokens and seeds count from there). With ``pooling`` the row samples no token: its
-    result is made of its hidden states, and due in the step that computes its last token.
+    result is made of its hidden states, and due in the step that computes its last token. ``adapter_slot``: where the
+    device has its adapter, -1 for the base model.
     """
 
     row: int
@@ -30,6 +31,15 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     sampling: SamplingSpec
     pooling: PoolingSpec | None = None
+    adapter_slot: int = -1
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Copy an adapter from host memory into a slot of the device, in place of what is there. No row that this plan or a
+    later one computes uses the old one."""
+
+    slot: int
+    adapter_id: int
 
 
 class RowDraft(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +62,8 @@ class PageAppend(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one step shall do. Applied in this order: releases, starts, appends, drafts, then the spans are computed.
+    """What one step shall do. Applied in this order: adapter loads, releases, starts, appends, drafts; then the spans
+    are computed.
 
     Spans are parallel lists of length R; a row occurs at most once. Span i computes ``lengths[i]`` positions of row
     ``rows[i]`` from ``begins[i]`` on; all earlier positions are in the cache.
@@ -89,6 +100,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     num_proposals: int = 0
     last_tokens: list[int] = []  # [num_decodes], or []
     replica_tokens: list[int] = []  # [replicas]
+    adapter_loads: list[AdapterLoad] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
