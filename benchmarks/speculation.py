@@ -12,12 +12,15 @@ import gc
 import json
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda import build
 
 PROMPT_LEN = 128
+STEPS_SHOWN = 24
 
 
 def tokens_per_step(rate: float, drafts: int) -> float:
@@ -41,6 +44,34 @@ def measure(llm: Any, streams: int, output_len: int, seed: int) -> float:
     return seconds
 
 
+Steps = dict[tuple[int, int, int, int], list[float]]
+"""Milliseconds of steps of decodes alone by number of streams, rows, entries (rounded to 16) and drafts made per row."""
+
+
+def watch_steps(drafting: Any, steps: Steps, streams: int) -> None:
+    """Also write down what the scheduler hears of its steps."""
+    note_time = type(drafting).note_time
+
+    def note(lengths: Sequence[int], seconds: float, num_proposals: int) -> None:
+        entries = sum(lengths)
+        steps[streams, len(lengths), entries if entries < 16 else -(-entries // 16) * 16, num_proposals].append(
+            1e3 * seconds
+        )
+        note_time(drafting, lengths, seconds, num_proposals)
+
+    drafting.note_time = note
+
+
+def print_steps(label: str, steps: Steps) -> None:
+    """The kinds of steps that took most of the time."""
+    longest = sorted(steps.items(), key=lambda item: -sum(item[1]))[:STEPS_SHOWN]
+    for (streams, rows, entries, made), times in sorted(longest):
+        print(
+            f"  {label}, {streams} streams: {len(times)} steps of {rows} rows, {entries} entries, {made} made: median "
+            f"{statistics.median(times):.3f} ms, {sum(times) / 1e3:.3f} s", flush=True,
+        )
+
+
 def configure(label: str, drafts: int) -> dict[str, Any]:
     """``off``, or a rate with ``auto`` behind it or not."""
     if label == "off":
@@ -58,8 +89,10 @@ def run(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             drafting = llm._client._engine._scheduler._drafting
             if label.endswith("auto"):
                 drafting._policy._fixed = None
+            times_of_steps: Steps = defaultdict(list)
             for streams in args.streams:
                 measure(llm, streams, 8, 1)
+                watch_steps(drafting, times_of_steps, streams)
                 steps, tokens = llm.stats().steps_total, llm.stats().generation_tokens_total
                 times = [measure(llm, streams, args.output_len, 100 * r) for r in range(args.rounds)]
                 steps, tokens = llm.stats().steps_total - steps, llm.stats().generation_tokens_total - tokens
@@ -67,6 +100,8 @@ def run(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 accepted.setdefault((label, streams), []).append(tokens / steps / streams)
                 rate = round(tokens / steps / streams, 2)
                 print(model, label, streams, [round(s, 4) for s in times], rate, flush=True)
+            if args.steps:
+                print_steps(label, times_of_steps)
         del llm
         gc.collect()
     rows = []
@@ -92,6 +127,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
+    parser.add_argument("--steps", action="store_true", help="print what kinds of steps the time went to")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     rows = [row for model in args.models for row in run(model, args)]

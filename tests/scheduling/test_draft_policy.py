@@ -218,6 +218,24 @@ def test_a_size_that_is_slow_is_tried_rarely():
     assert simulation.speed(4000) > 0.99
 
 
+def test_what_any_draft_adds_to_a_step_is_learned():
+    """Where the host is slow, a step of seven rows and a draft takes longer than one of eight rows."""
+    policy = DraftPolicy(StepCosts())
+    for key in range(8):
+        policy.start(key)
+    seconds = plain_s = tokens = 0.0
+    for step in range(3000):
+        num_rows = 8 - step // 100 % 2
+        counts = policy.choose(range(num_rows), [1] + [0] * (num_rows - 1), 100)
+        took = 0.005 + 0.0001 * (num_rows + sum(counts)) + 0.0012 * any(counts)
+        policy.note_time(num_rows + sum(counts), took, num_rows=num_rows)
+        accepted = counts[0] and step % 10 != 0
+        policy.note(0, counts[0], accepted)
+        seconds, tokens = seconds + took, tokens + num_rows + accepted
+        plain_s += (0.005 + 0.0001 * num_rows) * (num_rows + accepted) / num_rows
+    assert plain_s / seconds > 0.99, plain_s / seconds
+
+
 def test_choosing_is_fast():
     curve, rows = CURVES["knee"], range(256)
     policy = known_policy(curve, 256)

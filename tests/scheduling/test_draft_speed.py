@@ -24,12 +24,14 @@ PROMPT = 8
 
 @dataclass(frozen=True)
 class Device:
-    """Milliseconds by size of `SIZES`: what is measured at the start, and ``real_steps``, those with keys to read."""
+    """Milliseconds by size of `SIZES`: what is measured at the start, and ``real_steps``, those with keys to read.
+    ``extra``: those that any drafts add, which is not measured at the start."""
 
     steps: tuple[float, ...]
     real_steps: tuple[float, ...]
     follows: tuple[float, ...]
     drafts: tuple[float, ...]
+    extra: float = 0.0
 
     @property
     def times(self) -> StepTimes:
@@ -41,7 +43,7 @@ class Device:
     def seconds(self, plan: StepPlan) -> float:
         """What a plan takes; a token of a prompt as much as a decode."""
         entries = sum(plan.lengths)
-        ms = _interpolate(self.real_steps, entries)
+        ms = _interpolate(self.real_steps, entries) + self.extra * (entries > len(plan.rows))
         if plan.num_proposals:
             ms += _interpolate(self.follows, entries) + plan.num_proposals * _interpolate(self.drafts, len(plan.rows))
         return ms / 1e3
@@ -65,6 +67,10 @@ DEVICES = {
     "slow": Device(
         *2 * (tuple(1.0 + 0.5 * n for n in SIZES),), tuple(0.02 * n for n in SIZES),
         tuple(0.3 + 0.02 * n for n in SIZES),
+    ),
+    # steps with drafts keep the host busy, as on a CPU, where it computes too
+    "host": Device(
+        *2 * ((4.5, 4.6, 4.9, 5.2, 7.8, 12.0, 20.0, 36.0, 68.0, 130.0),), 10 * (0.01,), 10 * (0.01,), extra=1.2
     ),
 }
 

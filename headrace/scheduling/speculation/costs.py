@@ -18,6 +18,8 @@ badly once would else never be tried again."""
 FEW_NOTES = 32
 """The same for a size with fewer than `MEMORY` notes, whose first step may have been held up by anything; four times as
 many after each further attempt that ended so."""
+FEW_EXTRAS = 3
+"""Steps of a size that was measured without drafts, after which their median tells what drafts add."""
 UNKNOWN_SLOPE = 0.25
 """Beyond the largest known size twice as many entries are taken to cost so much more. Optimistic enough to be tried,
 and corrected as soon as it is."""
@@ -32,14 +34,16 @@ def round_size(num_entries: int) -> int:
 
 
 class _Knot:
-    """A measured size. ``seconds`` is relative to the common scale; ``recent`` are ratios of measured to expected."""
+    """A measured size. ``seconds`` is relative to the common scale; ``recent`` are ratios of measured to expected.
+    ``is_plain``: by steps without drafts, of as many rows as entries."""
 
-    __slots__ = ("noted", "recent", "seconds", "weight")
+    __slots__ = ("is_plain", "noted", "recent", "seconds", "weight")
 
     def __init__(self, seconds: float, weight: float, noted: int):
         self.seconds = seconds
         self.weight = weight
         self.noted = noted
+        self.is_plain = False
         self.recent: deque[float] = deque(maxlen=MEMORY)
 
 
@@ -59,6 +63,8 @@ class StepCosts:
         self._sizes: list[int] = []
         self._values: list[float] = []
         self._attempts: Counter[int] = Counter()  # by size, those that were given up with few notes
+        self._extras: deque[float] = deque(maxlen=MEMORY)
+        self._extra_noted = 0
         self._num_notes = 0
         self._refresh()
 
@@ -91,15 +97,34 @@ class StepCosts:
         """How much slower steps are now than when the table was made."""
         return self._scale
 
-    def note_time(self, num_entries: int, seconds: float, *, apart: float = 0.0) -> None:
+    @property
+    def extra_s(self) -> float:
+        """Seconds that a step takes longer because it has drafts, whatever its size: the host plans and reads more.
+        Known where steps of one size came with and without; 0 until then, and where sizes were measured with drafts
+        alone, whose seconds contain it."""
+        return max(0.0, sorted(self._extras)[len(self._extras) // 2]) if len(self._extras) >= FEW_EXTRAS else 0.0
+
+    def note_time(
+        self, num_entries: int, seconds: float, *, apart: float = 0.0, has_drafts: bool = False
+    ) -> None:
         """A step of so many entries, without prefill, took so long, ``apart`` of it for something else."""
         if seconds <= 0.0 or num_entries <= 0:
             return
         size = round_size(num_entries)
         knot = self._knots.get(size)
+        if has_drafts and knot is not None and knot.is_plain and knot.weight >= MEMORY:
+            self._num_notes += 1
+            self._extras.append(seconds - apart - self._scale * knot.seconds)
+            self._extra_noted = self._num_notes
+            return
+        if has_drafts:
+            apart += self.extra_s
+        elif knot is not None and not knot.is_plain and size not in self._table:
+            knot = None  # it was measured with drafts, and contains what they add
         if knot is None:
             knot = self._knots[size] = _Knot((self.seconds(size) or seconds) / self._scale, 0.0, 0)
             self._refresh()
+        knot.is_plain |= not has_drafts
         knot.recent.append(seconds / (knot.seconds + apart / self._scale))
         ratio = sorted(knot.recent)[len(knot.recent) // 2] / self._scale
         # A size that is new is put where it was measured; the others stay where they are.
@@ -114,6 +139,8 @@ class StepCosts:
             self._refresh()
 
     def _drop_stale(self) -> None:
+        if self._num_notes - self._extra_noted > STALE_NOTES:
+            self._extras.clear()
         for size, knot in list(self._knots.items()):
             is_sure = knot.weight >= MEMORY
             patience = STALE_NOTES if is_sure else min(STALE_NOTES, FEW_NOTES << 2 * self._attempts[size])

@@ -113,7 +113,8 @@ class DraftPolicy:
         """A step of decodes alone took so long. ``num_rows``: its rows, if it had drafts; ``num_drafted``: how many
         drafts per row a device made in it."""
         rows = num_entries if num_rows is None else num_rows
-        self._costs.note_time(num_entries, seconds, apart=self._draft_seconds(num_entries, rows, num_drafted))
+        apart = self._draft_seconds(num_entries, rows, num_drafted)
+        self._costs.note_time(num_entries, seconds, apart=apart, has_drafts=num_entries > rows)
         self._limit.note_step(self._costs.seconds(rows))
 
     def _draft_seconds(self, num_entries: float, num_rows: int, num_drafts: int) -> float:
@@ -139,8 +140,9 @@ class DraftPolicy:
         base = self._costs.seconds(num_rows)
         if base <= 0.0 or self._limit.balance_s <= 0.0:
             return False
+        extra_s = self._costs.extra_s
         return any(
-            (num_rows + more) / self._costs.seconds(num_rows + more) > MARGIN * num_rows / base
+            (num_rows + more) / (self._costs.seconds(num_rows + more) + extra_s) > MARGIN * num_rows / base
             for more in (1, 2, 4, 8, num_rows) if more <= 8 * num_rows
         )
 
@@ -211,6 +213,7 @@ class DraftPolicy:
         seconds, sizes = self._costs.seconds, self._costs.sizes
         most_s = base_s + RISK * self._limit.balance_s
         best, best_rate = _Cut(0, base_s, 0, 0), MARGIN * num_rows / base_s
+        extra_s = self._costs.extra_s
         chosen, tokens, depth = 0, float(num_rows), 0
         for level, count in enumerate(counts):
             if not count:
@@ -221,7 +224,7 @@ class DraftPolicy:
             inside = sizes[first : bisect_left(sizes, num_rows + chosen + count)]
             for number in (*(size - num_rows - chosen for size in inside), count):
                 entries = num_rows + chosen + number
-                total_s = seconds(entries) + self._draft_seconds(entries, num_rows, depth)
+                total_s = seconds(entries) + extra_s + self._draft_seconds(entries, num_rows, depth)
                 rate = (tokens + number * SURVIVAL[level]) / total_s
                 if rate > best_rate and total_s <= most_s:
                     best, best_rate = _Cut(chosen + number, total_s, level, number), rate
