@@ -65,6 +65,13 @@ class UnsupportedFeature(RequestError):
     kind = "unsupported_feature"
 
 
+class MediaError(RequestError):
+    """An image, video or audio clip of a request cannot be fetched, read or prepared; ``param`` names its part of the
+    request."""
+
+    kind = "invalid_media"
+
+
 class NotFound(RequestError):
     """The named model or object does not exist."""
 

@@ -200,10 +200,12 @@ class _Connection(asyncio.Protocol):
 
 class HttpClient:
     """Client of one server at ``base_url``, with or without ``/v1``. Used by one event loop. ``timeout_s`` limits a
-    whole request. Raises `ConfigError` for an invalid address."""
+    whole request. ``address``: connect there, whatever the name in the URL resolves to by then. ``tls`` is made if it
+    is needed and not given. Raises `ConfigError` for an invalid address."""
 
     def __init__(
-        self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None, idle_s: float = IDLE_S
+        self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None, idle_s: float = IDLE_S,
+        address: str | None = None, tls: ssl.SSLContext | None = None,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url must begin with http:// or https://, got {base_url!r}", param="base_url")
@@ -214,7 +216,8 @@ class HttpClient:
             raise ConfigError(f"base_url: {error}", param="base_url") from error
         if not self._host or any(letter.isspace() for letter in base_url):
             raise ConfigError(f"base_url names no host: {base_url!r}", param="base_url")
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._address = address or self._host
+        self._tls = (tls or ssl.create_default_context()) if url.scheme == "https" else None
         self._path = url.path.rstrip("/").removesuffix("/v1")
         # without ``user:password@``
         self._headers = {"Host": url.netloc.rpartition("@")[2], "Accept": "*/*"}
@@ -318,6 +321,6 @@ class HttpClient:
 
     async def _connect(self) -> _Connection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, self._host, self._port, ssl=self._tls
+            _Connection, self._address, self._port, ssl=self._tls, server_hostname=self._host if self._tls else None
         )
         return connection

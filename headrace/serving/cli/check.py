@@ -49,6 +49,13 @@ LIBRARIES = (
         "flashinfer-python", "flashinfer", "0.6.15",
         "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)", "cuda"
     ),
+    Library("pillow", "vision", "11", "images in requests"),
+    Library("transformers", "vision", "5.8", "processors of images and audio"),
+    Library("soundfile", "audio", "0.13", "audio in requests"),
+    Library("av", "audio", "14", "audio in more formats"),
+    Library("transformers", "audio", "5.8", "processors of images and audio"),
+    Library("av", "video", "14", "video in requests"),
+    Library("torchvision", "video", "0.26", "processors of video"),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
     Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "exports traces to a collector"),
 )
