@@ -72,6 +72,13 @@ class MediaError(RequestError):
     kind = "invalid_media"
 
 
+class AdapterError(RequestError):
+    """The files of a LoRA adapter are wrong, or do not fit the model."""
+
+    def __init__(self, message: str, *, param: str | None = "lora_path", retry_after: float | None = None):
+        super().__init__(message, param=param, retry_after=retry_after)
+
+
 class NotFound(RequestError):
     """The named model or object does not exist."""
 

@@ -75,7 +75,7 @@ def _name_tensor(tensor: GgufTensor, present: set[str], metadata: Mapping[str, A
     name = f"model.layers.{block}.{home}.{suffix}" if home else tensor.name
     order = None
     if naming.is_rotary_interleaved and part in ("attn_q", "attn_k"):
-        order = _deinterleaved_rows(tensor, _head_count(metadata, part, int(block)))
+        order = deinterleaved_rows(tensor, _head_count(metadata, part, int(block)))
     return NamedTensor(name, tensor, order, _norm_offset(part, suffix, naming))
 
 
@@ -106,7 +106,7 @@ def _head_count(metadata: Mapping[str, Any], part: str, block: int) -> int:
     return count
 
 
-def _deinterleaved_rows(tensor: GgufTensor, num_heads: int) -> np.ndarray:
+def deinterleaved_rows(tensor: GgufTensor, num_heads: int) -> np.ndarray:
     """Index of the stored row for each row, [rows]. The converter stores the rows of a head as [E / 2, 2] (rotation
     pairs adjacent); checkpoints have [2, E / 2] (halves)."""
     rows = tensor.shape[0]

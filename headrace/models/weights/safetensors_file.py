@@ -6,14 +6,15 @@ library's reader: loading is equally fast, and errors here name the file, the te
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 import torch
 
@@ -45,21 +46,32 @@ class StoredTensor:
     stop: int
 
 
-def read_header(path: Path) -> list[StoredTensor]:
-    """Every tensor of a safetensors file, in file order; raises `WeightError` for an invalid header."""
+def read_header(path: Path, *, most_bytes: int = MAX_HEADER_BYTES) -> list[StoredTensor]:
+    """Every tensor of a safetensors file, in file order; raises `WeightError` for an invalid header, or one of more
+    than ``most_bytes``."""
     require_content(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
-            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
-            if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-                raise WeightError(
-                    f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again"
-                )
-            header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
+            return _read_entries(path, file, size, most_bytes)
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_packed_header(data: bytes, name: str, *, most_bytes: int = MAX_HEADER_BYTES) -> list[StoredTensor]:
+    """The same of a file's content; errors call it ``name``."""
+    return _read_entries(Path(name), io.BytesIO(data), len(data), most_bytes)
+
+
+def _read_entries(path: Path, file: IO[bytes], size: int, most_bytes: int) -> list[StoredTensor]:
+    length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+    if not 0 < length <= min(size - 8, most_bytes):
+        raise WeightError(
+            f"{path} is truncated or no safetensors file: {size} bytes, header of {length}; fetch it again"
+        )
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise WeightError(f"{path} has a corrupt safetensors header: {error}") from error
     if not isinstance(header, dict):
@@ -148,5 +160,30 @@ def read_safetensors(paths: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]
                 _log.warning("%s holds %s again; the first one is used", path.name, tensor.name)
                 continue
             seen.add(tensor.name)
-            raw = view_bytes(data, tensor.start, tensor.stop - tensor.start, tensor.dtype.itemsize)
-            yield tensor.name, raw.view(tensor.dtype).view(tensor.shape)
+            yield tensor.name, view_tensor(data, tensor)
+
+
+def view_tensor(data: torch.Tensor, tensor: StoredTensor) -> torch.Tensor:
+    """A tensor of a file whose bytes are ``data`` (uint8)."""
+    raw = view_bytes(data, tensor.start, tensor.stop - tensor.start, tensor.dtype.itemsize)
+    return raw.view(tensor.dtype).view(tensor.shape)
+
+
+def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors as the bytes of a safetensors file; raises `WeightError` for what is no tensor, or of a dtype that the
+    format does not have."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {}
+    parts, at = [], 0
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in names:
+            raise WeightError(f"{name!r} must be a tensor of a dtype of safetensors, got {str(type(tensor))[:80]}")
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        header[name] = {
+            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + len(raw)]
+        }
+        parts.append(raw)
+        at += len(raw)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return b"".join((struct.pack("<Q", len(text)), text, *parts))

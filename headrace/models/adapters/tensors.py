@@ -1,0 +1,83 @@
+"""The tensors of an adapter: a safetensors file or its bytes, checked before they are read. T tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from headrace.base.errors import AdapterError
+from headrace.layers.lora.contract import AdaptedPart
+from headrace.models.weights.files import map_file
+from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header, view_tensor
+
+MAX_HEADER_BYTES = 32 << 20
+MAX_THREADS = 8
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class AdapterTensors:
+    """The tensors of one file, by name. ``read`` copies one: the file may go away afterwards."""
+
+    def __init__(self, entries: Iterable[StoredTensor], data: torch.Tensor):
+        self.entries: Mapping[str, StoredTensor] = {entry.name: entry for entry in entries}
+        self._data = data
+
+    @classmethod
+    def open(cls, path: Path) -> AdapterTensors:
+        """Of a file; raises `WeightError`."""
+        entries = read_header(path, most_bytes=MAX_HEADER_BYTES)
+        return cls(entries, map_file(path) if entries else torch.empty(0, dtype=torch.uint8))
+
+    @classmethod
+    def unpack(cls, data: bytes, name: str) -> AdapterTensors:
+        """Of a file's bytes, which errors call ``name``; raises `WeightError`."""
+        entries = read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES)
+        return cls(entries, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self.entries[name].shape
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A copy of a tensor that must have this shape, in its own dtype; raises `AdapterError`."""
+        entry = self.entries[name]
+        if entry.shape != shape:
+            raise AdapterError(f"{name} has shape {list(entry.shape)}, the model needs {list(shape)}")
+        if entry.dtype not in FLOATS:
+            raise AdapterError(
+                f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
+            )
+        tensor = view_tensor(self._data, entry)
+        return tensor.float() if entry.dtype == torch.float64 else tensor.clone()
+
+
+def check_parts(parts: list[AdaptedPart]) -> str:
+    """The SHA-256 of the content of an adapter's parts, in hex; raises `AdapterError` for a number that is not finite.
+    """
+    ordered = sorted(parts, key=lambda part: (part.module, part.part, part.expert))
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads()))) as threads:
+        # hashing and scanning let other threads run
+        digests = list(threads.map(_digest_part, ordered))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest_part(part: AdaptedPart) -> bytes:
+    digest = hashlib.sha256(repr((part.module, part.part, part.expert, part.scale)).encode())
+    named = {
+        "a": part.a, "b": part.b, "magnitude": part.magnitude, "bias": part.bias, "weight": part.weight,
+        "token_ids": part.token_ids, "token_rows": part.token_rows,
+    }
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise AdapterError(
+                f"the adapter has numbers that are not finite, in {name} of {part.module} {part.part}".rstrip()
+            )
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
