@@ -37,22 +37,27 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
     """Layers of one spec and the pages they share. ``num_pages`` counts the null page too. Once ``soft_pages`` have
     been in use, unpinned stored prefixes are evicted before never-used pages are handed out (0: only when there are no
-    free pages)."""
+    free pages). ``host_pages``: pages of this group that host memory has room for, beside those of the
+    device; ``store_pages`` of them may be on their way there at a time."""
 
     spec: CacheSpec
     layers: list[int]
     num_pages: int = 0
     soft_pages: int = 0
+    host_pages: int = 0
+    store_pages: int = 0
 
 
 class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
     """What the scheduler knows of device memory. ``page_size`` (tokens) is the same for every group: page-table entry i
-    of a row holds positions ``[i * page_size, (i + 1) * page_size)`` in every group."""
+    of a row holds positions ``[i * page_size, (i + 1) * page_size)`` in every group. ``has_storage``: pages in host
+    memory can be written to a disk or a remote store, and read back."""
 
     page_size: int
     max_rows: int
     max_model_len: int
     groups: list[CacheGroup]
+    has_storage: bool = False
 
 
 def group_layers(specs: list[CacheSpec | None]) -> list[CacheGroup]:

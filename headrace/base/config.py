@@ -122,6 +122,10 @@ class CacheConfig(Section):
         low=0.01, high=0.99
     )
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
+    host_cache_gb: float = option(
+        0.0, "host memory in GiB, of all ranks together, for prefixes that leave the device; 0: none", low=0.0,
+        alias="kv-offloading-size"
+    )
     window_share: float | None = option(
         None, "pages of a sliding-window group as a share of the full group's; default: by window and chunk size",
         low=0.01, high=1.0
@@ -131,6 +135,11 @@ class CacheConfig(Section):
         super().__post_init__()
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two; got {self.page_size}", param="page_size")
+        if self.host_cache_gb and not self.prefix_cache:
+            raise ConfigError(
+                "host_cache_gb keeps prefixes, and the prefix cache is off: leave out one of the two",
+                param="host_cache_gb"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,6 +176,21 @@ class ExpertStats(msgspec.Struct, frozen=True):
     num_moved: int = 0
 
 
+class TierStats(msgspec.Struct, frozen=True):
+    """Pages of prefixes in one tier behind the device, summed over cache groups. ``hit_tokens_total``: prompt tokens
+    that came from it; ``failed_pages_total``: pages whose copy failed, in either direction; ``late_total``: requests
+    that computed because a copy took too long."""
+
+    num_pages: int = 0
+    num_used_pages: int = 0
+    written_pages_total: int = 0
+    read_pages_total: int = 0
+    evicted_pages_total: int = 0
+    failed_pages_total: int = 0
+    hit_tokens_total: int = 0
+    late_total: int = 0
+
+
 class PageStats(msgspec.Struct, frozen=True):
     """KV pages of one engine."""
 
@@ -202,6 +217,7 @@ class EngineStats(PageStats, frozen=True):
     speculation: SpeculationStats = SpeculationStats()
     experts: ExpertStats = ExpertStats()
     adapters: AdapterStats = AdapterStats()
+    host: TierStats = TierStats()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

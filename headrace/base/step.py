@@ -61,9 +61,43 @@ class PageAppend(msgspec.Struct, frozen=True, array_like=True):
     pages: list[int]
 
 
+class PageMove(msgspec.Struct, frozen=True, array_like=True):
+    """Copy whole pages of a cache group from one place to another, beside the steps. ``ticket`` is unique in an
+    engine's life; one `Arrival` ends it, and until then nobody else writes the target pages.
+
+    ``source`` and ``target`` name places: ``device``, ``host``, ``storage``, or what a transfer backend registers.
+    ``source_pages`` and ``target_pages`` are page numbers there, parallel lists; empty for a place that knows pages by
+    ``keys``. With source ``storage`` and target "" nothing is copied: the arrival tells which keys are there. ``peer``
+    is the other side of a transfer, opaque to all but its backend.
+    """
+
+    ticket: int
+    group: int
+    source: str
+    target: str
+    source_pages: list[int]
+    target_pages: list[int]
+    keys: list[bytes] = []
+    peer: str = ""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it concerns."""
+        return max(len(self.source_pages), len(self.target_pages), len(self.keys))
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """A `PageMove` has ended, on all ranks: nothing touches its pages any more. ``failed`` are the indices into the
+    move's pages of those that did not come; empty when all did."""
+
+    ticket: int
+    failed: list[int] = []
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What one step shall do. Applied in this order: adapter loads, releases, starts, appends, drafts; then the spans
-    are computed.
+    """What one step shall do. Applied in this order: moves are started, adapter loads, releases, starts, appends,
+    drafts; then the spans are computed. A plan without spans starts its moves, and its result waits a moment for some
+    to arrive.
 
     Spans are parallel lists of length R; a row occurs at most once. Span i computes ``lengths[i]`` positions of row
     ``rows[i]`` from ``begins[i]`` on; all earlier positions are in the cache.
@@ -101,6 +135,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     last_tokens: list[int] = []  # [num_decodes], or []
     replica_tokens: list[int] = []  # [replicas]
     adapter_loads: list[AdapterLoad] = []
+    moves: list[PageMove] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +169,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ``failed_rows`` are ``(row, message)`` of rows whose logits were not finite: they fail alone. ``refused_rows`` are
     those of rows whose own grammar or limits allow no token: the request was wrong. ``pooled`` are ``(row, float32
     values, little-endian)`` of the rows with ``pooling`` whose last token was computed. ``drafts`` are tokens that a
-    row's grammar forces next; they are guesses like any other until the model has sampled them.
+    row's grammar forces next; they are guesses like any other until the model has sampled them. ``arrived`` are the
+    tickets of page moves that ended since the last result.
     """
 
     step_id: int
@@ -146,3 +182,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     refused_rows: list[tuple[int, str]] = []
     drafts: list[RowDraft] = []
     counts: list[int] = []
+    arrived: list[Arrival] = []

@@ -31,6 +31,7 @@ from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
+from headrace.execution.tiers import build_tiers, fit_host, staging_bytes
 from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
@@ -52,6 +53,7 @@ class LocalExecutor:
         self._device = model.device
         self._profiler = Profiler(model.device)
         self._grammars: GrammarStore | None = None
+        self._tiers = build_tiers(model)
 
     @property
     def config(self) -> EngineConfig:
@@ -84,7 +86,12 @@ class LocalExecutor:
         if self._model.balancer is not None and (plan.rows or any(plan.replica_tokens)):
             self._model.balancer.begin_step()
         try:
-            return self._runner.execute(plan)
+            if self._tiers is None:
+                return self._runner.execute(plan)
+            self._tiers.mover.start(plan.moves)  # first: steps may overwrite the pages that are read
+            pending = self._runner.execute(plan)
+            pending.poll_moves = self._tiers.mover.poll
+            return pending
         except torch.OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # or the error would keep the step's tensors alive
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
@@ -118,7 +125,7 @@ class LocalExecutor:
         of them comes, on another thread."""
         assert self._runner is not None, "the executor is closed"
         store = self._grammars = GrammarStore(read_vocabulary, self.facts.vocab_size, self.facts.eos_ids)
-        self._model.equip = lambda runner: runner.serve_grammars(store)
+        self._model.equips.append(lambda runner: runner.serve_grammars(store))
         self._runner.serve_grammars(store)
 
     def prepare_grammar(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -135,21 +142,26 @@ class LocalExecutor:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+        if self._tiers is not None:
+            self._tiers.mover.reset()
         if self._runner is not None:
             self._runner.reset()
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
+        self._leave_pools()
         with self._model.ranks.tensor.waits.patient():
             self._model.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
         """Bring them back."""
+        self._leave_pools()
         with self._model.ranks.tensor.waits.patient():
             self._model.acquire(parts, self._progress)
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
+        self._leave_pools()
         config = replace(self.config.model, model=model, load_format=load_format, revision=None)
         with self._model.ranks.tensor.waits.patient():
             self._model.replace_weights(config, self._progress)
@@ -162,8 +174,15 @@ class LocalExecutor:
         """Write the trace; returns its file's name."""
         return self._profiler.stop()
 
+    def _leave_pools(self) -> None:
+        """Before the runner may be dropped: end all moves, and refer to its pools no longer."""
+        if self._tiers is not None:
+            self._tiers.leave()
+
     def close(self) -> None:
         """Free the device; idempotent."""
+        if self._tiers is not None:
+            self._tiers.close()
         self._model.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -205,9 +224,10 @@ def build_executor(
     free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
     reserve = assembly.graph_reserve(measured.captured)
     # What torch holds from the measurement counts as taken: the largest step will need it again.
+    reserve += staging_bytes(config, device)
     budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
-    plan = _agree(plan, ranks.world)
+    plan = _agree(fit_host(plan, config, device), ranks.world)
     progress("running a first step", 0.9)
     model = DeviceModel(assembly, assembly.layout_of(plan))
     assert model.runner is not None
@@ -243,12 +263,12 @@ def _agree_on_backends(assembly: Assembly) -> Assembly:
 
 def _agree(plan: CachePlan, group: Group) -> CachePlan:
     """The smallest number of pages that any rank has room for: all ranks use the same pages."""
-    numbers = group.agree(
-        [plan.max_model_len, *(n for cache in plan.groups for n in (cache.num_pages, cache.soft_pages))]
-    )
-    pages = zip(plan.groups, numbers[1::2], numbers[2::2], strict=True)
+    names = ("num_pages", "soft_pages", "host_pages", "store_pages")
+    wanted = [count for cache in plan.groups for count in msgspec.structs.astuple(cache)[-len(names) :]]
+    max_model_len, *numbers = group.agree([plan.max_model_len, *wanted])
+    counts = [dict(zip(names, numbers[at : at + len(names)], strict=True)) for at in range(0, len(numbers), len(names))]
     return CachePlan(
-        [msgspec.structs.replace(cache, num_pages=most, soft_pages=soft) for cache, most, soft in pages], numbers[0]
+        [msgspec.structs.replace(cache, **own) for cache, own in zip(plan.groups, counts, strict=True)], max_model_len
     )
 
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 
 from headrace.base.errors import OutOfDeviceMemory
-from headrace.base.step import PromptLogprobs, RowDraft, StepResult
+from headrace.base.step import Arrival, PromptLogprobs, RowDraft, StepResult
 from headrace.execution.logprobs import Logprobs, PromptSpan
 from headrace.execution.pooling import PooledRows
 from headrace.execution.sampling import MESSAGES, SampleBatch, Sampled
 from headrace.execution.upload import to_host
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK
+
+MOVES_WAIT_S = 0.001
+"""How long a step without spans waits for a page move to end."""
 
 
 class PendingSample:
@@ -41,6 +45,7 @@ class PendingSample:
         self._errors: dict[int, str | None] = {}
         self.drafts: list[RowDraft] = []
         self.before_result: Callable[[PendingSample], None] | None = None
+        self.poll_moves: Callable[[float], list[Arrival]] | None = None  # those that end within so many seconds
         self._done: torch.cuda.Event | None = None
         if sample is None:
             self._record()
@@ -98,6 +103,15 @@ class PendingSample:
 
     def result(self) -> StepResult:
         """Wait for the step; raises what the device raised."""
+        result = self._read_result()
+        arrived = self.take_arrived(0.0 if self._batch is not None else MOVES_WAIT_S)
+        return msgspec.structs.replace(result, arrived=arrived) if arrived else result
+
+    def take_arrived(self, wait_s: float = 0.0) -> list[Arrival]:
+        """Page moves that have ended and that no result has told; waits so long for the first."""
+        return [] if self.poll_moves is None else self.poll_moves(wait_s)
+
+    def _read_result(self) -> StepResult:
         self._wait()
         if self.before_result is not None:
             self.before_result(self)

@@ -28,13 +28,13 @@ RETRY_AFTER_S = 5.0
 
 
 class DeviceModel:
-    """``runner`` is None while a part that it needs is off the device. ``equip`` is called with every new runner.
+    """``runner`` is None while a part that it needs is off the device. ``equips`` are called with every new runner.
     Graphs hold addresses of pools and weights, so each runner captures its own, and releasing any part drops it."""
 
     def __init__(self, assembly: Assembly, layout: CacheLayout):
         self.layout, self.device, self.config = layout, assembly.device, assembly.config
         self.released: frozenset[DevicePart] = frozenset()
-        self.equip: Callable[[Runner], None] = lambda runner: None
+        self.equips: list[Callable[[Runner], None]] = []
         self.ranks, self._stage = assembly.loaded.ranks, assembly.loaded.stage
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = assembly.build_runner(layout)
@@ -145,7 +145,8 @@ class DeviceModel:
             raise EngineAsleep(
                 f"the device has no room for the KV cache: {error}", retry_after=RETRY_AFTER_S
             ) from error
-        self.equip(runner)
+        for equip in self.equips:
+            equip(runner)
         self.runner = runner
         refreeze()
 

@@ -118,6 +118,26 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
     return CachePlan(groups, _longest_context(demand, groups))
 
 
+def plan_host(groups: list[CacheGroup], page_size: int, budget: int, most_moving: int) -> list[CacheGroup]:
+    """The groups with pages in ``budget`` bytes of host memory, in the same proportion as those of the device.
+    ``most_moving``: bytes that may be on their way there at a time. Raises `ConfigError` when not a page of each
+    fits."""
+    sizes = [group_page_bytes(group, page_size) for group in groups]
+    total = sum(size * (group.num_pages - 1) for size, group in zip(sizes, groups, strict=True))
+    planned = []
+    for group, size in zip(groups, sizes, strict=True):
+        # of a group without layers in this pipeline stage, the other stages bound the pages
+        count = budget * (group.num_pages - 1) // max(1, total)
+        if count < 1:
+            raise ConfigError(
+                f"host_cache_gb leaves no room for a page of {size / 2**20:.1f} MiB: raise it, or leave it out",
+                param="host_cache_gb"
+            )
+        most = max(1, most_moving // len(groups) // max(1, size))
+        planned.append(msgspec.structs.replace(group, host_pages=count, store_pages=min(count, most)))
+    return planned
+
+
 def memory_lines(
     *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int
 ) -> list[MemoryLine]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ CODES = "int8"
 """`CacheSpec.dtype` of keys and values quantised to 8 bits."""
 FLOAT8 = "float8_e4m3fn"
 """That of keys and values rounded to 8-bit floats, without scales."""
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """One tensor of a pool: of a model layer, [P, ...], contiguous. ``name`` says which of the layer's."""
+
+    layer: int
+    name: str
+    tensor: torch.Tensor
 
 
 class Pool(ABC):
@@ -45,6 +55,11 @@ class Pool(ABC):
     @abstractmethod
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The page tensors of a model layer of this group: ``(k, v)``, or ``(k, v, scales)`` for int8."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> list[PagePart]:
+        """All bytes of the pool, each once, in a fixed order: what a page is copied from and to."""
 
 
 class KeyValuePool(Pool):
@@ -85,6 +100,15 @@ class KeyValuePool(Pool):
         """``(k, v)`` of a model layer, or ``(k, v, scales)``."""
         return self._layers[layer]
 
+    @property
+    def parts(self) -> list[PagePart]:
+        """Keys, values and scales, layer by layer."""
+        return [
+            PagePart(layer, name, tensor)
+            for layer, tensors in self._layers.items()
+            for name, tensor in zip(("k", "v", "scales"), tensors, strict=False)
+        ]
+
 
 class LatentPool(Pool):
     """Per layer [P, page_size, 1, L + E] for multi-head latent attention (https://arxiv.org/abs/2405.04434): the latent
@@ -113,6 +137,11 @@ class LatentPool(Pool):
         """``(k, v)`` of a model layer; v is a view of the beginning of each row of k."""
         rows = self._layers[layer]
         return rows, rows[..., : self._value_dim]
+
+    @property
+    def parts(self) -> list[PagePart]:
+        """Rows, layer by layer."""
+        return [PagePart(layer, "rows", rows) for layer, rows in self._layers.items()]
 
 
 POOLS: Registry[type[Pool]] = CACHE_POOLS

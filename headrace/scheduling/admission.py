@@ -9,21 +9,22 @@ from enum import Enum
 
 from headrace.base.config import SchedulerConfig
 from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
-from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.cache.prefix_tree import PrefixMatch
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
+from headrace.scheduling.tiering import Tiers
 
 
 class Verdict(Enum):
     """What became of the next request: it runs (ADMITTED), it waits for another one's prefill of the same prefix
-    (FOLLOWS), or there are no pages for it (BLOCKED)."""
+    (FOLLOWS), there are no pages for it (BLOCKED), or it has a row and waits for pages from the host (AWAITS)."""
 
     ADMITTED = 1
     FOLLOWS = 2
     BLOCKED = 3
+    AWAITS = 4
 
 
 class OutputForecast:
@@ -94,7 +95,7 @@ class Admission:
     def __init__(
         self,
         *,
-        ledger: CacheLedger,
+        tiers: Tiers,
         running: RunningSet,
         queue: WaitingQueue,
         sharing: SharedPrefills,
@@ -103,7 +104,7 @@ class Admission:
         limits: QueueLimits,
         clock: Callable[[], float],
     ):
-        self._ledger = ledger
+        self._ledger, self._tiers = tiers.ledger, tiers
         self._running = running
         self._queue = queue
         self._sharing = sharing
@@ -157,7 +158,8 @@ class Admission:
             self._sharing.follow(request, leader)
             return Verdict.FOLLOWS
         # Alone it fits, as `check` refused what never can; forced, or an expectation beyond all pages would block it.
-        is_alone = self._running.num_running == 0
+        # But not while pages are still to be freed, which it might need.
+        is_alone = self._running.num_running == 0 and not self._ledger.limbo
         expected_len = self.forecast.expect_len(request)
         holding = self._ledger.open(match, expected_len, force=is_alone)
         if holding is None:
@@ -170,14 +172,23 @@ class Admission:
         request.num_unsure = request.num_proposed = 0
         request.is_warm = True
         request.goal_len = request.known_len
+        hit = self._tiers.find_hit(request, match)
+        if hit > match.num_pages and self._tiers.start_reading(request, hit):
+            self._running.await_pages(request)
+            self._sharing.update(request)
+            return Verdict.AWAITS
+        self.note_start(request)
+        self._sharing.update(request)
+        return Verdict.ADMITTED
+
+    def note_start(self, request: Request) -> None:
+        """Its hit is known, and the rest is computed from now on."""
         if request.num_cached_tokens < 0:  # the first admission: later ones, after a retraction, are not counted again
             request.num_cached_tokens = request.cached_len
             request.queued_s = self._clock() - request.arrived_at
             self._counters.prompt_tokens += request.prompt_len
             self._counters.cached_tokens += request.cached_len
             self._pace.note_admission(len(self._queue))
-        self._sharing.update(request)
-        return Verdict.ADMITTED
 
     def match(self, request: Request) -> PrefixMatch:
         """The usable prefix hit, in whole pages. Shorter than the known tokens, as at least one must be computed for

@@ -18,11 +18,12 @@ def audit_requests(running: RunningSet, queue: WaitingQueue) -> None:
     rows = []
     for request in running.requests.values():
         where = (
-            request in running.prefilling, request in running.decoding, request in queue, request.leader is not None,
-            request in running.held
+            request in running.prefilling, request in running.decoding, request in running.awaiting, request in queue,
+            request.leader is not None, request in running.held
         )
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
-        assert request.is_running == (where[0] or where[1]) == (request.holding is not None), request
+        assert request.is_running == any(where[:3]) == (request.holding is not None), request
+        assert bool(request.tickets) == where[2] == bool(request.is_running and request.holding.arriving), request
         assert request.state != State.FINISHED, request
         if request.is_running:
             rows.append(request.row)
@@ -60,7 +61,8 @@ def audit_pages(ledger: CacheLedger, running_set: RunningSet) -> None:
             pins.update(pinned)
             # Entries behind the stored prefix are the request's own; those before it were checked as pins.
             owned += table[max(first, stored) :]
-        everything = sorted(account.free_pages() + owned + in_tree)
+        limbo = [page for own_group, pages in ledger.limbo.values() if own_group == group for page in pages]
+        everything = sorted(account.free_pages() + owned + in_tree + limbo)
         assert everything == list(range(1, account.num_pages)), (
             f"group {group}: pages lost, shared or doubled: {everything}"
         )

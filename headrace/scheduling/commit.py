@@ -39,7 +39,7 @@ class Committer:
                 if draft.row in live:
                     self._drafting.guess(live[draft.row], draft.start, draft.token_ids)
         counters = self._counters
-        counters.steps += 1
+        counters.steps += bool(flight.requests)
         counters.computed_tokens += sum(flight.plan.lengths)
         return outputs
 

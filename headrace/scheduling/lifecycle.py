@@ -16,17 +16,18 @@ from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request, State
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
+from headrace.scheduling.tiering import Tiers
 
 
 class Lifecycle:
     """Releases pages, row, queue entry and followers of a request, each exactly once."""
 
     def __init__(
-        self, *, ledger: CacheLedger, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
+        self, *, tiers: Tiers, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
         drafting: Drafting, forecast: OutputForecast, counters: Counters,
         hooks: Hooks,
     ):
-        self._ledger = ledger
+        self._ledger, self._tiers = tiers.ledger, tiers
         self._running = running
         self._queue = queue
         self._sharing = sharing
@@ -56,7 +57,7 @@ class Lifecycle:
         if request in self._queue:
             self._queue.remove(request)
         if request.path:
-            self._queue.settle(request, max(1, request.known_len - request.num_cached_tokens))
+            self._queue.settle(request, max(1, request.known_len - max(0, request.num_cached_tokens)))
         self._give_up_pages(request, keep_pages=keep_pages)  # before `leave`, which makes it a request without pages
         self._running.leave(request, State.FINISHED)
         if finish.reason in ("stop", "length"):
@@ -90,18 +91,21 @@ class Lifecycle:
         """Put the complete pages computed so far into the prefix tree. Committed positions alone: pages that a step in
         flight still writes stay the request's own."""
         holding, page_size = request.holding, self._ledger.page_size
-        end = request.computed_len // page_size
-        if end > holding.stored and self._ledger.use_prefixes:
-            run = request.token_bytes(holding.stored * page_size, end * page_size)
+        begin, end = holding.stored, request.computed_len // page_size
+        if end > begin and self._ledger.use_prefixes:
+            run = request.token_bytes(begin * page_size, end * page_size)
             # The tree had some of these tokens, from another request: the table now refers to those pages instead.
             if self._ledger.store(holding, run):
                 self._running.rewired[request] = None
+            self._tiers.note_stored(request, begin, end)
 
     def _give_up_pages(self, request: Request, *, keep_pages: bool) -> None:
         if request.is_running:
             if keep_pages:
                 self.store_computed(request)
+            self._tiers.note_used(request)
             self._ledger.close(request.holding)
+            request.tickets.clear()
             request.holding = None  # type: ignore[assignment]
             self._drafting.forget(request)
         self._sharing.leave(request)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
-from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.drafting import Drafting, Verified
 from headrace.scheduling.fairness import Path, divide
 from headrace.scheduling.lifecycle import Retraction
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
 from headrace.scheduling.running import RunningSet
+from headrace.scheduling.tiering import Tiers
 
 
 class Flight:
@@ -93,7 +93,7 @@ class Planner:
     def __init__(
         self,
         *,
-        ledger: CacheLedger,
+        tiers: Tiers,
         running: RunningSet,
         queue: WaitingQueue,
         admission: Admission,
@@ -102,7 +102,7 @@ class Planner:
         limit: StepLimit,
         max_running: int,
     ):
-        self._ledger = ledger
+        self._ledger, self._tiers, self._transfers = tiers.ledger, tiers, tiers.transfers
         self._running = running
         self._queue = queue
         self._admission = admission
@@ -119,11 +119,15 @@ class Planner:
 
     def plan(self, *, is_idle: bool) -> Flight | None:
         """The next step, or None when nothing can run before another step is committed. ``is_idle``: no step is in
-        flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on."""
+        flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on. A plan
+        without spans starts page moves, or waits for them."""
         # A sketch without spans has no appends either, so it can be thrown away. Retracting while a step is in flight
-        # would be premature: its commit may end requests and free their pages.
+        # would be premature: its commit may end requests and free their pages. So would it while pages move.
+        self._tiers.start_writing()
         sketch = self._compose()
-        while not sketch.requests:
+        while not sketch.requests and not self._transfers.has_unsent:
+            if is_idle and self._transfers.num_awaited:
+                break
             if not is_idle or not self._running.num_running:
                 return None
             self._retraction.retract_one()
@@ -222,13 +226,16 @@ class Planner:
             ledger.trim(request.holding, request.planned_len - request.num_unsure)
         if not ledger.reserve(len(growing)):
             # Where drafts are in flight, the page may not be needed at all: their commit tells, so these wait for it.
-            waiting = {request for request in growing if request.num_unsure}
+            # Pages under a ticket are freed when it ends.
+            waiting = {request for request in growing if request.num_unsure or ledger.limbo}
             ready = [request for request in ready if request not in waiting]
             growing = [request for request in growing if request not in waiting]
         # One victim at a time; it may be among the ready ones, and then they need fewer pages.
         while make_room(len(growing)):
             ready = [request for request in ready if request.state == State.DECODING]
             growing = [request for request in growing if request.state == State.DECODING]
+            if ledger.limbo:  # the victim's pages come back later
+                ready, growing = [request for request in ready if request not in growing], []
         for request in growing:
             ledger.grow(request.holding, request.planned_len + 1)
             ledger.take_appends(request.holding, request.row, sketch.appends)
@@ -304,7 +311,7 @@ class Planner:
                 length = self._add_chunk(sketch, request, budget)
                 assert length > 0, f"{request} was admitted without a page to start with"
                 budget -= length
-                room -= 1
+            room -= verdict is not Verdict.FOLLOWS
         queue.end_step()
 
     def _seal(self, sketch: Sketch) -> Flight:
@@ -331,6 +338,7 @@ class Planner:
             drafts=[verified.draft for verified in sketch.verified.values()],
             num_proposals=self._propose(sketch),
             last_tokens=[request.tokens[-1] for request in decodes],
+            moves=self._transfers.take_moves(),
         )
         self._next_step_id += 1
         self._limit.count_step()

@@ -23,13 +23,15 @@ def _pack(ids: list[int]) -> array[int]:
 
 
 class State(IntEnum):
-    """Where a request is in its life. A retracted request waits again, and resumes from all tokens known so far."""
+    """Where a request is in its life. A retracted request waits again, and resumes from all tokens known so far. One
+    that awaits pages has a row, and pages that are being filled from another tier or machine."""
 
     QUEUED = 0
     RETRACTED = 1
-    PREFILLING = 2
-    DECODING = 3
-    FINISHED = 4
+    AWAITING_PAGES = 2
+    PREFILLING = 3
+    DECODING = 4
+    FINISHED = 5
 
 
 class Request:
@@ -53,12 +55,12 @@ class Request:
     """
 
     __slots__ = (
-        "arrived_at", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers", "goal_len",
-        "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len", "max_output_len",
-        "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits", "num_unsure",
-        "origin", "path", "planned_len", "pooling", "priority", "prompt_len", "prompt_logprobs_len",
-        "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages", "state",
-        "stop_ids", "tokens", "wait_mark",
+        "arrived_at", "awaits_until", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers",
+        "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len",
+        "max_output_len", "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits",
+        "num_unsure", "origin", "page_keys", "path", "planned_len", "pooling", "priority", "prompt_len",
+        "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages",
+        "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
     )  # fmt: skip
 
     def __init__(self, submitted: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
@@ -105,6 +107,10 @@ class Request:
         self.num_shared_waits = 0
         self.hit_pages = 0  # prefix hit as of the tree's ``hit_version``, for the longest-prefix policy
         self.hit_version = -1
+        self.page_keys: list[bytes] = []  # names of its leading pages in tiers other than the device
+        self.tickets: set[int] = set()  # page moves that it waits for
+        self.awaits_until = 0.0  # by the scheduler's clock: then it computes instead
+        self.skips_tiers = False  # a copy has failed: it computes what the device does not have
 
     @property
     def known_len(self) -> int:
@@ -122,7 +128,7 @@ class Request:
     @property
     def is_running(self) -> bool:
         """Whether it has a row and pages."""
-        return self.state == State.PREFILLING or self.state == State.DECODING
+        return State.AWAITING_PAGES <= self.state <= State.DECODING
 
     def all_token_ids(self) -> list[int]:
         """Prompt and output; the caller must not change the list."""

@@ -25,6 +25,7 @@ class RunningSet:
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
         self.decoding: dict[Request, None] = {}
+        self.awaiting: dict[Request, None] = {}  # those with a row whose pages are on their way, by when they began
         self.shares: dict[tuple[str, ...], int] = {}  # running requests by each beginning of their path
         self.num_several: dict[int, int] = {}  # by length: such beginnings with two running requests or more
         self._unfinished: Counter[tuple[str, ...]] = Counter()  # by client
@@ -39,9 +40,10 @@ class RunningSet:
 
     @property
     def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
+        return len(self.prefilling) + len(self.decoding) + len(self.awaiting)
 
     def __iter__(self) -> Iterator[Request]:
+        yield from self.awaiting
         yield from self.prefilling
         yield from self.decoding
 
@@ -69,10 +71,22 @@ class RunningSet:
         del self.prefilling[request]
         self.decoding[request] = None
 
+    def await_pages(self, request: Request) -> None:
+        """A request that has just been given a row computes nothing before its pages have arrived."""
+        request.state = State.AWAITING_PAGES
+        del self.prefilling[request]
+        self.awaiting[request] = None
+
+    def resume(self, request: Request) -> None:
+        """Its pages have arrived: it prefills the rest."""
+        request.state = State.PREFILLING
+        del self.awaiting[request]
+        self.prefilling[request] = None
+
     def leave(self, request: Request, state: State) -> None:
         """Take the row away. The new epoch makes results of steps in flight void for this request."""
         if request.is_running:
-            del (self.prefilling if request.state == State.PREFILLING else self.decoding)[request]
+            del self._members(request.state)[request]
             self.rewired.pop(request, None)
             self._count_shares(request, -1)
             self._free_rows.append(request.row)
@@ -85,6 +99,11 @@ class RunningSet:
             del self.requests[request.request_id]
             if request.origin:
                 self._forget_one(request.origin[:-1])
+
+    def _members(self, state: State) -> dict[Request, None]:
+        if state == State.AWAITING_PAGES:
+            return self.awaiting
+        return self.prefilling if state == State.PREFILLING else self.decoding
 
     def _forget_one(self, client: tuple[str, ...]) -> None:
         self._unfinished[client] -= 1

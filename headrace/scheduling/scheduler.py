@@ -19,6 +19,7 @@ from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission, QueueLimits
+from headrace.scheduling.arrivals import Arrivals
 from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
@@ -31,6 +32,8 @@ from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
 from headrace.scheduling.speculation.costs import StepCosts
 from headrace.scheduling.speculation.policy import DraftPolicy
+from headrace.scheduling.tiering import Tiers
+from headrace.scheduling.transfers import Transfers
 
 _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
@@ -58,6 +61,7 @@ class Scheduler:
         self._counters = Counters()
         self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
+        self._tiers = Tiers(self._ledger, Transfers(), layout, clock)
         self._running = RunningSet(layout.max_rows)
         self._queue = WaitingQueue(
             # Late-bound: admission is built with the queue, below.
@@ -68,12 +72,12 @@ class Scheduler:
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
         self._admission = Admission(
-            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
+            tiers=self._tiers, running=self._running, queue=self._queue, sharing=self._sharing,
             counters=self._counters, max_model_len=layout.max_model_len, limits=QueueLimits.of(config), clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
         self._lifecycle = Lifecycle(
-            ledger=self._ledger, running=self._running, queue=self._queue, sharing=self._sharing,
+            tiers=self._tiers, running=self._running, queue=self._queue, sharing=self._sharing,
             drafting=self._drafting, forecast=forecast, counters=self._counters,
             hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
@@ -83,11 +87,15 @@ class Scheduler:
         )
         self._limit = StepLimit(max_step_tokens, num_stages)
         self._planner = Planner(
-            ledger=self._ledger, running=self._running, queue=self._queue, admission=self._admission,
+            tiers=self._tiers, running=self._running, queue=self._queue, admission=self._admission,
             retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
         )  # fmt: skip
         self._committer = Committer(
             lifecycle=self._lifecycle, sharing=self._sharing, drafting=self._drafting, counters=self._counters
+        )
+        self._arrivals = Arrivals(
+            tiers=self._tiers, running=self._running, lifecycle=self._lifecycle, admission=self._admission,
+            sharing=self._sharing, clock=clock,
         )
 
         self._flights: deque[Flight] = deque()  # oldest first; committed in this order
@@ -163,6 +171,7 @@ class Scheduler:
         """The next step; None when nothing can run now (commit what is in flight, or wait for requests)."""
         if len(self._flights) >= self.depth:
             return None
+        self._arrivals.expire()
         flight = self._planner.plan(is_idle=not self._flights)
         if flight is None:
             return None
@@ -174,9 +183,13 @@ class Scheduler:
         failure (see `fail`) are ignored. ``seconds``: for how long the device did nothing but this step; by the times
         of decodes alone it is decided how many drafts pay."""
         flight = self._take_flight(plan)
-        if seconds is not None and plan.num_decodes == len(plan.rows) and self._drafting.has_drafts:
+        if seconds is not None and plan.num_decodes == len(plan.rows) > 0 and self._drafting.has_drafts:
             self._drafting.note_time(plan.lengths, seconds, plan.num_proposals)
-        return [] if flight is None else self._committer.commit(flight, result)
+        if flight is None:
+            return []
+        outputs = self._committer.commit(flight, result)
+        self._arrivals.commit(result.arrived)
+        return outputs
 
     def fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
         """A step raised: its requests end with an error, and their pages are not stored in the prefix tree. The
@@ -207,6 +220,7 @@ class Scheduler:
         """Requeue all running requests and void all steps in flight: the executor's rows are gone."""
         for request in list(self._running):
             self._lifecycle.retract(request)
+        self._tiers.transfers.forget()
         self._running.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
@@ -222,9 +236,17 @@ class Scheduler:
     # -- state --------------------------------------------------------------------------------------------------
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._running.requests)
+
+    @property
     def has_work(self) -> bool:
-        """Whether any request has not ended or any step has not been committed."""
-        return bool(self._running.requests or self._flights)
+        """Whether any request has not ended, any step has not been committed or any page is still to be moved."""
+        tiers = self._tiers
+        return bool(
+            self._running.requests or self._flights or tiers.transfers.num_awaited or tiers.has_unwritten
+        )
 
     def reset_prefix_cache(self, *, retracts: bool = False) -> bool:
         """Drop all stored prefixes that no running request reads; True when none is left. With ``retracts`` running
@@ -233,6 +255,7 @@ class Scheduler:
         if retracts:
             assert not self._flights, "a step in flight would be computed over pages that are gone"
             self._forget_device()
+        self._tiers.clear()
         return self._ledger.tree.clear()
 
     def stats(self) -> EngineStats:
@@ -256,9 +279,11 @@ class Scheduler:
             steps_total=counters.steps,
             evicted_pages_total=tree.num_evicted,
             speculation=self._drafting.stats(),
+            host=self._tiers.stats(),
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every page, row and request is accounted for exactly once."""
         audit_requests(self._running, self._queue)
         audit_pages(self._ledger, self._running)
+        self._tiers.check()

@@ -19,7 +19,7 @@ import msgspec
 from headrace.base.errors import Conflict, EngineAsleep, EngineBroken, HeadraceError, OutOfDeviceMemory, StepFailed
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
-from headrace.base.step import StepPlan, StepResult
+from headrace.base.step import Arrival, StepPlan, StepResult
 from headrace.service.coordination import WaitingRoom, create_coordinators
 from headrace.service.executor import Executor, Pace, PendingStep
 
@@ -64,6 +64,9 @@ class _FailedLaunch:
 
     def result(self) -> StepResult:
         raise self._error
+
+    def take_arrived(self) -> list[Arrival]:
+        return []
 
 
 class Engine:
@@ -166,7 +169,7 @@ class Engine:
         ``retracts``: then they go back to the queue and resume from the tokens they have."""
         while self._in_flight:
             self._commit(self._outputs)
-        if self._scheduler.has_work and not retracts:
+        if self._scheduler.has_requests and not retracts:
             stats = self._scheduler.stats()
             raise Conflict(f"{stats.num_running + stats.num_queued} requests are running or waiting")
         is_clear = self._scheduler.reset_prefix_cache(retracts=True)
@@ -208,7 +211,8 @@ class Engine:
             self._fail([plan, *(p for p, _, _ in self._in_flight)], error, outputs)
         else:
             now = time.monotonic()
-            self._times.note(now - began, sum(plan.lengths))
+            if plan.rows:
+                self._times.note(now - began, sum(plan.lengths))
             # With a step in flight before it, this one began on the device when that was done.
             seconds, self._last_result_at = now - max(began, self._last_result_at), now
             outputs += self._scheduler.commit(plan, result, seconds=seconds)

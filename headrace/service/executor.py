@@ -12,7 +12,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
-from headrace.base.step import StepPlan, StepResult
+from headrace.base.step import Arrival, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
 """Called during start-up with a stage's name and the fraction done, in [0, 1]."""
@@ -34,6 +34,9 @@ class PendingStep(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step and return what it did; raises what the step raised."""
+
+    def take_arrived(self) -> list[Arrival]:
+        """Page moves of this rank that have ended by now and that no result has told: where nobody reads results."""
 
 
 class Executor(Protocol):

@@ -14,7 +14,7 @@ from headrace.base.config import CacheConfig, SchedulerConfig
 from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.base.step import PromptLogprobs, RowDraft, StepPlan, StepResult, TokenLogprobs
+from headrace.base.step import Arrival, PageMove, PromptLogprobs, RowDraft, StepPlan, StepResult, TokenLogprobs
 from headrace.scheduling.scheduler import Scheduler
 
 MODULUS = 2**61 - 1
@@ -77,6 +77,59 @@ class Row:
     host_len: int = 0  # tokens that spans other than decodes can read
 
 
+class FakeTiers:
+    """Host memory, and copies that take their time, fail in part, and leave garbage until they end. ``kv[g]`` is the
+    device's; ``host[g]`` has the fingerprints of a host page by offset."""
+
+    def __init__(self, kv: list[dict[tuple[int, int], int]], random_: random.Random):
+        self.kv, self.random = kv, random_
+        self.host: list[dict[int, dict[int, int]]] = [{} for _ in kv]
+        self.moving: dict[int, tuple[PageMove, list[dict[int, int]]]] = {}
+        self.failure_rate = self.delay_rate = 0.0
+        self.num_read = 0
+
+    def page(self, group: int, page: int) -> dict[int, int]:
+        return {offset: print_ for (own, offset), print_ in self.kv[group].items() if own == page}
+
+    def start(self, moves: list[PageMove]) -> None:
+        for move in moves:
+            assert move.ticket not in self.moving and len(move.source_pages) == len(move.target_pages) > 0
+            snapshot = []
+            if (move.source, move.target) == ("device", "host"):
+                snapshot = [self.page(move.group, page) for page in move.source_pages]
+                for page in move.target_pages:
+                    self.host[move.group][page] = {0: -1}
+            else:
+                assert (move.source, move.target) == ("host", "device")
+                self._spoil(move.group, move.target_pages)
+            self.moving[move.ticket] = move, snapshot
+
+    def _spoil(self, group: int, pages: list[int]) -> None:
+        for page in pages:
+            for offset in self.page(group, page):
+                self.kv[group][page, offset] = -2
+
+    def land(self) -> list[Arrival]:
+        """End some moves, in any order."""
+        tickets = [ticket for ticket in self.moving if self.random.random() >= self.delay_rate]
+        self.random.shuffle(tickets)
+        return [self._end(*self.moving.pop(ticket)) for ticket in tickets]
+
+    def _end(self, move: PageMove, snapshot: list[dict[int, int]]) -> Arrival:
+        failed = [i for i in range(move.num_pages) if self.random.random() < self.failure_rate]
+        for index, (source, target) in enumerate(zip(move.source_pages, move.target_pages, strict=True)):
+            if index in failed:
+                continue
+            if snapshot:
+                self.host[move.group][target] = snapshot[index]
+                continue
+            self.num_read += 1
+            self._spoil(move.group, [target])
+            for offset, print_ in self.host[move.group][source].items():
+                self.kv[move.group][target, offset] = print_
+        return Arrival(move.ticket, failed)
+
+
 class FakeRunner:
     """Executes at launch, as a device in plan order would; results are picked up later."""
 
@@ -91,13 +144,16 @@ class FakeRunner:
         self.last_step = -1
         self.random = random.Random(vocab)
         self.rate = 0.8  # of drafts that are right
+        self.tiers = FakeTiers(self.kv, self.random)
 
     def execute(self, plan: StepPlan, failed: set[str] = frozenset()) -> StepResult:
         """Apply the plan in the documented order, check every read, and draw tokens."""
         assert plan.step_id == self.last_step + 1
         self.last_step = plan.step_id
+        self.tiers.start(plan.moves)
         self._apply_changes(plan)
-        assert len(set(plan.rows)) == len(plan.rows) == len(plan.begins) == len(plan.lengths) == len(plan.samples) > 0
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.begins) == len(plan.lengths) == len(plan.samples)
+        assert plan.rows or self.tiers.moving, "a plan that does nothing"
         written: set[tuple[int, int, int]] = set()
         drafts = {draft.row: draft for draft in plan.drafts}
         assert drafts.keys() <= set(plan.rows[: plan.num_decodes]), "drafts of a row that does not decode"
@@ -132,7 +188,8 @@ class FakeRunner:
                 guesses += self._guess(row_id, row)
         has_drafts = max(counts, default=0) > 1 or any(length > 1 for length in plan.lengths[: plan.num_decodes])
         return StepResult(
-            plan.step_id, tokens, None, prompts, broken, pooled, drafts=guesses, counts=counts if has_drafts else []
+            plan.step_id, tokens, None, prompts, broken, pooled, drafts=guesses, counts=counts if has_drafts else [],
+            arrived=self.tiers.land(),
         )
 
     def _sample(self, row: Row) -> int:
@@ -185,6 +242,7 @@ class FakeRunner:
     def reset(self) -> None:
         """Forget all rows, as the executor does after a failed step."""
         self.rows.clear()
+        self.tiers.moving.clear()
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for row_id in plan.releases:
@@ -344,15 +402,16 @@ class FakeEngine:
 def make_layout(
     num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0,
     window_pages: int = 0, full: bool = True,
-    soft_pages: int = 0,
+    soft_pages: int = 0, host_pages: int = 0, store_pages: int = 8,
 ) -> CacheLayout:
     """A full group, a window group when ``window`` is given, or the latter alone."""
-    groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages, soft_pages)] if full else []
+    tiers = (host_pages, store_pages)
+    groups = [CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], num_pages, soft_pages, *tiers)] if full else []
     if window:
         groups.append(
             CacheGroup(
                 CacheSpec("sliding_window", 1, 8, 8, "float32", window=window), [1], window_pages or num_pages,
-                soft_pages
+                soft_pages, *tiers
             )
         )
     return CacheLayout(page_size, max_rows, max_model_len, groups)

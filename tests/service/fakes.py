@@ -59,6 +59,9 @@ class FakePending:
     outcome: StepResult | Exception
     delay_s: float = 0.0
 
+    def take_arrived(self) -> list:
+        return []
+
     def result(self) -> StepResult:
         if self.delay_s:
             time.sleep(self.delay_s)

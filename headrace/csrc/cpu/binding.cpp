@@ -10,6 +10,7 @@
 #include "bind_layers.h"
 #include "bind_pack.h"
 #include "bind_packed.h"
+#include "bind_pages.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
 #include "bind_sample.h"
@@ -35,6 +36,7 @@ STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   headrace::define_layers(m);
   headrace::define_pack(m);
   headrace::define_packed(m);
+  headrace::define_pages(m);
   headrace::define_rope(m);
   headrace::define_rows(m);
   headrace::define_sample(m);
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_layers(m);
   headrace::implement_pack(m);
   headrace::implement_packed(m);
+  headrace::implement_pages(m);
   headrace::implement_rope(m);
   headrace::implement_rows(m);
   headrace::implement_sample(m);

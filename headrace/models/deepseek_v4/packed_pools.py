@@ -12,7 +12,7 @@ import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.kernels.block_scaled.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
-from headrace.memory.pools import Pool, allocate_zeros
+from headrace.memory.pools import PagePart, Pool, allocate_zeros
 from headrace.models.deepseek_v4.layout import (
     GROUP,
     INDEX_SCALE_BYTES,
@@ -53,6 +53,11 @@ class _PackedPool(Pool):
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(values [P, S, bytes], scales [P, S, bytes])`` of a layer, uint8, strided."""
         return self._views[layer]
+
+    @property
+    def parts(self) -> list[PagePart]:
+        """Packed pages, layer by layer."""
+        return [PagePart(layer, "packed", pages) for layer, pages in self._layers.items()]
 
 
 class PackedVectorPool(_PackedPool):

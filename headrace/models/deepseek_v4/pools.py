@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.memory.pools import Pool, allocate_zeros, torch_dtype
+from headrace.memory.pools import PagePart, Pool, allocate_zeros, torch_dtype
 from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
 
 
@@ -26,6 +26,11 @@ class VectorPool(Pool):
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The vectors of a layer, as keys and as values (one tensor)."""
         return self._layers[layer], self._layers[layer]
+
+    @property
+    def parts(self) -> list[PagePart]:
+        """Vectors, layer by layer."""
+        return [PagePart(layer, "vectors", vectors) for layer, vectors in self._layers.items()]
 
 
 class StatePool(Pool):
@@ -49,3 +54,12 @@ class StatePool(Pool):
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(values, gates)`` of a layer."""
         return self._layers[layer]
+
+    @property
+    def parts(self) -> list[PagePart]:
+        """Values and gates, layer by layer."""
+        return [
+            PagePart(layer, name, tensor)
+            for layer, tensors in self._layers.items()
+            for name, tensor in zip(("values", "gates"), tensors, strict=True)
+        ]

@@ -26,9 +26,10 @@ class Holding:
     ``capacity`` is how many tokens the tables have room for. Entries from ``unsent[g]`` on are not on the device yet.
     ``peaks[g]`` is the most pages the request is expected to hold at once; the difference to what it holds now is
     promised to it, so that admission does not give it to others. A promise is a count, not particular pages.
+    ``arriving``: by ticket of a page move, the group and the entries ``(begin, end)`` of own pages that it writes.
     """
 
-    __slots__ = ("capacity", "firsts", "node", "peaks", "stored", "tables", "unsent")
+    __slots__ = ("arriving", "capacity", "firsts", "node", "peaks", "stored", "tables", "unsent")
 
     def __init__(self, node: Node, tables: list[list[int]], firsts: list[int], peaks: list[int]):
         self.node = node
@@ -38,6 +39,7 @@ class Holding:
         self.peaks = peaks
         self.unsent = list(firsts)  # entries before ``firsts`` need no sending: the device clears a row at its start
         self.capacity = 0
+        self.arriving: dict[int, tuple[int, int, int]] = {}
 
     def num_promised(self, group: int) -> int:
         """Pages of the peak that are not held yet; 0 for a request that has outgrown its forecast."""
@@ -46,7 +48,8 @@ class Holding:
 
 class CacheLedger:
     """Hands out pages and takes them back. In each group every page but the null page has exactly one owner at any
-    time: the free list, one holding, or the tree. ``promised[g]`` is the sum of `Holding.num_promised` over all
+    time: the free list, one holding, the tree, or a ticket: ``limbo`` has the pages that a page move still writes for a
+    holding that was closed. ``promised[g]`` is the sum of `Holding.num_promised` over all
     holdings; every change of a table must update it."""
 
     def __init__(self, layout: CacheLayout, *, use_prefixes: bool):
@@ -58,6 +61,7 @@ class CacheLedger:
         self.accounts = [PageAccounts(group.num_pages, group.soft_pages) for group in layout.groups]
         self.tree = PrefixTree(self.policies, layout.page_size, self.accounts)
         self.promised = [0] * len(self.policies)
+        self.limbo: dict[int, tuple[int, list[int]]] = {}  # by ticket: group and pages
 
     @property
     def keeps_nothing(self) -> bool:
@@ -89,12 +93,16 @@ class CacheLedger:
     def reserve(self, count: int) -> bool:
         """Make ``count`` pages free in every group, evicting from the tree; False, with nothing evicted, if that cannot
         be enough. Evicts more than it must where that spares memory that was never in use."""
+        return self._reserve_each([count] * len(self.accounts))
+
+    def _reserve_each(self, counts: list[int]) -> bool:
+        """`reserve` with a count for every group."""
         tree = self.tree
         # All groups are checked before any evicts. Evicting for one may free pages of others too, never take any.
-        shortages = [count - account.num_free for account in self.accounts]
-        if any(short > evictable for short, evictable in zip(shortages, tree.num_evictable, strict=True)):
-            return False
-        for group, account in enumerate(self.accounts):
+        for count, account, evictable in zip(counts, self.accounts, tree.num_evictable, strict=True):
+            if count - account.num_free > evictable:
+                return False
+        for group, (count, account) in enumerate(zip(counts, self.accounts, strict=True)):
             excess = account.count_excess(count)
             if excess:
                 tree.evict(group, excess)
@@ -137,6 +145,34 @@ class CacheLedger:
             self.promised[group] += holding.num_promised(group) - before
         holding.capacity += count * self.page_size
 
+    def extend(self, holding: Holding, num_pages: int) -> list[tuple[int, int]] | None:
+        """Add own pages for a prefix of ``num_pages`` whole pages that is about to arrive from elsewhere: in each group
+        those that a hit of that length needs. Returns by group the entries ``(begin, end)`` to be filled, or None, with
+        nothing done, when there are no pages. Entries of shorter hits that a longer one does not need are freed."""
+        length = num_pages * self.page_size
+        firsts = [policy.first_needed(length) for policy in self.policies]
+        begins = [max(first, len(table)) for first, table in zip(firsts, holding.tables, strict=True)]
+        if not self._reserve_each([max(0, num_pages - begin) for begin in begins]):
+            return None
+        self.trim(holding, length)
+        for group, (table, begin) in enumerate(zip(holding.tables, begins, strict=True)):
+            before = holding.num_promised(group)
+            table += [NULL_PAGE] * (begin - len(table))
+            if firsts[group] > holding.firsts[group]:
+                holding.firsts[group] = firsts[group]
+                holding.unsent[group] = max(holding.unsent[group], firsts[group])
+            table += self.accounts[group].take(num_pages - begin)
+            self.promised[group] += holding.num_promised(group) - before
+        holding.capacity = length
+        return [(begin, num_pages) for begin in begins]
+
+    def end_ticket(self, holding: Holding, ticket: int) -> None:
+        """Nothing writes the ticket's pages any more: those of a closed holding become free."""
+        holding.arriving.pop(ticket, None)
+        if ticket in self.limbo:
+            group, pages = self.limbo.pop(ticket)
+            self.accounts[group].give(pages)
+
     def trim(self, holding: Holding, begin: int) -> None:
         """Free the pages that no position from ``begin`` on reads. Pages that a prefix hit at the latest page border
         would need are kept too, or the prefix could never be reused where it ends."""
@@ -174,11 +210,17 @@ class CacheLedger:
         return any(spare)
 
     def close(self, holding: Holding) -> None:
-        """Free the holding's own pages and unpin its stored ones, which become evictable once no other pins them. The
-        holding must not be used afterwards."""
+        """Free the holding's own pages and unpin its stored ones, which become evictable once no other pins them. Pages
+        under a ticket stay in ``limbo`` until it ends. The holding must not be used afterwards."""
         for group, table in enumerate(holding.tables):
             self.promised[group] -= holding.num_promised(group)
-            self._free(holding, group, holding.firsts[group], len(table))
+            last = len(table)
+            for ticket, (own_group, begin, end) in holding.arriving.items():
+                if own_group == group:  # what arrives is always the table's end
+                    self.limbo[ticket] = group, table[begin:end]
+                    last = min(last, begin)
+            self._free(holding, group, holding.firsts[group], last)
+        holding.arriving.clear()
         self.tree.release(holding.node)
 
     def take_appends(self, holding: Holding, row: int, appends: list[PageAppend]) -> None:

@@ -6,7 +6,7 @@ Refuses: knowing requests. Callers pin the pages they read and hold the node whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from headrace.scheduling.cache.groups import GroupPolicy
@@ -47,6 +47,7 @@ class PrefixTree:
         self.num_evictable = [0] * len(policies)
         self.num_evicted = 0
         self.version = 0  # changes when a match may have become longer
+        self.on_evicted: Callable[[int, list[int]], None] | None = None  # told group and pages that leave the tree
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -247,10 +248,7 @@ class PrefixTree:
         returns how many. Cutting a leaf's tail also frees what the other groups have for the same tokens."""
         freed = 0
         is_chained, queue = self._policies[group].is_chained, self._queues[group]
-        while freed < count:
-            node = queue.pop()
-            if node is None:
-                break
+        while freed < count and (node := queue.pop()) is not None:
             freed += (
                 self._cut_tail(node, group, count - freed) if is_chained
                 else self._drop_head(node, group, count - freed)
@@ -308,6 +306,8 @@ class PrefixTree:
     def _give_back(self, group: int, pages: list[int]) -> None:
         self.num_evictable[group] -= len(pages)
         self.num_evicted += len(pages)
+        if self.on_evicted is not None:
+            self.on_evicted(group, pages)
         self._accounts[group].give(pages)
 
     def _prune(self, node: Node) -> None:

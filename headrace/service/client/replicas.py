@@ -15,7 +15,7 @@ import msgspec
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
-from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats, TierStats
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
 
 logger = logging.getLogger(__name__)
@@ -134,10 +134,15 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     sums = {name: sum(getattr(one, name) for one in stats) for name in _NUMBERS}
     # replicas that divide experts see the same loads
     experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
-    return EngineStats(**sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts)
+    speculation, host = _sum_speculation([one.speculation for one in stats]), _sum_tiers([one.host for one in stats])
+    return EngineStats(**sums, speculation=speculation, experts=experts, host=host)
 
 
-_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name not in ("speculation", "experts"))
+_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name not in ("speculation", "experts", "host"))
+
+
+def _sum_tiers(stats: Sequence[TierStats]) -> TierStats:
+    return TierStats(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, stats), strict=True)))
 
 
 def _sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
 from headrace.base.messages import ErrorInfo, Place, Starting
-from headrace.base.step import StepPlan
+from headrace.base.step import Arrival, StepPlan
 from headrace.service.ranks.ring import RingPlace
 
 
@@ -90,13 +90,19 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     error: ErrorInfo | None = None
 
 
+class Moved(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
+    """Page moves have ended on this worker."""
+
+    arrived: list[Arrival]
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The worker cannot start or go on; it ends after this."""
 
     error: ErrorInfo
 
 
-FromWorker = Starting | RankReady | Done | Failed
+FromWorker = Starting | RankReady | Done | Moved | Failed
 
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_reply = msgspec.msgpack.Decoder(FromWorker).decode

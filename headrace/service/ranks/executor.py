@@ -12,13 +12,15 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import msgspec
+
 from headrace.base.admin import AcquireMemory, DevicePart, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineBroken, HeadraceError, PeerFailed
 from headrace.base.grammar import Grammar
 from headrace.base.messages import ErrorInfo, ExpertStats
-from headrace.base.step import StepPlan, StepResult
+from headrace.base.step import Arrival, StepPlan, StepResult
 from headrace.service.executor import Executor, Pace, PendingStep
 from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
 from headrace.service.ranks.gate import StepGate
@@ -27,18 +29,44 @@ from headrace.service.ranks.workers import Workers
 T = TypeVar("T")
 
 
+class _RankArrivals:
+    """Page moves end when they have ended on all ranks; what failed on any has failed."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._reports: dict[int, tuple[int, set[int]]] = {}  # by ticket: ranks that reported, and what failed
+
+    def merge(self, own: list[Arrival], others: list[Arrival]) -> list[Arrival]:
+        """Take the reports of this rank and of others; returns the moves that have ended everywhere."""
+        ended = []
+        for arrival in (*own, *others):
+            count, failed = self._reports.pop(arrival.ticket, (0, set()))
+            failed |= set(arrival.failed)
+            if count + 1 == self._size:
+                ended.append(Arrival(arrival.ticket, sorted(failed)))
+            else:
+                self._reports[arrival.ticket] = count + 1, failed
+        return ended
+
+
 class _PendingRanks:
     """A step of rank 0. Raises `EngineBroken` for whatever its launch and the step raise, and if a rank came too late
     for it. With ``is_late`` it is launched when its result is asked for, which is in the order of plans."""
 
-    def __init__(self, executor: Executor, plan: StepPlan, workers: Workers, *, is_late: bool):
-        self._executor, self._plan, self._workers = executor, plan, workers
+    def __init__(
+        self, executor: Executor, plan: StepPlan, workers: Workers, arrivals: _RankArrivals, *, is_late: bool
+    ):
+        self._executor, self._plan, self._workers, self._arrivals = executor, plan, workers, arrivals
         self._pending = None if is_late else self._guard(self._launch)
 
     def result(self) -> StepResult:
         """See `PendingStep`."""
         pending = self._pending = self._pending or self._guard(self._launch)
         return self._guard(lambda: self._read(pending))
+
+    def take_arrived(self) -> list[Arrival]:
+        """None: they come with results."""
+        return []
 
     def _launch(self) -> PendingStep:
         self._executor.check()
@@ -47,7 +75,8 @@ class _PendingRanks:
     def _read(self, pending: PendingStep) -> StepResult:
         result = pending.result()
         self._executor.check()
-        return result
+        arrived = self._arrivals.merge(result.arrived, self._workers.take_arrived())
+        return result if arrived == result.arrived else msgspec.structs.replace(result, arrived=arrived)
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:
@@ -73,6 +102,7 @@ class RankedExecutor(Pace):
         self._executor, self._workers, self._resources = executor, workers, resources
         self._gate = gate or StepGate()
         self.waker = self._gate.waker
+        self._arrivals = _RankArrivals(workers.size)
         self._may_record = True  # graphs may be missing; alike on all ranks
         # A CPU computes when it launches. This process has the last stage: it must not wait for the stages before while
         # there are plans to send to them.
@@ -111,7 +141,7 @@ class RankedExecutor(Pace):
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         self._workers.send(Execute(plan))
-        return _PendingRanks(self._executor, plan, self._workers, is_late=self._is_late)
+        return _PendingRanks(self._executor, plan, self._workers, self._arrivals, is_late=self._is_late)
 
     def check(self) -> None:
         """Of rank 0, before and after each step; the others check theirs."""

@@ -39,6 +39,7 @@ from headrace.service.ranks.commands import (
     Execute,
     Failed,
     FromWorker,
+    Moved,
     RankReady,
     RecordNext,
     Release,
@@ -113,7 +114,9 @@ class CommandLoop:
         executor = self._executor
         match command:
             case Execute(plan):
-                executor.execute(plan)
+                arrived = executor.execute(plan).take_arrived()
+                if arrived:
+                    self._line.send(Moved(arrived))
             case RecordNext():
                 executor.use_idle_moment()
             case Reset():

@@ -20,6 +20,7 @@ from typing import Any
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineBroken, HeadraceError, ModelError
 from headrace.base.messages import ErrorInfo, Starting, encode
+from headrace.base.step import Arrival
 from headrace.service.ending import end_with
 from headrace.service.executor import Progress
 from headrace.service.ranks.commands import (
@@ -29,6 +30,7 @@ from headrace.service.ranks.commands import (
     Done,
     Failed,
     FromWorker,
+    Moved,
     RankReady,
     decode_reply,
 )
@@ -70,10 +72,11 @@ class Workers:
         on_failure: Callable[[HeadraceError], Any] = end_with
     ):
         self.failure: HeadraceError | None = None
-        self._size, self._on_failure = size, on_failure
+        self.size, self._on_failure = size, on_failure
         self._stage, self._since = "importing", time.monotonic()  # of rank 0
         self._is_serving, self._doing = False, "idle"
         self._is_closing = threading.Event()
+        self._arrived: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
         self._changed = threading.Event()  # something changed that `await_ready` waits for
         self._watcher = threading.Thread(target=self._watch, name="worker-watch", daemon=True)
         self._hosts = launcher.launch(config, size)
@@ -96,7 +99,7 @@ class Workers:
             handle, host = worker.handle, worker.host
             address = host.address or self.address
             assignment = Assignment(
-                host.config, handle.rank, self._size, handle.place, address, port, self.num_hosts
+                host.config, handle.rank, self.size, handle.place, address, port, self.num_hosts
             )
             with contextlib.suppress(OSError):  # it is dead; the watcher says so
                 handle.line.sendall(frame(assignment))
@@ -146,6 +149,13 @@ class Workers:
                 with contextlib.suppress(queue.Empty):
                     answers.append(worker.answers.get(timeout=BEAT_S))
         return answers
+
+    def take_arrived(self) -> list[Arrival]:
+        """Page moves that ended on some worker since; each is reported by every one of them."""
+        arrived: list[Arrival] = []
+        while not self._arrived.empty():
+            arrived += self._arrived.get()
+        return arrived
 
     def close(self) -> None:
         """End all workers, by force if they take long; idempotent."""
@@ -207,6 +217,8 @@ class Workers:
                     self._changed.set()
                 case Done(error):
                     worker.answers.put(error)
+                case Moved(arrived):
+                    self._arrived.put(arrived)
                 case Failed(error):
                     worker.failure = error.to_error()
         return bool(data) and worker.failure is None

@@ -53,6 +53,20 @@ SPECULATION_COUNTERS = {
     "num_accepted_tokens": ("num_accepted_tokens", "Draft tokens that were right."),
 }
 
+TIER_GAUGES = {
+    "num_pages": ("pages", "Pages that it has room for, of all cache groups."),
+    "num_used_pages": ("used_pages", "Pages that it holds."),
+}
+
+TIER_COUNTERS = {
+    "written_pages_total": ("written_pages", "Pages written to it."),
+    "read_pages_total": ("read_pages", "Pages read back from it."),
+    "evicted_pages_total": ("evicted_pages", "Pages that gave way to others there."),
+    "failed_pages_total": ("failed_pages", "Pages whose copy to or from it failed; they are computed again."),
+    "hit_tokens_total": ("hit_tokens", "Prompt tokens that came from it."),
+    "late_total": ("late_requests", "Requests that computed because copies from it took too long."),
+}
+
 
 class EngineCollector(Collector):
     """Engine statistics as metrics, summed and by replica. ``stats`` and ``replicas`` are the latest snapshot;
@@ -78,6 +92,7 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(f"headrace_{metric}", doc, value=getattr(self.stats, name))
         yield from self._collect_speculation()
         yield from self._collect_experts()
+        yield from self._collect_tiers()
         yield from self._collect_replicas()
 
     def _collect_replicas(self) -> Iterable[Metric]:
@@ -109,6 +124,11 @@ class EngineCollector(Collector):
             by_position.add_metric((str(position),), count)
         yield by_position
 
+
+    def _collect_tiers(self) -> Iterable[Metric]:
+        for name, (metric, doc) in {**TIER_GAUGES, **TIER_COUNTERS}.items():
+            kind = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily
+            yield kind(f"headrace_host_cache_{metric}", f"Host memory: {doc}", value=getattr(self.stats.host, name))
 
     def _collect_experts(self) -> Iterable[Metric]:
         stats = self.stats.experts

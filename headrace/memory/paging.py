@@ -1,0 +1,42 @@
+"""`PageCopier`: whole pages of all cache groups as rows of bytes, all layers of a page in one call.
+
+Refuses: streams, threads and who owns which page. Calls work in order of the current stream.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.pages import GATHER_PAGES, SCATTER_PAGES, PageParts
+from headrace.memory.pools import Pool
+
+
+class PageCopier:
+    """Over the pools of one device, one per cache group. A row of bytes has a page's parts in the order of
+    `Pool.parts`, each contiguous."""
+
+    def __init__(self, pools: list[Pool], device: torch.device):
+        self.device = device
+        self._parts = [PageParts.of([part.tensor for part in pool.parts]) for pool in pools]
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        query = KernelQuery(device.type, "uint8", capability)
+        self._gather, self._scatter = GATHER_PAGES.choose(query), SCATTER_PAGES.choose(query)
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page of a group in all layers that are here."""
+        return self._parts[group].page_bytes
+
+    def gather(self, group: int, pages: list[int], rows: torch.Tensor, places: list[int]) -> None:
+        """Copy pages to ``rows`` [S, page bytes] uint8 on the device; page ``pages[i]`` to row ``places[i]``."""
+        self._gather(self._parts[group], self._upload(pages), rows, self._upload(places))
+
+    def scatter(self, group: int, pages: list[int], rows: torch.Tensor, places: list[int]) -> None:
+        """Copy rows to pages: the reverse of `gather`."""
+        self._scatter(self._parts[group], self._upload(pages), rows, self._upload(places))
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        on_host = torch.tensor(numbers, dtype=torch.int64)
+        if self.device.type != "cuda":
+            return on_host
+        return on_host.pin_memory().to(self.device, non_blocking=True)
