@@ -138,7 +138,7 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**sums, speculation=speculation, experts=experts, host=host)
 
 
-_NUMBERS = tuple(name for name in EngineStats.__struct_fields__ if name not in ("speculation", "experts", "host"))
+_NUMBERS = tuple(field.name for field in msgspec.structs.fields(EngineStats) if field.type is int)
 
 
 def _sum_tiers(stats: Sequence[TierStats]) -> TierStats:
