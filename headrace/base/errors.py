@@ -166,6 +166,13 @@ class PeerFailed(HeadraceError):
     status = 503
 
 
+class TransferFailed(HeadraceError):
+    """Pages could not be brought to another engine; the request can be computed anew."""
+
+    kind = "transfer_failed"
+    status = 503
+
+
 def error_from_kind(
     kind: str, message: str, *, param: str | None = None, retry_after: float | None = None
 ) -> HeadraceError:

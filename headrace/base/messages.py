@@ -11,7 +11,7 @@ import msgspec
 from headrace.base.adapters import AdapterStats
 from headrace.base.errors import HeadraceError, error_from_kind
 from headrace.base.pooling import PoolingFacts, PoolingSpec
-from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.step import TokenLogprobs
 
 
@@ -50,7 +50,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     ``namespace`` separates prefix caches (cache_salt); the engine adds the content of ``adapter``, which is the name of
     a loaded one, empty for the base model. ``deadline_s`` is seconds from arrival, None for no
     limit. Higher ``priority`` runs first under the priority policy. ``origin`` says who sent it, for fair shares: the
-    client, in one part or several, then its HTTP request; empty when there is only one client.
+    client, in one part or several, then its HTTP request; empty when there is only one client. ``transfer``: with which
+    engine its pages are exchanged, in an engine that has a role.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     pooling: PoolingSpec | None = None
     origin: tuple[str, ...] = ()
     adapter: str = ""
+    transfer: TransferSpec | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

@@ -107,12 +107,21 @@ class ReportParams(EndParams, kw_only=True, omit_defaults=True):
         return -1 in (self.logprobs, self.prompt_logprobs)
 
 
+class TransferSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's KV pages are exchanged between two engines: ``room`` names the exchange on both sides; a decode
+    engine fetches from the prefill engine whose transfer agent listens on ``host`` and ``port``."""
+
+    room: str
+    host: str = ""
+    port: int = 0
+
+
 class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     """A user's sampling parameters; names and meaning as in vLLM's class of the same name.
 
     temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``seed`` makes
     sampling reproducible whatever else runs. ``grammar`` confines the output; it ends where the grammar leaves nothing
-    to write, whatever ``min_tokens`` and ``ignore_eos`` say.
+    to write, whatever ``min_tokens`` and ``ignore_eos`` say. ``transfer``: with which engine KV pages are exchanged.
     """
 
     n: int = 1
@@ -128,6 +137,7 @@ class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     grammar: Grammar | None = None
+    transfer: TransferSpec | None = None
 
     def validate(self) -> SamplingParams:
         """Check every type and bound; raises `RequestError` naming the field. Returns self."""

@@ -30,6 +30,7 @@ from headrace.base.sampling import (
     StopSpec,
     ThinkingBudget,
     ThinkingLimit,
+    TransferSpec,
 )
 from headrace.service.tokenization.stop_patterns import compile_stops
 from headrace.service.tokenization.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def build_requests(
         EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}/{i}", prompt_token_ids=prompt,
             sampling=_sampling_spec(params, rules, penalties, seed, i), stop=stop, namespace=namespace,
-            priority=priority, deadline_s=deadline_s,
+            priority=priority, deadline_s=deadline_s, transfer=_transfer_of(params, i),
         )
         for i in range(params.n)
     ]
@@ -288,6 +289,12 @@ def _check_logprobs(params: SamplingParams, prompt_len: int, max_tokens: int, fa
                 f"{param} -1 returns {facts.vocab_size} logprobs for each of {positions} tokens; at most {most} tokens "
                 f"fit a response: {advice}, or ask for up to {MAX_TOP_LOGPROBS}", param=param
             )
+
+
+def _transfer_of(params: SamplingParams, choice: int) -> TransferSpec | None:
+    """Where a choice's pages are exchanged: each has a room of its own."""
+    spec = params.transfer
+    return spec if spec is None or params.n == 1 else msgspec.structs.replace(spec, room=f"{spec.room}/{choice}")
 
 
 def _wrap_64(value: int) -> int:

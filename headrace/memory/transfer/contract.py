@@ -1,0 +1,149 @@
+"""`TransferBackend`: the contract of what writes from one engine's region into that of another; `Region`, the memory
+itself; and the registry of backends.
+
+Refuses: deciding what is written where, and checksums: agents do both (service/transfer).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from headrace.base.errors import ConfigError, TransferFailed
+from headrace.base.registry import Registry
+
+ENTRY_POINT_GROUP = "headrace.transfer"
+
+
+class Copy(NamedTuple):
+    """Bytes from ``begin`` of our region on, written to ``target`` of the peer's."""
+
+    begin: int
+    target: int
+    num_bytes: int
+
+
+class Region:
+    """Memory that an engine, its agent and, on the same host, agents of peers map: a file without a name. ``data`` is
+    uint8 of its length. Memory is committed where it was written."""
+
+    def __init__(self, descriptor: int, num_bytes: int):
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self.data = np.frombuffer(self._map, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Region:
+        """A new one, of zeros. Raises `ConfigError` when the system has no room for it."""
+        try:
+            if sys.platform == "linux":
+                descriptor = os.memfd_create("headrace-transfer", os.MFD_CLOEXEC)
+            else:
+                with tempfile.TemporaryFile() as file:
+                    descriptor = os.dup(file.fileno())
+            os.ftruncate(descriptor, num_bytes)
+            return cls(descriptor, num_bytes)
+        except OSError as error:
+            raise ConfigError(f"no memory of {num_bytes} bytes for transfers: {error.strerror}") from error
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, in this process."""
+        return int(self.data.ctypes.data)
+
+    def check(self, begin: int, num_bytes: int) -> None:
+        """Raise `TransferFailed` for bytes outside of it."""
+        if begin < 0 or num_bytes < 0 or begin + num_bytes > self.num_bytes:
+            raise TransferFailed(f"bytes [{begin}, {begin + num_bytes}) are outside of a region of {self.num_bytes}")
+
+    def close(self) -> None:
+        """Unmap it here; others keep it. What still refers to ``data`` keeps the mapping, too."""
+        self.data = np.empty(0, dtype=np.uint8)
+        try:
+            self._map.close()
+        except BufferError:  # a tensor refers to it, and unmaps it when it goes
+            del self._map
+        os.close(self.descriptor)
+
+
+class Destination(Protocol):
+    """The region of one peer."""
+
+    def write(self, copies: Sequence[Copy]) -> None:
+        """Write, and return when everything is there. Called from a thread, one call at a time. Raises
+        `headrace.base.errors.TransferFailed`, after which nothing more is written."""
+
+    def close(self) -> None:
+        """Forget the peer; safe to call after it has died."""
+
+
+class TransferBackend(Protocol):
+    """Built once per agent over its region. Every call may raise `TransferFailed`, `__init__` `ConfigError`."""
+
+    def __init__(self, region: Region, options: Mapping[str, str]): ...
+
+    def handle(self) -> bytes:
+        """What a peer needs to `connect`."""
+
+    def connect(self, handle: bytes) -> Destination:
+        """Open a peer's region for writing. May block for some seconds."""
+
+    def close(self) -> None:
+        """End it; peers can no longer connect."""
+
+
+TRANSFER_BACKENDS: Registry[type[TransferBackend]] = Registry("transfer backend")
+
+TRANSFER_BACKENDS.add(
+    "shared-memory", "headrace.memory.transfer.shared_memory:SharedMemory",
+    doc="agents of one host map each other's regions"
+)
+TRANSFER_BACKENDS.add(
+    "nixl", "headrace.memory.transfer.nixl:NixlBackend", doc="NVIDIA's NIXL: RDMA or TCP by UCX; headrace[nixl]"
+)
+TRANSFER_BACKENDS.add(
+    "mooncake", "headrace.memory.transfer.mooncake:MooncakeBackend",
+    doc="Mooncake's TransferEngine: RDMA or TCP; headrace[mooncake]"
+)
+TRANSFER_BACKENDS.add(
+    "faulty", "headrace.memory.transfer.faulty:FaultyBackend",
+    doc="for tests: shared memory that delays, drops, duplicates, corrupts or refuses writes"
+)
+
+
+def split_backend(text: str) -> tuple[str, dict[str, str]]:
+    """``name``, or ``name?option=value&...``, as name and options; raises `ConfigError`."""
+    name, mark, query = text.partition("?")
+    try:
+        options = dict(parse_qsl(query, strict_parsing=True, keep_blank_values=True)) if mark else {}
+    except ValueError as error:
+        raise ConfigError(
+            f"a transfer backend is NAME or NAME?OPTION=VALUE&OPTION=VALUE, got {text!r}",
+            param="disaggregation_transfer_backend"
+        ) from error
+    return name, options
+
+
+def refuse_unknown(options: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for options that a backend does not have."""
+    for name in options:
+        if name not in known:
+            listing = ", ".join(known) or "none"
+            raise ConfigError(
+                f"unknown option {name!r} of the transfer backend; it has: {listing}",
+                param="disaggregation_transfer_backend"
+            )
+
+
+def create_backend(text: str, region: Region) -> TransferBackend:
+    """Build a backend by name and options; raises `PluginError` that lists the known names, or `ConfigError`."""
+    TRANSFER_BACKENDS.add_installed(ENTRY_POINT_GROUP)
+    name, options = split_backend(text)
+    return TRANSFER_BACKENDS.load(name)(region, options)

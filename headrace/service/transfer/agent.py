@@ -1,0 +1,164 @@
+"""The transfer agent: ``python -m headrace.service.transfer.agent``, started by an engine with a socket as its standard
+input. It exchanges pages with agents of other engines, and may die without harm to its engine; it ends with it.
+
+Refuses: torch, and deciding which pages go where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+
+from headrace.base import env
+from headrace.base.errors import HeadraceError
+from headrace.base.transfer import (
+    AgentOptions,
+    Alive,
+    Cancel,
+    Fetch,
+    FromAgent,
+    Hello,
+    Listening,
+    ToAgent,
+    decode_to_agent,
+)
+from headrace.memory.transfer.contract import Region, create_backend
+from headrace.service.ending import continue_when_orphaned, leave
+from headrace.service.transfer.fetching import Fetches
+from headrace.service.transfer.offering import Offers
+from headrace.service.transfer.wire import BEAT_S
+from headrace.service.transport import Frames, engine_line, frame
+
+logger = logging.getLogger(__name__)
+
+BIND_S = 5.0
+"""How long the port of an agent that has just ended may stay in use."""
+
+
+class EngineWatch:
+    """How long the engine has shown no sign of life: no message, and no processor time used."""
+
+    def __init__(self, parent: int):
+        self._process = psutil.Process(parent)
+        self._used_s, self._seen_at = 0.0, time.monotonic()
+
+    def note(self) -> None:
+        """The engine has sent something."""
+        self._seen_at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Seconds; call it every second or so."""
+        try:
+            times = self._process.cpu_times()
+        except psutil.Error:
+            return time.monotonic() - self._seen_at
+        if times.user + times.system > self._used_s:
+            self._used_s = times.user + times.system
+            self.note()
+        return time.monotonic() - self._seen_at
+
+
+class EngineLine(asyncio.Protocol):
+    """The line to the engine; when it ends, this process does."""
+
+    def __init__(self, take: Callable[[ToAgent], None]):
+        self._take = take
+        self._frames: Frames[ToAgent] = Frames(decode_to_agent)
+        self._transport: Any = None
+
+    def send(self, message: FromAgent) -> None:
+        """Send without waiting."""
+        self._transport.write(frame(message))
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        leave(0)
+
+
+class Agent:
+    """Joins the engine's line with both sides of transfers."""
+
+    def __init__(self, options: AgentOptions, region: Region):
+        self._options = options
+        backend = create_backend(options.backend, region)
+        name = options.backend.partition("?")[0]
+        self._hello = Hello(options.facts, options.epoch, name, backend.handle())
+        self._watch = EngineWatch(os.getppid())
+        self._line = EngineLine(self._take)
+        self._offers = Offers(self._hello, region, backend, self._line.send, self._watch.silent_s)
+        self._fetches = Fetches(self._hello, region, self._line.send)
+
+    async def run(self, line: socket.socket) -> None:
+        """Serve until the engine is gone."""
+        loop = asyncio.get_running_loop()
+        line.setblocking(False)
+        await loop.create_unix_connection(lambda: self._line, sock=line)
+        port = await self._listen() if self._options.host else 0
+        self._line.send(Listening(port))
+        while True:
+            self._line.send(Alive())
+            self._watch.silent_s()
+            await asyncio.sleep(BEAT_S)
+
+    async def _listen(self) -> int:
+        limit = time.monotonic() + BIND_S
+        while True:
+            try:
+                server = await asyncio.start_server(
+                    self._offers.serve, self._options.host, self._options.port, reuse_address=True
+                )
+                return int(server.sockets[0].getsockname()[1])
+            except OSError:
+                if time.monotonic() > limit:
+                    raise
+                await asyncio.sleep(0.1)
+
+    def _take(self, message: ToAgent) -> None:
+        self._watch.note()
+        if isinstance(message, Fetch):
+            self._fetches.fetch(message)
+            return
+        if isinstance(message, Cancel):
+            self._fetches.cancel(message.ticket)
+        self._offers.take(message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the engine ends; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="headrace.service.transfer.agent", description=__doc__)
+    parser.add_argument("options", help="AgentOptions as JSON")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=env.log_level().upper(), format="%(asctime)s %(levelname)s transfer agent: %(message)s"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides when this ends
+        signal.signal(number, signal.SIG_IGN)
+    continue_when_orphaned()
+    try:
+        options = msgspec.json.decode(arguments.options, type=AgentOptions)
+        agent = Agent(options, Region(options.descriptor, options.num_bytes))
+        asyncio.run(agent.run(engine_line()))
+    except (HeadraceError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,135 @@
+"""`AgentLine`: an engine's end of the line to its transfer agent, with the region that both map: starts the agent, and
+starts it anew, with an empty region, when it has died or hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.base.errors import ConfigError
+from headrace.base.transfer import AgentOptions, FromAgent, Listening, ToAgent, decode_from_agent
+from headrace.memory.transfer.contract import Region
+from headrace.service.spawn import spawn_process
+from headrace.service.transport import READ_BYTES, Frames, frame
+
+logger = logging.getLogger(__name__)
+
+AGENT_MODULE = "headrace.service.transfer.agent"
+SILENCE_S = 6.0
+"""An agent says something every second; one that does not for so long hangs."""
+FIRST_START_S = 30.0
+LEAST_LIFE_S = 1.0
+"""At most one start a second."""
+
+
+class AgentLine:
+    """``attach`` is called with every new region and its epoch, before anything is sent. All calls come from the
+    engine's thread, and none blocks but `start`."""
+
+    def __init__(self, options: AgentOptions, attach: Callable[[Region, int], None]):
+        self.is_up = False
+        self.epoch = 0
+        self.num_restarts = 0
+        self._options, self._attach = options, attach
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._region: Region | None = None
+        self._frames: Frames[FromAgent] = Frames(decode_from_agent)
+        self._began_at = self._heard_at = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the agent."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def descriptor(self) -> socket.socket | None:
+        """Readable when the agent has said something, or has died; None while there is no agent."""
+        return self._line
+
+    def start(self) -> None:
+        """Start the first agent and wait until it listens; raises `ConfigError` when it cannot."""
+        self._spawn()
+        limit = time.monotonic() + FIRST_START_S
+        while not self.is_up:
+            if self._process is None or self._process.poll() is not None or time.monotonic() > limit:
+                self.close()
+                raise ConfigError(
+                    "the transfer agent did not start, its last lines say why; see disaggregation_transfer_backend and "
+                    "disaggregation_bootstrap_port", param="disaggregation_bootstrap_port"
+                )
+            self.poll()
+            time.sleep(0.01)
+
+    def send(self, message: ToAgent) -> None:
+        """Send; an agent that cannot take it is given up, which `poll` notices."""
+        if self._line is None:
+            return
+        data = frame(message)
+        try:
+            is_sent = self._line.send(data, socket.MSG_DONTWAIT) == len(data)
+        except OSError:
+            is_sent = False
+        if not is_sent:
+            self._give_up("it takes no messages")
+
+    def poll(self) -> list[FromAgent]:
+        """What the agent said since the last call. Notices an agent that has died or hangs, and starts another one."""
+        messages: list[FromAgent] = []
+        while self._line is not None:
+            try:
+                data = self._line.recv(READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self._give_up("it has died")
+                break
+            self._heard_at = time.monotonic()
+            messages += self._frames.feed(data)
+        if any(isinstance(message, Listening) for message in messages):
+            self.is_up = True
+        now = time.monotonic()
+        if self._line is not None and self.is_up and now - self._heard_at > SILENCE_S:
+            self._give_up(f"it has said nothing for {SILENCE_S:g} s")
+        if self._line is None and self._process is None and now - self._began_at > LEAST_LIFE_S:
+            self.num_restarts += 1
+            self._spawn()
+        return messages
+
+    def close(self) -> None:
+        """End the agent."""
+        self.is_up = False
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def _spawn(self) -> None:
+        self._began_at = self._heard_at = time.monotonic()
+        region = self._region = Region.create(self._options.num_bytes)
+        self.epoch = secrets.randbits(63)
+        options = msgspec.structs.replace(self._options, descriptor=region.descriptor, epoch=self.epoch)
+        self._frames = Frames(decode_from_agent)
+        self._attach(region, self.epoch)
+        self._process, self._line = spawn_process(
+            AGENT_MODULE, [msgspec.json.encode(options).decode()], [region.descriptor]
+        )
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning("the transfer agent is started anew: %s", reason)
+        self.close()

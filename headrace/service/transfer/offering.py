@@ -1,0 +1,299 @@
+"""`Offers`: the prefill side of an agent: what its engine offers, and the links of decode agents that fetch it.
+
+Refuses: knowing pages; it writes spans of leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.base.errors import TransferFailed
+from headrace.base.transfer import (
+    Alive,
+    Cancel,
+    Completed,
+    Done,
+    Failed,
+    Filled,
+    FirstTokens,
+    FromAgent,
+    Hello,
+    Offer,
+    Refusal,
+    Released,
+    Span,
+    Stop,
+    Stopped,
+    Want,
+    Written,
+    decode_from_decode,
+)
+from headrace.memory.transfer.contract import Copy, Destination, Region, TransferBackend
+from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, PeerLine
+
+logger = logging.getLogger(__name__)
+
+OFFER_S = 5.0
+"""How long a decode agent may ask for a room before it is offered: a router sends both requests at once."""
+LEASE_S = 30.0
+"""How long complete pages wait for somebody who wants them."""
+MOST_WAITING = 1 << 14
+MOST_FAILED = 1 << 10
+
+
+@dataclass(eq=False)
+class _Room:
+    offer: Offer
+    spans: list[Span] = field(default_factory=list)
+    first: FirstTokens | None = None
+    failure: str = ""
+    is_taken: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_open(self) -> bool:
+        return self.first is None and not self.failure
+
+
+@dataclass(eq=False)
+class _Delivery:
+    want: Want
+    is_stopped: bool = False
+    room: _Room | None = None
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        if self.room is not None:
+            self.room.changed.set()
+
+
+class Offers:
+    """``report`` tells the engine. ``silence``: seconds for which the engine has shown no sign of life."""
+
+    def __init__(
+        self, hello: Hello, region: Region, backend: TransferBackend, report: Callable[[FromAgent], None],
+        silence: Callable[[], float],
+    ):
+        self._hello, self._region, self._backend = hello, region, backend
+        self._report, self._silence = report, silence
+        self._rooms: dict[str, _Room] = {}
+        self._tickets: dict[int, _Room] = {}
+        self._asked: dict[str, asyncio.Future[_Room]] = {}  # rooms that were wanted before they were offered
+        self._failed: dict[str, str] = {}  # rooms that failed before they were wanted, latest last
+
+    def take(self, message: Offer | Filled | Completed | Cancel) -> None:
+        """A message of the engine."""
+        if isinstance(message, Offer):
+            self._add(message)
+            return
+        room = self._tickets.get(message.ticket)
+        if room is None:  # delivered or expired meanwhile
+            return
+        match message:
+            case Filled():
+                room.spans += message.spans
+            case Completed():
+                room.first = message.first
+            case Cancel():
+                room.failure = message.reason
+        room.changed.set()
+        if not room.is_open and not room.is_taken:
+            if room.failure:
+                self._failed[room.offer.room] = room.failure
+                if len(self._failed) > MOST_FAILED:
+                    del self._failed[next(iter(self._failed))]
+                self._end(room, room.failure)
+            else:
+                asyncio.get_running_loop().call_later(LEASE_S, self._expire, room)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One link, from its greeting to its end."""
+        address = writer.get_extra_info("peername") or ("a peer",)
+        line = PeerLine(reader, writer, f"decode agent at {address[0]}")
+        try:
+            destination = await self._greet(line)
+        except (TransferFailed, TimeoutError) as error:
+            logger.warning("%s gets nothing: %s", line.name, error or "it did not greet in time")
+            line.send(Refusal(str(error) or "no greeting"))
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(writer.drain(), HELLO_S)
+            writer.close()
+            return
+        try:
+            await _Link(self, line, destination).run()
+        except TransferFailed as error:
+            logger.info("%s", error)
+        finally:
+            line.close()
+
+    async def _greet(self, line: PeerLine) -> Destination:
+        hello = await line.receive(decode_from_decode, HELLO_S, MAX_HELLO_BYTES)
+        if not isinstance(hello, Hello):
+            raise TransferFailed("the first message must be a greeting")
+        if (hello.version, hello.backend) != (self._hello.version, self._hello.backend):
+            raise TransferFailed(
+                f"it has version {hello.version} and transfer backend {hello.backend}, here it is "
+                f"{self._hello.version} and {self._hello.backend}"
+            )
+        differences = hello.facts.find_differences(self._hello.facts)
+        if differences:
+            raise TransferFailed(differences)
+        destination = await asyncio.to_thread(self._backend.connect, hello.handle)
+        line.send(self._hello)
+        return destination
+
+    async def find(self, delivery: _Delivery) -> _Room:
+        """The room that is wanted, now or within `OFFER_S`; raises `TransferFailed`."""
+        want = delivery.want
+        room = self._rooms.get(want.room) or await self._await_offer(want.room)
+        if room.is_taken:
+            raise TransferFailed("the room was fetched already")
+        if (room.offer.prompt, room.offer.num_bytes) != (want.prompt, want.num_bytes):
+            raise TransferFailed("the two requests of the room have different prompts")
+        room.is_taken, delivery.room = True, room
+        return room
+
+    async def _await_offer(self, name: str) -> _Room:
+        if name in self._failed:
+            raise TransferFailed(self._failed.pop(name))
+        if len(self._asked) >= MOST_WAITING or name in self._asked:
+            raise TransferFailed("the room is wanted twice, or too many are")
+        asked = self._asked[name] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(asked, OFFER_S)
+        except TimeoutError:
+            raise TransferFailed(f"the prefill engine got no such request within {OFFER_S:g} s") from None
+        finally:
+            del self._asked[name]
+
+    def write(self, room: _Room, destination: Destination, want: Want, spans: list[Span]) -> list[int]:
+        """Write spans of a room into a peer's lease; returns their checksums. Called in a thread."""
+        begin, data = room.offer.begin, self._region.data
+        sums = [zlib.crc32(data[begin + start : begin + start + size].data) for start, size in spans]
+        destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
+        return sums
+
+    def end(self, room: _Room, reason: str = "") -> None:
+        """A delivery is over: nobody reads the lease any more."""
+        self._end(room, reason)
+
+    @property
+    def engine_silent_s(self) -> float:
+        """For how long the engine has done nothing, although a room is not complete."""
+        return self._silence() if any(room.is_open for room in self._tickets.values()) else 0.0
+
+    def _add(self, offer: Offer) -> None:
+        if offer.room in self._rooms:
+            self._report(Released(offer.ticket, f"room {offer.room} is in use by another request"))
+            return
+        self._failed.pop(offer.room, None)
+        room = self._rooms[offer.room] = self._tickets[offer.ticket] = _Room(offer)
+        asked = self._asked.get(offer.room)
+        if asked is not None and not asked.done():
+            asked.set_result(room)
+
+    def _expire(self, room: _Room) -> None:
+        if not room.is_taken and room.offer.ticket in self._tickets:
+            self._end(room, f"nobody fetched the pages within {LEASE_S:g} s")
+
+    def _end(self, room: _Room, reason: str) -> None:
+        if self._tickets.pop(room.offer.ticket, None) is not None:
+            del self._rooms[room.offer.room]
+            self._report(Released(room.offer.ticket, reason))
+
+
+class _Link:
+    """A decode agent that has proved to fit."""
+
+    def __init__(self, offers: Offers, line: PeerLine, destination: Destination):
+        self._offers, self._line, self._destination = offers, line, destination
+        self._deliveries: dict[int, _Delivery] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # a destination takes one write at a time
+
+    async def run(self) -> None:
+        """Until the peer is gone. Leaves no write behind."""
+        beat = asyncio.create_task(self._beat())
+        try:
+            while True:
+                message = await self._line.receive(decode_from_decode)
+                if isinstance(message, Want):
+                    self._begin(message)
+                elif isinstance(message, Stop):
+                    self._stop(message.ticket)
+                else:
+                    raise TransferFailed(f"{self._line.name} greeted twice")
+        finally:
+            beat.cancel()
+            for delivery in self._deliveries.values():
+                delivery.stop()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            self._destination.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self._line.send(Alive(self._offers.engine_silent_s))
+            await asyncio.sleep(BEAT_S)
+
+    def _begin(self, want: Want) -> None:
+        if want.ticket in self._deliveries or len(self._deliveries) >= MOST_WAITING:
+            raise TransferFailed(f"{self._line.name} uses a ticket twice, or too many")
+        delivery = self._deliveries[want.ticket] = _Delivery(want)
+        task = asyncio.create_task(self._deliver(delivery))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _stop(self, ticket: int) -> None:
+        delivery = self._deliveries.get(ticket)
+        if delivery is None:  # it has ended, or never began
+            self._line.send(Stopped(ticket))
+        else:
+            delivery.stop()
+
+    async def _deliver(self, delivery: _Delivery) -> None:
+        ticket, room = delivery.want.ticket, None
+        try:
+            room = await self._offers.find(delivery)
+            await self._write_all(delivery, room)
+            if delivery.is_stopped:
+                self._offers.end(room, "the decode engine gave it up")
+            elif room.failure or room.first is None:
+                raise TransferFailed(room.failure)
+            else:
+                self._line.send(Done(ticket, room.first))
+                self._offers.end(room)
+        except TransferFailed as error:
+            if room is not None:
+                self._offers.end(room, error.message)
+            if not delivery.is_stopped:
+                self._line.send(Failed(ticket, error.message))
+        finally:
+            del self._deliveries[ticket]
+            if delivery.is_stopped:
+                self._line.send(Stopped(ticket))
+
+    async def _write_all(self, delivery: _Delivery, room: _Room) -> None:
+        """Write what is filled, as it is filled, to the end or until the delivery is stopped."""
+        num_done = 0
+        while not delivery.is_stopped:
+            room.changed.clear()
+            spans = room.spans[num_done:]
+            if spans:
+                async with self._turn:
+                    sums = await asyncio.to_thread(
+                        self._offers.write, room, self._destination, delivery.want, spans
+                    )
+                self._line.send(Written(delivery.want.ticket, spans, sums))
+                num_done += len(spans)
+            elif not room.is_open:
+                return
+            else:
+                await room.changed.wait()
+
+

@@ -1,0 +1,107 @@
+"""What carries pages between regions: bytes arrive where they should, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from headrace.base.errors import ConfigError, PluginError, TransferFailed
+from headrace.memory.transfer.contract import TRANSFER_BACKENDS, Copy, Region, create_backend, split_backend
+
+SIZE = 1 << 20
+NEEDS = {"nixl": ("nixl_cu13", "nixl"), "mooncake": ("mooncake",)}
+BACKENDS = ["shared-memory", "faulty", "nixl", "mooncake"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    modules = NEEDS.get(request.param)
+    if modules and not any(importlib.util.find_spec(module) for module in modules):
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+@pytest.fixture
+def regions() -> Iterator[tuple[Region, Region]]:
+    pair = Region.create(SIZE), Region.create(SIZE)
+    yield pair
+    for region in pair:
+        region.close()
+
+
+def test_all_backends_are_tested_here():
+    assert set(TRANSFER_BACKENDS.names()) == set(BACKENDS)
+
+
+def test_bytes_arrive_where_they_should(backend, regions):
+    source, target = regions
+    here, there = create_backend(backend, source), create_backend(backend, target)
+    destination = here.connect(there.handle())
+    generator = np.random.default_rng(0)
+    source.data[:] = generator.integers(0, 256, SIZE, dtype=np.uint8)
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    copies = [Copy(0, 1000, 1), Copy(5, 4096, 70_000), Copy(300_000, 200_000, 65_536), Copy(SIZE - 10, SIZE - 10, 10)]
+    for copy in copies:
+        expected[copy.target : copy.target + copy.num_bytes] = source.data[copy.begin : copy.begin + copy.num_bytes]
+    destination.write(copies)
+    assert (target.data == expected).all()
+    destination.write([Copy(10, 10, 100)])  # a second time, over the same connection
+    assert (target.data[10:110] == source.data[10:110]).all()
+    destination.close()
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("copy", [
+    Copy(0, SIZE - 5, 10), Copy(SIZE - 5, 0, 10), Copy(-1, 0, 10), Copy(0, -1, 10), Copy(0, 0, SIZE + 1),
+])
+def test_writes_outside_of_a_region_are_refused(backend, regions, copy):
+    source, target = regions
+    here, there = create_backend(backend, source), create_backend(backend, target)
+    destination = here.connect(there.handle())
+    source.data[:] = 1
+    with pytest.raises(TransferFailed, match=r"outside"):
+        destination.write([copy])
+    assert not target.data.any()
+    destination.close()
+    here.close()
+    there.close()
+
+
+def test_a_handle_that_is_none_is_refused(backend, regions):
+    here = create_backend(backend, regions[0])
+    with pytest.raises(TransferFailed):
+        here.connect(b"\xc1 no handle")
+    here.close()
+
+
+def test_shared_memory_of_a_backend_that_ended_is_not_found(regions):
+    here, there = (create_backend("shared-memory", region) for region in regions)
+    handle = there.handle()
+    there.close()
+    with pytest.raises(TransferFailed, match="must be on this host"):
+        here.connect(handle)
+    here.close()
+
+
+def test_backend_options():
+    assert split_backend("nixl?backends=UCX,POSIX&x=") == ("nixl", {"backends": "UCX,POSIX", "x": ""})
+    with pytest.raises(ConfigError, match=r"NAME\?OPTION=VALUE"):
+        split_backend("nixl?backends")
+    region = Region.create(4096)
+    with pytest.raises(ConfigError, match="unknown option 'speed'"):
+        create_backend("shared-memory?speed=9", region)
+    with pytest.raises(PluginError, match=r"known: .*shared-memory"):
+        create_backend("carrier-pigeon", region)
+    region.close()
+
+
+def test_regions_check_their_bounds():
+    region = Region.create(4096)
+    region.check(0, 4096)
+    with pytest.raises(TransferFailed, match="outside"):
+        region.check(4000, 97)
+    region.close()
