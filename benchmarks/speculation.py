@@ -45,7 +45,7 @@ def measure(llm: Any, streams: int, output_len: int, seed: int) -> float:
 
 
 Steps = dict[tuple[int, int, int, int], list[float]]
-"""Milliseconds of steps of decodes alone by number of streams, rows, entries (rounded to 16) and drafts made per row."""
+"""Milliseconds of steps of decodes alone by number of streams, rows, entries (rounded to 16) and drafts per row."""
 
 
 def watch_steps(drafting: Any, steps: Steps, streams: int) -> None:

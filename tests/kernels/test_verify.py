@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.base.step import MAX_DRAFTS
-from headrace.kernels.verify import DecodeInputs, RowTensors
+from headrace.kernels.verify import DecodeInputs, RowTensors, cpu
 from headrace.kernels.verify import reference as reference_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,9 +20,14 @@ def solutions() -> list[Any]:
     return ["reference", "triton"]
 
 
+def checkers() -> list[str]:
+    """Solutions of what is done with drafts."""
+    return [*solutions(), *(["cpu"] if DEVICE == "cpu" else [])]
+
+
 def load(name: str) -> Any:
-    if name == "reference":
-        return reference_kernels
+    if name != "triton":
+        return reference_kernels if name == "reference" else cpu
     pytest.importorskip("triton")
     from headrace.kernels.verify import triton
 
@@ -73,7 +78,7 @@ def test_inputs_of_entries(solution: str, groups: int, page_size: int, seed: int
         assert not out.page_tables[:, :, 300:].any(), "columns that nobody uses are not copied"
 
 
-@pytest.mark.parametrize("solution", solutions())
+@pytest.mark.parametrize("solution", checkers())
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_count_up_to_the_first_wrong_one(solution: str, seed: int):
     rows, spans = random_rows(6, seed), random_spans(6, seed, padding=seed % 3)
@@ -99,7 +104,7 @@ def test_drafts_count_up_to_the_first_wrong_one(solution: str, seed: int):
         assert not rows.computed_len[-1]
 
 
-@pytest.mark.parametrize("solution", solutions())
+@pytest.mark.parametrize("solution", checkers())
 def test_a_guess_is_placed_where_the_row_stands(solution: str):
     rows = random_rows(9, 0)
     rows.last_token[:], rows.computed_len[:] = 5, 10  # the next token is at 11

@@ -92,6 +92,10 @@ than ``last_token`` at ``computed_len``, or begins behind the next token."""
 _on_gpu = requires(device="cuda")
 for _operation, _name in ((DECODE_INPUTS, "decode_inputs"), (ACCEPT, "accept"), (PLACE_DRAFTS, "place_drafts")):
     _operation.add("reference", f"headrace.kernels.verify.reference:{_name}", doc="plain torch")
+    if _operation is not DECODE_INPUTS:
+        _operation.add(
+            "cpu", f"headrace.kernels.verify.cpu:{_name}", supports=requires(device="cpu"), priority=10, doc="Python"
+        )
     _operation.add(
         "triton", f"headrace.kernels.verify.triton:{_name}", supports=_on_gpu, priority=10, doc="one launch"
     )
