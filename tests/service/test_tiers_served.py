@@ -52,6 +52,19 @@ def test_the_host_changes_no_token_and_saves_prefills(name: str, tmp_path: Path)
     assert stats.host.num_pages > 0 and stats.host.read_pages_total > 0 and stats.host.failed_pages_total == 0
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+def test_a_gpu_changes_no_token_either(name: str, tmp_path: Path):
+    folder, options, prompts = save(name, tmp_path)
+    options |= {"device": "cuda"}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        expected, _ = run(llm, prompts * 2)
+    with LLM(folder, skip_tokenizer=True, host_cache_gb=GB, **options) as llm:
+        tokens, _ = run(llm, prompts * 2)
+        stats = llm.stats()
+    assert tokens == expected and stats.host.read_pages_total > 0
+
+
 def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
     folder, options, prompts = save("Llama", tmp_path)
     with LLM(folder, skip_tokenizer=True, prefix_cache=False, **options) as llm:

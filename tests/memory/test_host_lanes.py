@@ -1,0 +1,128 @@
+"""Pages to host memory and back: bytes of every kind of pool, in order with what overwrites them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.step import Arrival, PageMove
+from headrace.memory.host import GpuHostLane, HostLane, HostPages
+from headrace.memory.moving import PageMover
+from headrace.memory.paging import PageCopier
+from headrace.memory.pools import Pool, build_pool
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+HOST_PAGES, STORE_PAGES = 20, 6
+SPECS = {
+    "full": CacheSpec("full", 3, 8, 5, "float32"), "window": CacheSpec("sliding_window", 2, 64, 64, "bfloat16", 8),
+    "latent": CacheSpec("mla", 1, 24, 16, "bfloat16"),
+}
+
+
+class Setup:
+    def __init__(self, specs: list[CacheSpec], device: str):
+        self.device = torch.device(device)
+        self.groups = [
+            CacheGroup(spec, [2 * g, 2 * g + 1], 12, 0, HOST_PAGES, STORE_PAGES) for g, spec in enumerate(specs)
+        ]
+        self.pools: list[Pool] = [build_pool(group, 16, self.device) for group in self.groups]
+        copier = PageCopier(self.pools, self.device)
+        widths = [copier.page_bytes(g) for g in range(len(specs))]
+        self.host = HostPages(self.groups, widths, self.device)
+        self.mover = PageMover()
+        self.lane = (
+            HostLane(self.host, self.mover.wake) if device == "cpu"
+            else GpuHostLane(self.host, self.groups, widths, self.device)
+        )
+        self.lane.attach(copier)
+        self.mover.add("device", "host", self.lane)
+        self.mover.add("host", "device", self.lane)
+        self.ticket = 0
+        while not all(self.host.is_usable(g, [HOST_PAGES - 1]) for g in range(len(specs))):
+            time.sleep(0.01)
+
+    def fill(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for pool in self.pools:
+            for part in pool.parts:
+                raw = part.tensor.view(torch.uint8)
+                raw.copy_(torch.randint(0, 255, raw.shape, dtype=torch.uint8, device=self.device))
+
+    def snapshot(self, group: int, page: int) -> list[torch.Tensor]:
+        return [part.tensor[page].view(torch.uint8).clone() for part in self.pools[group].parts]
+
+    def move(self, group: int, source: str, target: str, pages: list[int], targets: list[int]) -> None:
+        self.ticket += 1
+        self.mover.start([PageMove(self.ticket, group, source, target, pages, targets)])
+
+    def drain(self) -> list[Arrival]:
+        arrived: list[Arrival] = []
+        deadline = time.monotonic() + 20
+        while len(arrived) < self.ticket and time.monotonic() < deadline:
+            arrived += self.mover.poll(0.5)
+        self.ticket = 0
+        return arrived
+
+    def close(self) -> None:
+        self.mover.close()
+        self.host.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*SPECS, "all"])
+def test_pages_come_back_as_they_were(name: str, device: str):
+    setup = Setup(list(SPECS.values()) if name == "all" else [SPECS[name]], device)
+    setup.fill(1)
+    groups = range(len(setup.groups))
+    wanted = {(g, page): setup.snapshot(g, page) for g in groups for page in (3, 1, 7)}
+    for g in groups:
+        setup.move(g, "device", "host", [3, 1, 7], [5, 6, 0])
+    setup.fill(2)  # at once: steps that follow may overwrite pages that are still on their way
+    assert not any(arrival.failed for arrival in setup.drain())
+    for g in groups:
+        setup.move(g, "host", "device", [0, 5, 6], [9, 10, 2])
+    assert not any(arrival.failed for arrival in setup.drain())
+    for g in groups:
+        for target, source in ((9, 7), (10, 3), (2, 1)):
+            for part, known in zip(setup.snapshot(g, target), wanted[g, source], strict=True):
+                assert torch.equal(part, known)
+    setup.close()
+
+
+@pytest.mark.cuda
+def test_what_finds_no_room_on_its_way_fails_and_later_moves_do_not():
+    setup = Setup([SPECS["full"]], "cuda")
+    setup.move(0, "device", "host", list(range(1, 8)), list(range(7)))
+    assert [len(arrival.failed) for arrival in setup.drain()] == [7]
+    setup.move(0, "device", "host", [1, 2], [0, 1])
+    assert setup.drain() == [Arrival(2)]
+    setup.close()
+
+
+def test_moves_without_pools_or_lanes_fail():
+    setup = Setup([SPECS["full"]], "cpu")
+    setup.mover.start([PageMove(1, 0, "peer", "device", [1, 2], [3, 4])])
+    assert setup.mover.poll() == [Arrival(1, [0, 1])]
+    setup.lane.attach(None)
+    setup.mover.start([PageMove(2, 0, "device", "host", [1], [3])])
+    assert setup.mover.poll() == [Arrival(2, [0])]
+    setup.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_reset_leaves_no_page_to_be_touched(device: str):
+    setup = Setup([SPECS["full"]], device)
+    setup.fill(1)
+    setup.move(0, "device", "host", [1, 2], [0, 1])
+    setup.drain()
+    setup.move(0, "host", "device", [0, 1], [3, 4])
+    setup.mover.reset()
+    setup.fill(2)
+    before = setup.snapshot(0, 3)
+    time.sleep(0.05)
+    assert all(torch.equal(a, b) for a, b in zip(before, setup.snapshot(0, 3), strict=True))
+    assert setup.mover.poll() == []
+    setup.close()
