@@ -15,9 +15,10 @@ from headrace.memory.paging import PageCopier
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
 
 GIB = 2**30
-STAGING_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-"""Bytes that may be on their way to the host at a time. On a GPU they pass through device memory; on a CPU they are
-copied before a step."""
+CPU_MOVING_BYTES = 32 * 2**20
+"""Bytes that are copied to the host's pages before a step on a CPU."""
+GPU_SHARE = 128
+"""On a GPU pages pass through this part of its memory: a gigabyte of an H200, a long prefill step of an 8B model."""
 
 
 class DeviceTiers:
@@ -61,7 +62,14 @@ def build_tiers(model: DeviceModel) -> DeviceTiers | None:
 
 def staging_bytes(config: EngineConfig, device: torch.device) -> int:
     """Device memory that moving pages takes."""
-    return STAGING_BYTES["cuda"] + LOAD_BYTES if config.cache.host_cache_gb and device.type == "cuda" else 0
+    return most_moving(device) + LOAD_BYTES if config.cache.host_cache_gb and device.type == "cuda" else 0
+
+
+def most_moving(device: torch.device) -> int:
+    """Bytes that may be on their way to the host at a time."""
+    if device.type != "cuda":
+        return CPU_MOVING_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // GPU_SHARE
 
 
 def fit_host(plan: CachePlan, config: EngineConfig, device: torch.device) -> CachePlan:
@@ -75,5 +83,5 @@ def fit_host(plan: CachePlan, config: EngineConfig, device: torch.device) -> Cac
             f"host_cache_gb {config.cache.host_cache_gb:g} is more than the {free / GIB:.1f} GiB of host memory that "
             "are free: lower it", param="host_cache_gb"
         )
-    groups = plan_host(plan.groups, config.cache.page_size or 1, budget, STAGING_BYTES[device.type])
+    groups = plan_host(plan.groups, config.cache.page_size or 1, budget, most_moving(device))
     return CachePlan(groups, plan.max_model_len)
