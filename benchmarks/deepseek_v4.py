@@ -1,7 +1,8 @@
-"""DeepSeek-V4-Flash's shape on one GPU: ``python -m benchmarks.deepseek_v4 [--layers N] [--prompt 8192] [--new 64]``.
+"""DeepSeek-V4-Flash's shape on one GPU: ``python -m benchmarks.deepseek_v4 [--layers N] [--cells CELL,...]``.
 
 Weights are random, experts stay in MXFP4, caches in 8 bits; as many of the 43 layers as fit are built. Prints the
-memory plan, the time of a prefill and of a decode step. ``--tiny`` runs the same on anything.
+memory plan, the seconds from the start to the first token, and each cell of `CELLS`: the time of a prefill or a decode
+step. ``--trace`` adds the kernels by their share of the time. ``--tiny`` runs the same on anything.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ FLASH = Path(__file__).parent / "models" / "deepseek-v4-flash" / "config.json"
 RESERVE = 14 * 2**30
 """Bytes for the activations of the largest step, the caches, and what torch's allocator cannot use."""
 
+CELLS = {"decode1": (1, 8192), "prefill8k": (1, 8192), "decode64": (64, 2048), "prefill128k": (1, 131072)}
+"""Requests and prompt length; ``decode`` is timed behind the prompts, ``prefill`` is the prompt."""
+NUM_NEW = 64
+"""Output tokens of a decode cell."""
+
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 32,
     "o_lora_rank": 32, "o_groups": 2,
     "index_n_heads": 4, "index_head_dim": 64, "index_topk": 64, "n_routed_experts": 16, "moe_intermediate_size": 64,
     "num_hidden_layers": 5,
-    "max_position_embeddings": 16384,
+    "max_position_embeddings": 262144,
 }
 
 
@@ -57,12 +63,14 @@ def fit_layers(config: dict[str, Any]) -> int:
 def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
     from headrace import LLM
 
+    cells = [CELLS[name] for name in args.cells]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         return LLM(
             folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device,
-            skip_tokenizer=True, prefix_cache=False, max_model_len=args.prompt + args.new, max_step_tokens=args.step,
-            max_running_requests=4, memory_fraction=0.5,
+            skip_tokenizer=True, prefix_cache=False, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
+            max_step_tokens=args.step, max_running_requests=max(count for count, _ in cells),
+            memory_fraction=args.memory_fraction, graphs=args.graphs,
         )
 
 
@@ -80,16 +88,55 @@ def build_what_fits(config: dict[str, Any], num_layers: int, args: argparse.Name
             num_layers -= 2
 
 
-def measure(llm: Any, prompt: list[int], num_new: int) -> float:
-    """Seconds until the last of ``num_new`` tokens."""
+def measure(llm: Any, prompts: list[list[int]], num_new: int) -> float:
+    """Seconds until all have ``num_new`` tokens."""
     from headrace import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True, detokenize=False)
     began = time.perf_counter()
-    outputs = llm.generate(prompt_token_ids=[prompt], sampling_params=params)
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params)
     seconds = time.perf_counter() - began
-    assert len(outputs[0].outputs[0].token_ids) == num_new, outputs[0]
+    assert all(len(output.outputs[0].token_ids) == num_new for output in outputs), outputs[0]
     return seconds
+
+
+def run_cell(llm: Any, name: str, vocab_size: int) -> dict[str, float]:
+    """Milliseconds of a prefill, or of a decode step behind one."""
+    count, length = CELLS[name]
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(count)]
+    if length <= 8192:
+        measure(llm, prompts, 2)  # touches memory for the first time
+    prefill = measure(llm, prompts, 1)
+    row = {"prefill_ms": round(1000 * prefill, 1), "tokens_per_s": round(count * length / prefill)}
+    if name.startswith("decode"):
+        whole = measure(llm, prompts, NUM_NEW)
+        row["decode_ms"] = round(1000 * (whole - prefill) / (NUM_NEW - 1), 3)
+    return row
+
+
+def trace_cell(llm: Any, name: str, vocab_size: int, most: int = 24) -> None:
+    """Print the kernels of a cell's prefill and a few decode steps by the time that they take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.cuda_trace import KERNELS, count_kernels, find_idle
+
+    count, length = CELLS[name]
+    prompts = [[random.Random(i).randrange(2, vocab_size) for _ in range(length)] for i in range(count)]
+    num_prefill = 0
+    for kind, num_new in (("prefill", 1), ("the 8 decodes behind it", 9)):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            measure(llm, prompts, num_new)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+        events = sorted(events, key=lambda event: event["ts"])[num_prefill:]
+        num_prefill = len(events)
+        total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
+        print(f"-- {name}, {kind}: {total / 1e3:.1f} ms, {100 * idle / total:.0f} % idle, {len(events)} launches")
+        for kernel, launches, us in count_kernels(events)[:most]:
+            print(f"{us / 1e3:10.2f} ms {launches:7d} x {us / launches:9.1f} us  {kernel}", flush=True)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,40 +144,37 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     wanted = args.layers or (config["num_hidden_layers"] if args.device == "cpu" else fit_layers(config))
     llm, num_layers = build_what_fits(config, wanted, args)
+    cells: dict[str, Any] = {}
     with llm:
-        ready = time.perf_counter() - began
+        measure(llm, [[2, 3, 4]], 1)
+        row = {"layers": num_layers, "first_token_s": round(time.perf_counter() - began, 1), "cells": cells}
         print(
             "\n".join(f"{line.name:36s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}" for line in llm.memory_plan()),
             flush=True
         )
-        prompt = [random.Random(0).randrange(2, config["vocab_size"]) for _ in range(args.prompt)]
-        measure(llm, prompt, 3)  # compiles, and touches memory for the first time
-        prefill = measure(llm, prompt, 1)
-        print(f"prefill of {args.prompt}: {prefill:.3f} s", flush=True)
-        whole = measure(llm, prompt, args.new)
+        print(f"{num_layers} layers, first token after {row['first_token_s']} s", flush=True)
+        for name in args.cells:
+            cells[name] = run_cell(llm, name, config["vocab_size"])
+            print(name, "  ".join(f"{key} {value}" for key, value in cells[name].items()), flush=True)
         llm.check()
-    decode = (whole - prefill) / (args.new - 1)
-    row = {
-        "layers": num_layers, "prompt": args.prompt, "new": args.new, "ready_s": round(ready, 1),
-        "prefill_s": round(prefill, 3),
-        "prefill_tokens_per_s": round(args.prompt / prefill), "decode_ms": round(1000 * decode, 2),
-        "decode_ms_per_layer": round(1000 * decode / num_layers, 3),
-    }
-    print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        for name in args.trace:
+            trace_cell(llm, name, config["vocab_size"])
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=0, help="0: as many as fit")
-    parser.add_argument("--prompt", type=int, default=8192)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS), help=", ".join(CELLS))
+    parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace, after all ran")
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
+    parser.add_argument("--memory-fraction", type=float, default=0.5)
+    parser.add_argument("--graphs", default="auto", help="CUDA graphs: auto or off")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="float8_e4m3fn")
     parser.add_argument("--tiny", action="store_true", help="a small model instead")
-    parser.add_argument("--json", type=Path, help="write the row here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     row = run(args)
     if args.json:

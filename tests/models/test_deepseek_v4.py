@@ -11,12 +11,14 @@ from deepseek_v4_tiny import TINY, build_harness, make_oracle, oracle_logits, pr
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.block_scaled.reference import dequantise_blocks, dequantise_mxfp4
-from headrace.kernels.rowwise.reference import balance
+from headrace.kernels.latents.reference import hadamard
+from headrace.kernels.sparse_attention.reference import choose_entries
+from headrace.kernels.streams.reference import balance
 from headrace.layers.build import Build
+from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
-from headrace.models.deepseek_v4.hyper_connections import HyperConnection, write_back
-from headrace.models.deepseek_v4.indexer import choose_entries, hadamard
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection
 from headrace.models.deepseek_v4.spec import HyperSpec
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -255,11 +257,12 @@ def test_missing_tensors_are_named(oracle: Any):
 
 def test_mixing_matrices_are_doubly_stochastic():
     spec = HyperSpec(4, 20, 1e-6)
-    connection = HyperConnection(spec, 8, 1e-6, Build(CPU, torch.float32))
+    build = Build(CPU, torch.float32)
+    connection, norm = HyperConnection(spec, 8, 1e-6, build), RmsNorm(build, 8, 1e-6)
     generator = torch.Generator().manual_seed(0)
-    for parameter in connection.parameters():
+    for parameter in (*connection.parameters(), *norm.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    _, post, mix = connection(torch.randn(50, 4, 8, generator=generator))
+    _, post, mix = connection.read(torch.randn(50, 4, 8, generator=generator), norm)
     assert ((mix.sum(1) - 1).abs() < 1e-4).all() and ((mix.sum(2) - 1).abs() < 1e-4).all()
     assert ((post > 0) & (post < 2)).all()
     assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec.iterations, spec.eps), torch.eye(4)[None], atol=1e-5)
@@ -267,7 +270,9 @@ def test_mixing_matrices_are_doubly_stochastic():
 
 def test_streams_that_are_not_mixed_stay_as_they_are():
     streams = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(write_back(streams, torch.ones(5, 8), torch.zeros(5, 4), torch.eye(4).expand(5, 4, 4)), streams)
+    connection = HyperConnection(HyperSpec(4, 20, 1e-6), 8, 1e-6, Build(CPU, torch.float32))
+    new = connection.write_back(streams, torch.ones(5, 8), torch.zeros(5, 4), torch.eye(4).expand(5, 4, 4))
+    assert torch.equal(new, streams)
 
 
 def test_frequencies_of_published_models():

@@ -15,11 +15,12 @@ from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec, group_layers
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 from headrace.kernels.block_scaled.reference import ceil_power_of_two, power_of_two
+from headrace.kernels.latents.slots import pack_keys, pack_vectors, unpack_keys, unpack_vectors
+from headrace.kernels.sparse_attention.reference import attend
 from headrace.layers.attention.contract import KvPages
 from headrace.memory.pools import build_pool, group_page_bytes
 from headrace.models.catalog import find_family
-from headrace.models.deepseek_v4 import layout, packed_pools
-from headrace.models.deepseek_v4.attention import attend_slots
+from headrace.models.deepseek_v4 import layout
 from headrace.models.deepseek_v4.layout import CompressorStatePolicy
 from headrace.models.deepseek_v4.places import open_slots
 from headrace.models.deepseek_v4.spec import cache_specs, places
@@ -72,7 +73,7 @@ def test_a_slot_is_two_pieces_and_nothing_else_is_touched(slot: int):
     raw.fill_(0xAB)
     x = torch.randn(1, 512, generator=torch.Generator().manual_seed(slot)) * 3
     open_slots(KvPages(*pool.layer(0))).write(torch.tensor([64 + slot]), x)
-    values, scales = packed_pools.pack_vectors(x)
+    values, scales = pack_vectors(x)
     page, place = 1 + slot // 64, slot % 64
     at = page * 37440 + place * 576
     expected = torch.full((3 * 37440,), 0xAB, dtype=torch.uint8)
@@ -90,21 +91,21 @@ def test_scales_are_the_least_powers_of_two_that_hold():
         == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     )
     vectors = torch.randn(50, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 4, 50)[:, None]
-    unpacked = packed_pools.unpack_vectors(*packed_pools.pack_vectors(vectors))
+    unpacked = unpack_vectors(*pack_vectors(vectors))
     assert torch.equal(unpacked[:, 448:], vectors[:, 448:].bfloat16().float())
     largest = vectors[:, :448].unflatten(1, (7, 64)).abs().amax(-1, keepdim=True).clamp(min=1e-4)
     error = (unpacked - vectors)[:, :448].unflatten(1, (7, 64)).abs()
     assert (error <= largest * 2**-4).all(), "half a step of 3 bits of mantissa at up to twice the scale that fits"
-    again = packed_pools.unpack_vectors(*packed_pools.pack_vectors(unpacked))
+    again = unpack_vectors(*pack_vectors(unpacked))
     assert torch.equal(again, unpacked)
 
 
 def test_packed_index_keys():
     keys = torch.randn(20, 128, generator=torch.Generator().manual_seed(1))
-    codes, scales = packed_pools.pack_keys(keys)
+    codes, scales = pack_keys(keys)
     assert codes.shape == (20, 128) and scales.shape == (20, 4)
     assert torch.allclose(scales.view(torch.float32)[:, 0], keys.abs().amax(-1) / 448)
-    assert ((packed_pools.unpack_keys(codes, scales) - keys).abs() <= keys.abs().amax(-1, keepdim=True) * 2**-4).all()
+    assert ((unpack_keys(codes, scales) - keys).abs() <= keys.abs().amax(-1, keepdim=True) * 2**-4).all()
 
 
 def test_attention_in_8_bits_is_attention_over_what_was_unpacked():
@@ -117,8 +118,8 @@ def test_attention_in_8_bits_is_attention_over_what_was_unpacked():
     q, sinks = torch.randn(6, 4, 512, generator=generator), torch.randn(4, generator=generator)
     seen = torch.stack([torch.randperm(200, generator=generator)[:50] for _ in range(6)])
     hidden = torch.rand(6, 50, generator=generator) < 0.3
-    out = attend_slots(q, [(packed, written[seen].masked_fill(hidden, -1))], sinks=sinks, scale=512**-0.5)
-    kv = packed_pools.unpack_vectors(*packed_pools.pack_vectors(vectors))[seen].double()
+    out = attend(q, [(packed, written[seen].masked_fill(hidden, -1))], sinks=sinks, scale=512**-0.5)
+    kv = unpack_vectors(*pack_vectors(vectors))[seen].double()
     logits = torch.einsum("the,tne->thn", q.double(), kv) * 512**-0.5
     weights = logits.masked_fill(hidden[:, None], float("-inf")).exp()
     weights = weights / (weights.sum(-1, keepdim=True) + sinks.double().exp()[:, None])

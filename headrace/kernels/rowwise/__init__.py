@@ -1,8 +1,8 @@
 """Operations on each token's or request's row by itself, between the matrix products: norms, gated activations, rotary
-embedding with the KV write, hyper-connection weights.
+embedding with the KV write.
 
-T tokens, D hidden size, F intermediate size, H heads, K kv heads, E head dim, P pages, S streams, B requests, G cache
-groups. Norms, rotation and softmax compute in float32 whatever the dtype.
+T tokens, D hidden size, F intermediate size, H heads, K kv heads, E head dim, P pages. Norms, rotation
+and softmax compute in float32 whatever the dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import Operation, requires
 
 RMS_NORM = Operation("rms_norm kernel")
 """``rms_norm(x [T, D], weight [D], eps, offset=0.0) -> [T, D]``: ``x / sqrt(mean(x^2) + eps) * (weight + offset)`` in
@@ -69,28 +69,11 @@ Rotates ``q_rope`` and ``k_rope`` as `ROPE_WRITE` does, and writes ``latent`` fo
 ``slots``. Returns the rotated ``q_rope``, which may be strided.
 """
 
-STREAM_WEIGHTS = Operation("stream weights kernel")
-"""``stream_weights(raw [T, (2 + S) S], scale [3], base [(2 + S) S], *, iterations, eps) -> (pre [T, S], post [T, S],
-mix [T, S, S])``, all float32: how parallel residual streams are read, written and mixed (manifold-constrained
-hyper-connections, arXiv:2512.24880).
-
-``raw`` holds ``pre``, ``post`` and, row-major, ``mix``. Each part is ``x * its scale + its base``; then ``pre`` is
-``sigmoid(x) + eps``, ``post`` ``2 sigmoid(x)``, and ``mix`` is made doubly stochastic: softmax of its rows plus
-``eps``; columns divided by their sum plus ``eps``; then ``iterations - 1`` times rows and columns in turn. The query's
-shape has ``streams``.
-"""
-
 
 _on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
 _on_gpu = requires(device="cuda")
 _on_hopper = requires(device="cuda", capability=(9, 0))
 _MODULE = "headrace.kernels.rowwise"
-
-
-def _reason_against_streams(query: KernelQuery) -> str | None:
-    # Triton's blocks are powers of two, and a token's S x S matrix stays in registers
-    streams = query.shape.get("streams", 0)
-    return None if streams in (2, 4, 8) else f"takes 2, 4 or 8 streams, not {streams}"
 
 
 for _operation, _name, _has_cpu in (
@@ -105,8 +88,3 @@ for _operation, _name, _has_cpu in (
         "triton_pdl", f"{_MODULE}.triton:{_name}_pdl", supports=_on_hopper, priority=15, doc="with dependent launch"
     )
 LATENT_WRITE.add("reference", f"{_MODULE}.reference:latent_write", doc="plain torch")
-STREAM_WEIGHTS.add("reference", f"{_MODULE}.reference:stream_weights", doc="plain torch, three launches a round")
-STREAM_WEIGHTS.add(
-    "triton", f"{_MODULE}.triton:stream_weights", supports=lambda q: _on_gpu(q) or _reason_against_streams(q),
-    priority=10, doc="one launch; matrices stay in registers",
-)

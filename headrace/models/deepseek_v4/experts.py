@@ -61,6 +61,12 @@ class V4Moe(nn.Module):
         )
         self._run_experts = pair_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether steps with this layer may be recorded in CUDA graphs."""
+        # experts in MXFP4 wait for the device where tokens are many
+        return self._run_experts.is_capturable and not isinstance(self.experts, Mxfp4ExpertWeights)
+
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
         return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)).add_(self.shared(x))

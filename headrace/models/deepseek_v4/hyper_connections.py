@@ -7,33 +7,42 @@ Computed in float32; streams are kept in the model's dtype.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from headrace.kernels.rowwise import STREAM_WEIGHTS
+from headrace.kernels.streams import READ_STREAMS, WRITE_STREAMS, StreamMix, StreamShape
+from headrace.kernels.streams.reference import collapse, mix_streams
 from headrace.layers.build import Build
+from headrace.layers.norm import RmsNorm
 from headrace.models.deepseek_v4.spec import HyperSpec
 
 
 class HyperConnection(nn.Module):
-    """Computes a sublayer's weights from the streams: ``fn`` [2S + S * S, S * D], whose rows are ``pre``, ``post`` and
-    ``mix`` (row-major) in this order; ``scale`` [3] and ``base`` [2S + S * S] as in `STREAM_WEIGHTS`."""
+    """How a sublayer reads the streams and writes back to them; the parameters are those of `StreamMix`."""
 
     def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
+        query = build.query(streams=spec.streams, width=hidden_size)
+        self._read, self._write = READ_STREAMS.choose(query), WRITE_STREAMS.choose(query)
         build, num_weights = build.in_float32(), (2 + spec.streams) * spec.streams
-        self.spec, self.norm_eps = spec, norm_eps
-        self._weigh = STREAM_WEIGHTS.choose(build.query(streams=spec.streams))
+        self._shape = StreamShape(spec.iterations, spec.eps, norm_eps)
         self.fn = build.parameter(num_weights, spec.streams * hidden_size)
         self.base = build.parameter(num_weights)
         self.scale = build.parameter(3)  # one factor each for pre, post and mix
 
-    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``streams`` [T, S, D] to the sublayer's input [T, D], and what `write_back` needs: ``post`` [T, S] and
-        ``mix`` [T, S, S], whose rows and columns each sum to 1."""
-        raw = mix_streams(streams, self.fn, self.norm_eps)  # [T, 2S + S * S]
-        pre, post, mix = self._weigh(raw, self.scale, self.base, iterations=self.spec.iterations, eps=self.spec.eps)
-        return collapse(streams, pre), post, mix
+    def read(self, streams: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``streams`` [T, S, D] to the sublayer's normalised input [T, D], and what `write_back` needs: ``post``
+        [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1."""
+        read: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._read(
+            streams, StreamMix(self.fn, self.scale, self.base), norm.weight, self._shape
+        )
+        return read
+
+    def write_back(
+        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    ) -> torch.Tensor:
+        """New streams [T, S, D] from a sublayer's output ``out`` [T, D]; the input is not modified."""
+        new: torch.Tensor = self._write(streams, out, post, mix)
+        return new
 
 
 class StreamHead(nn.Module):
@@ -50,22 +59,3 @@ class StreamHead(nn.Module):
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         weights = torch.sigmoid(mix_streams(streams, self.fn, self.norm_eps) * self.scale + self.base) + self.eps
         return collapse(streams, weights)
-
-
-def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """``fn`` times the RMS-normalised streams [T, S, D], flattened to one vector: [T, rows of fn]."""
-    flat = streams.flatten(1).float()
-    # the norm has no weight, so its factor is one number per token and is applied after the product
-    return F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
-
-
-def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of streams, in their dtype."""
-    return torch.einsum("ts,tsd->td", weights, streams.float()).to(streams.dtype)
-
-
-def write_back(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-    """New streams [T, S, D] from a sublayer's output ``out`` [T, D]: stream k is ``post[k] * out`` plus the sum over j
-    of ``mix[j, k] * streams[j]``."""
-    mixed = torch.einsum("tjk,tjd->tkd", mix, streams.float())  # a new tensor: streams may be an expanded view
-    return torch.addcmul(mixed, post.unsqueeze(-1), out.float().unsqueeze(1)).to(streams.dtype)

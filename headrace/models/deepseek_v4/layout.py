@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
+from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, ROTATED, SCALE_BYTES
 
 WINDOW, WINDOW_FP8 = "deepseek_v4.window", "deepseek_v4.window_fp8"
 ENTRIES, ENTRIES_FP8 = "deepseek_v4.entries", "deepseek_v4.entries_fp8"
@@ -25,12 +26,6 @@ BLOCK = 128
 largest ratio, so that a block holds whole windows of both kinds."""
 
 FP8 = "float8_e4m3fn"
-ROTATED = 64  # rotated dims, stored in bfloat16
-GROUP = 64
-"""Plain dims that share a scale in a packed slot."""
-SCALE_BYTES = 8
-"""Per packed slot: one e8m0 byte per group of plain dims (7 of the 448 plain dims of head dim 512), padded to 8."""
-INDEX_SCALE_BYTES = 4
 
 
 def packed_value_bytes(head_dim: int) -> int:
@@ -72,7 +67,7 @@ def slot_bytes(spec: CacheSpec) -> int:
     if spec.kind == STATE:
         return 4 * (spec.head_dim + spec.value_dim)
     if spec.kind == INDEX_KEYS_FP8:
-        return spec.head_dim + INDEX_SCALE_BYTES
+        return spec.head_dim + KEY_SCALE_BYTES
     if spec.kind in (WINDOW_FP8, ENTRIES_FP8):
         return packed_value_bytes(spec.head_dim) + SCALE_BYTES
     return spec.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[spec.dtype]

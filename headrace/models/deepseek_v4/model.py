@@ -22,7 +22,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
-from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, write_back
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead
 from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, places
 
@@ -43,10 +43,10 @@ class V4Block(nn.Module):
 
     def forward(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Streams [T, S, D] to new streams [T, S, D]; the input is not modified."""
-        x, post, mix = self.attention_mix(streams)
-        streams = write_back(streams, self.attention(self.attention_norm(x), batch), post, mix)
-        x, post, mix = self.mlp_mix(streams)
-        return write_back(streams, self.mlp(self.mlp_norm(x), batch.token_ids), post, mix)
+        x, post, mix = self.attention_mix.read(streams, self.attention_norm)
+        streams = self.attention_mix.write_back(streams, self.attention(x, batch), post, mix)
+        x, post, mix = self.mlp_mix.read(streams, self.mlp_norm)
+        return self.mlp_mix.write_back(streams, self.mlp(x, batch.token_ids), post, mix)
 
 
 class Ending(nn.Module):
@@ -65,7 +65,6 @@ class Ending(nn.Module):
 class DeepseekV4Model(ServedModel):
     """See `ServedModel`. A layer has several caches, so pages are bound per `Place`, in the order of `spec.places`."""
 
-    is_capturable = False
     supports_stages = True
 
     def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
@@ -93,6 +92,7 @@ class DeepseekV4Model(ServedModel):
             self.ending = Ending(spec, build)
         else:
             absent.add("ending")
+        self.is_capturable = all(block.mlp.is_capturable for block in self._blocks)
         self._elsewhere = find_elsewhere(names.modules, own, spec.num_layers, absent)
 
     def wants(self, name: str) -> bool:

@@ -1,0 +1,97 @@
+"""Sparse latent attention: each token attends to latents at slots of its own, and an indexer that selects some of them.
+
+One latent is both key and value, shared by all heads. T tokens, R requests, H heads, E head dim, of which the last are
+rotated, N entries, P pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.kernels.operation import KernelQuery, Operation, requires
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.kernels.latents.slots import Slots
+
+
+class SeenSlots(NamedTuple):
+    """Latents that tokens attend to: ``numbers`` [X, n] int64, slots of ``slots``; token t reads row ``rows[t]`` (row t
+    if ``rows`` is None) up to ``counts[t]`` (or n, if that is less). ``rows`` [T] int64, ``counts`` [T] int64."""
+
+    slots: Slots
+    numbers: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+class Queries(NamedTuple):
+    """``q`` [T, H, E], before norm and rotation; ``positions`` [T] int64; ``cos_sin`` [L, R] as of `LatentNorm`;
+    ``norm_eps`` of the RMS norm over each head, which has no weight."""
+
+    q: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    norm_eps: float
+
+
+ATTEND_SLOTS = Operation("sparse attention kernel")
+"""``attend_slots(queries: Queries, window: SeenSlots, entries: SeenSlots | None, *, sinks [H] float32, scale) -> [T, H,
+E]`` in q's dtype: RMS norm and rotation of each head, then attention over both with one softmax in float32, then the
+output's last dims rotated backwards by the query's position. exp(sink) is added to each head's denominator. The query's
+shape has ``head_dim``, ``rotary_dim`` and ``packed``."""
+
+
+@dataclass(slots=True)
+class EntryView:
+    """The compressed entries of a step's requests, by cache group. ``page_table`` [R, W] int32; ``requests`` [T] int64:
+    each token's; ``visible`` [T] int64: how many entries, from its request's first on, a token may see; ``longest``:
+    the most that any may have. Of host lengths, for plain torch alone: the first ``num_decodes`` requests have a token
+    each, for each later one ``prefills`` has ``(request, index of its first token, tokens, entries)``."""
+
+    page_table: torch.Tensor
+    requests: torch.Tensor
+    visible: torch.Tensor
+    longest: int
+    num_decodes: int
+    prefills: list[tuple[int, int, int, int]]
+
+
+INDEX_SCORES = Operation("index score kernel")
+"""``index_scores(queries: Queries, weights [T, H] float32, keys: Slots, view: EntryView, *, top_k, tokens: slice) ->
+[n, N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``weights[h] * relu(q[h] . key)``. Queries
+are rotated, and where keys are packed turned by a Hadamard matrix; they have no norm. Undefined for entries that a
+token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim`` and ``rotary_dim``."""
+
+SELECT_ENTRIES = Operation("entry selection kernel")
+"""``select_entries(scores [n, N] float32, view: EntryView, *, top_k, per_page, tokens: slice) -> [n, top_k] int64``:
+slots, ``per_page`` to a page of ``view``, of the ``top_k`` highest-scoring of each token's visible entries, in any
+order; all of them, in ascending order, then -1, where there are at most ``top_k``. Exact; of equal scores that do not
+all fit, which ones are taken is the solution's choice."""
+
+
+def _reason_against_attention(query: KernelQuery) -> str | None:
+    head_dim, rotary_dim = query.shape.get("head_dim", 0), query.shape.get("rotary_dim", 0)
+    if head_dim & (head_dim - 1) or rotary_dim & (rotary_dim - 1) or not 16 <= rotary_dim < head_dim <= 512:
+        return f"takes powers of two up to 512, at least 16 of them rotated, not {rotary_dim} of {head_dim}"
+    least = (8, 9) if query.shape.get("packed", 0) else (8, 0)
+    return requires(device="cuda", dtypes=("float16", "bfloat16"), capability=least)(query)
+
+
+ATTEND_SLOTS.add("reference", "headrace.kernels.sparse_attention.reference:attend_slots", doc="plain torch, by tiles")
+ATTEND_SLOTS.add(
+    "triton", "headrace.kernels.sparse_attention.triton:attend_slots", supports=_reason_against_attention, priority=10,
+    doc="reads packed slots; splits the slots of few tokens among programs",
+)
+INDEX_SCORES.add("reference", "headrace.kernels.sparse_attention.reference:index_scores", doc="plain torch")
+INDEX_SCORES.add(
+    "triton", "headrace.kernels.sparse_attention.indexer:index_scores", supports=_reason_against_attention, priority=10,
+    doc="one kernel; reads packed keys",
+)
+SELECT_ENTRIES.add("reference", "headrace.kernels.sparse_attention.reference:select_entries", doc="torch's topk")
+SELECT_ENTRIES.add(
+    "triton", "headrace.kernels.sparse_attention.indexer:select_entries", supports=requires(device="cuda"), priority=10,
+    doc="radix selection, a program a token; of equal scores the first",
+)

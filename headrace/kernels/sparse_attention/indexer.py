@@ -1,0 +1,156 @@
+"""The lightning indexer in Triton: scores of compressed entries, and exact selection of the highest. DeepSeek-V3.2.
+
+T tokens, H index heads, E index dims of which R are rotated, N entries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.latents.slots import Slots
+from headrace.kernels.latents.triton import hadamard_signs, slot_arguments
+from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.sparse_attention import EntryView, Queries
+
+KEYS = 64
+"""Entries that a program scores at a time."""
+PROGRAMS = 264
+"""Programs among which the entries of a step are divided, about two for each multiprocessor of a large GPU."""
+SELECT_BLOCK = 2048
+
+
+@triton.jit
+def _score_kernel(
+    q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
+    table_width, num_columns, top_k, codes_ptr, wide_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = first_token + nth
+    visible = tl.load(visible_ptr + token).to(tl.int32)
+    if (visible > top_k) & (part * BLOCK < visible):
+        position, request = tl.load(positions_ptr + token), tl.load(requests_ptr + token)
+        head, pair = tl.arange(0, HEADS), tl.arange(0, E // 2)
+        is_head = head < H
+        pairs = is_head[:, None] & (pair >= 0)[None, :]
+        row = q_ptr + (token * H + head)[:, None] * E + 2 * pair[None, :]
+        even = tl.load(row, mask=pairs, other=0.0).to(tl.float32)
+        odd = tl.load(row + 1, mask=pairs, other=0.0).to(tl.float32)
+        turn = pair - (E - R) // 2  # pairs before the rotated ones turn by no angle
+        cos = tl.load(cos_sin_ptr + position * R + turn, mask=turn >= 0, other=1.0)[None, :]
+        sin = tl.load(cos_sin_ptr + position * R + R // 2 + turn, mask=turn >= 0, other=0.0)[None, :]
+        q = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [HEADS, E])
+        q = q.to(q_ptr.dtype.element_ty)
+        if HOW == 2:
+            turned = tl.dot(q, hadamard_signs(E).to(q_ptr.dtype.element_ty), input_precision="ieee")
+            q = (turned * (1.0 / tl.sqrt_rn(E * 1.0))).to(q_ptr.dtype.element_ty)
+        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0)
+        dim = tl.arange(0, E)
+        for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
+            number = first + tl.arange(0, BLOCK)
+            is_inside = number < visible
+            page = tl.load(table_ptr + request * table_width + number // S, mask=is_inside, other=0).to(tl.int64)
+            start = page * PAGE + number % S * SLOT
+            key = tl.load(
+                codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
+            ).to(q_ptr.dtype.element_ty)
+            hits = tl.maximum(tl.dot(q, tl.trans(key), input_precision="ieee"), 0.0)
+            score = tl.sum(hits * weight[:, None], axis=0)
+            if HOW == 2:  # a key's scale is positive, so that it may come behind the relu
+                score *= tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
+            tl.store(scores_ptr + nth * num_columns + number, score, mask=is_inside)
+
+
+def index_scores(
+    queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, top_k: int, tokens: slice
+) -> torch.Tensor:
+    """See `INDEX_SCORES`."""
+    num_heads, dim = queries.q.shape[1:]
+    count = len(range(*tokens.indices(len(queries.q))))
+    scores = torch.empty((count, view.longest), dtype=torch.float32, device=queries.q.device)
+    assert queries.q.is_contiguous() and weights.is_contiguous() and view.page_table.stride(1) == 1
+    if scores.numel():
+        parts = min(ceil_div(view.longest, KEYS), max(1, PROGRAMS // count))
+        _score_kernel[(count, parts)](
+            queries.q, queries.positions, queries.cos_sin, weights, view.requests, view.visible, view.page_table,
+            scores, tokens.indices(len(queries.q))[0], view.page_table.stride(0), view.longest, top_k,
+            **slot_arguments(keys), H=num_heads, HEADS=max(16, next_power_of_2(num_heads)), E=dim,
+            R=queries.cos_sin.shape[1], BLOCK=KEYS, num_warps=4,
+        )
+    return scores
+
+
+@triton.jit
+def _sortable(score):
+    """float32 to unsigned integers of the same order; equal for 0 and -0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _select_kernel(
+    scores_ptr, requests_ptr, visible_ptr, table_ptr, out_ptr, first_token, table_width, num_columns,
+    TOP_K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):
+    nth = tl.program_id(0).to(tl.int64)
+    token = first_token + nth
+    visible = tl.load(visible_ptr + token).to(tl.int32)
+    table = table_ptr + tl.load(requests_ptr + token) * table_width
+    out = out_ptr + nth * TOP_K
+    at = tl.arange(0, BLOCK)
+    if visible <= TOP_K:
+        for first in range(0, TOP_K, BLOCK):
+            number = first + at
+            page = tl.load(table + number // S, mask=number < visible, other=0).to(tl.int64)
+            tl.store(out + number, tl.where(number < visible, page * S + number % S, -1), mask=number < TOP_K)
+    else:
+        # radix selection: the k-th highest key, 8 bits at a time from the top
+        scores = scores_ptr + nth * num_columns
+        prefix = tl.zeros([], tl.uint32)
+        wanted = tl.zeros([], tl.int32) + TOP_K  # how many to take among the keys that begin with ``prefix``
+        digit = tl.arange(0, 256)
+        for byte in tl.static_range(4):
+            counts = tl.zeros([256], tl.int32)
+            for first in range(0, visible, BLOCK):
+                number = first + at
+                key = _sortable(tl.load(scores + number, mask=number < visible, other=0.0))
+                is_here = number < visible
+                if byte > 0:
+                    is_here = is_here & ((key >> (32 - 8 * byte)) == prefix)
+                counts += tl.histogram(((key >> (24 - 8 * byte)) & 255).to(tl.int32), 256, mask=is_here)
+            from_top = tl.cumsum(counts, 0, reverse=True)
+            chosen = tl.sum((from_top >= wanted).to(tl.int32), 0) - 1
+            wanted -= tl.sum(tl.where(digit == chosen + 1, from_top, 0), 0)
+            prefix = (prefix << 8) | chosen.to(tl.uint32)
+        # all keys above the k-th highest, and the first ``wanted`` of those equal to it
+        taken = tl.zeros([], tl.int32)
+        equal = tl.zeros([], tl.int32)
+        for first in range(0, visible, BLOCK):
+            number = first + at
+            key = _sortable(tl.load(scores + number, mask=number < visible, other=0.0))
+            is_equal = (key == prefix) & (number < visible)
+            rank = equal + tl.cumsum(is_equal.to(tl.int32), 0)  # from 1
+            is_taken = ((key > prefix) & (number < visible)) | (is_equal & (rank <= wanted))
+            place = taken + tl.cumsum(is_taken.to(tl.int32), 0) - 1
+            page = tl.load(table + number // S, mask=is_taken, other=0).to(tl.int64)
+            tl.store(out + place, page * S + number % S, mask=is_taken)
+            taken += tl.sum(is_taken.to(tl.int32), 0)
+            equal += tl.sum(is_equal.to(tl.int32), 0)
+
+
+def select_entries(
+    scores: torch.Tensor, view: EntryView, *, top_k: int, per_page: int, tokens: slice
+) -> torch.Tensor:
+    """See `SELECT_ENTRIES`; of equal scores that do not all fit the first are taken."""
+    out = torch.empty((len(scores), top_k), dtype=torch.int64, device=scores.device)
+    assert view.page_table.stride(1) == 1 and scores.is_contiguous()
+    if len(scores):
+        _select_kernel[(len(scores),)](
+            scores, view.requests, view.visible, view.page_table, out, tokens.indices(len(view.visible))[0],
+            view.page_table.stride(0), scores.shape[1], TOP_K=top_k, S=per_page,
+            BLOCK=min(SELECT_BLOCK, max(128, next_power_of_2(max(top_k, scores.shape[1])))), num_warps=8,
+        )
+    return out

@@ -1,0 +1,69 @@
+"""Hyper-connections: several parallel residual streams instead of one, which each sublayer reads as a weighted sum and
+writes back to with mixing (manifold-constrained, arXiv:2512.24880).
+
+T tokens, S streams, D hidden size. Computed in float32; streams are in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.kernels.operation import KernelQuery, Operation
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StreamMix(NamedTuple):
+    """A sublayer's weights, float32: ``fn`` [(2 + S) S, S * D], whose rows are S of ``pre``, S of ``post`` and,
+    row-major, S x S of ``mix``; ``scale`` [3], a factor for each of these; ``base`` [(2 + S) S]."""
+
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+
+
+class StreamShape(NamedTuple):
+    """``iterations`` of Sinkhorn-Knopp, ``eps`` of its sums, ``norm_eps`` of the RMS norms."""
+
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+READ_STREAMS = Operation("stream read kernel")
+"""``read_streams(streams [T, S, D], mix: StreamMix, norm [D], shape: StreamShape) -> (x [T, D], post [T, S] float32,
+mix [T, S, S] float32)``: the sublayer's normalised input, and what `WRITE_STREAMS` takes.
+
+``raw`` is ``fn`` times the RMS-normalised streams, flattened to one vector. Each of its parts becomes ``raw * its scale
++ base``; then ``pre`` is ``sigmoid(raw) + eps``, ``post`` ``2 sigmoid(raw)``, and ``mix`` is made doubly stochastic:
+softmax of its rows plus ``eps``; columns divided by their sum plus ``eps``; then ``iterations - 1`` times rows and
+columns in turn. ``x`` is the sum of ``pre[s] * streams[s]`` in the streams' dtype, RMS-normalised with the weight
+``norm``. streams may be an expanded view. The query's shape has ``streams`` and ``width``.
+"""
+
+WRITE_STREAMS = Operation("stream write kernel")
+"""``write_streams(streams [T, S, D], out [T, D], post [T, S], mix [T, S, S]) -> [T, S, D]``: stream k becomes ``post[k]
+* out`` plus the sum over j of ``mix[j, k] * streams[j]``; a new tensor. The query's shape as for `READ_STREAMS`."""
+
+READ_STREAMS.add("reference", "headrace.kernels.streams.reference:read_streams", doc="plain torch")
+WRITE_STREAMS.add("reference", "headrace.kernels.streams.reference:write_streams", doc="plain torch")
+
+
+def _reason_against(query: KernelQuery) -> str | None:
+    # Triton's blocks are powers of two; a token's S x S matrix and its S x D streams stay in registers
+    streams, width = query.shape.get("streams", 0), query.shape.get("width", 0)
+    if query.device != "cuda":
+        return "needs a cuda device"
+    if streams not in (2, 4, 8) or width % 32 or streams * width > 2**15:
+        return f"takes 2, 4 or 8 streams of up to {2**15} values, a multiple of 32 each, not {streams} x {width}"
+    return None
+
+
+READ_STREAMS.add(
+    "triton", "headrace.kernels.streams.triton:read_streams", supports=_reason_against, priority=10,
+    doc="two kernels: split sums of products, then weights, sum of streams and norm",
+)
+WRITE_STREAMS.add(
+    "triton", "headrace.kernels.streams.triton:write_streams", supports=_reason_against, priority=10, doc="one kernel"
+)

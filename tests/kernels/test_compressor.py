@@ -1,0 +1,92 @@
+"""Compression of windows into entries, in Triton against plain torch, which the model's tests hold to transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import relative_error
+from test_latents import copy, make_norm, make_slots, packing_error
+
+from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows, reference
+
+RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
+ROWS = {4: 16, 128: 256}
+"""Rows of a state page of 256 tokens."""
+
+
+def make_step(device: str, ratio: int, width: int) -> tuple[torch.Tensor, Windows, StatePages]:
+    """Three requests: a chunk over several windows that begins within one, a decode that ends a window, a decode that
+    does not. State is NaN where no token before the step was stored."""
+    generator = torch.Generator().manual_seed(ratio)
+    begins, ends = [ratio + 3, 2 * ratio - 1, ratio + 1], [3 * ratio + 5, 2 * ratio, ratio + 2]
+    lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    table = (torch.randperm(12, generator=generator)[:9] + 1).view(3, 3).int()
+    state = [torch.full((14, ROWS[ratio], width), float("nan")) for _ in range(2)]
+    ring = 8 if ratio == 4 else 128
+    for request, begin in enumerate(begins):
+        for position in range(max(0, begin - 8 if ratio == 4 else 0), begin):
+            number = position // 128 * ring + position % ring
+            page = int(table[request, number // ROWS[ratio]])
+            for part in state:
+                part[page, number % ROWS[ratio]] = torch.randn(width, generator=generator)
+    requests, numbers = [], []
+    for request, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        own = [*range(begin // ratio, end // ratio), -1]  # and one that is none
+        numbers += own
+        requests += [request] * len(own)
+    windows = Windows(
+        torch.tensor(requests, device=device), torch.tensor(numbers, device=device), starts.to(device),
+        torch.tensor(ends, dtype=torch.int32, device=device),
+    )
+    projected = torch.randn(sum(lengths), 2 * width, generator=generator).to(device)
+    return projected, windows, StatePages(state[0].to(device), state[1].to(device), table.to(device), 128, ring)
+
+
+@pytest.mark.parametrize("device", RUNS)
+@pytest.mark.parametrize(("kind", "head_dim", "rotary_dim"), [
+    ("plain", 64, 16), ("vectors", 128, 64), ("vectors", 512, 64), ("keys", 128, 64), ("keys", 64, 32),
+])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_triton_pools_what_plain_torch_pools(ratio: int, kind: str, head_dim: int, rotary_dim: int, device: str):
+    pytest.importorskip("triton")
+    from headrace.kernels.compressor.triton import compress
+
+    width = 2 * head_dim if ratio == 4 else head_dim
+    projected, windows, state = make_step(device, ratio, width)
+    generator = torch.Generator().manual_seed(3)
+    pooling = Pooling(ratio, torch.randn(ratio, width, generator=generator).to(device))
+    norm = make_norm(head_dim, rotary_dim, device, torch.float32)
+    ours = make_slots(kind, head_dim, device, pages=8)
+    theirs = copy(ours)
+    table = (torch.randperm(7, generator=generator)[:6] + 1).view(3, 2).int().to(device)
+    before = projected.clone(), state.values.clone()
+    compress(projected, windows, state, pooling, norm, EntryPages(ours, table))
+    reference.compress(projected, windows, state, pooling, norm, EntryPages(theirs, table))
+    written = [(r, n) for r, n in zip(windows.requests.tolist(), windows.numbers.tolist(), strict=True) if n >= 0]
+    slots = torch.tensor([int(table[r, n // 8]) * 8 + n % 8 for r, n in written], device=device)
+    one, other = ours.gather(slots, torch.float32), theirs.gather(slots, torch.float32)
+    assert len(written) >= 3 and not other.isnan().any()
+    assert relative_error(one, other) < (1e-5 if kind == "plain" else packing_error(device))
+    everything = torch.arange(8, 64, device=device)  # but the null page
+    rest = everything[~torch.isin(everything, slots)]
+    assert torch.equal(ours.values[rest // 8, rest % 8], theirs.values[rest // 8, rest % 8])
+    assert torch.equal(projected, before[0]) and torch.equal(state.values.nan_to_num(), before[1].nan_to_num())
+
+
+@pytest.mark.parametrize("device", RUNS)
+@pytest.mark.parametrize("width", [32, 96, 2048])
+def test_state_is_stored_where_it_is_needed(width: int, device: str):
+    pytest.importorskip("triton")
+    from headrace.kernels.compressor.triton import store_state
+
+    projected = torch.randn(5, 2 * width, generator=torch.Generator().manual_seed(0)).to(device)
+    pages = torch.zeros(4, 16, width, device=device)
+    state = StatePages(pages, pages - 1, torch.zeros(1, 1, dtype=torch.int32, device=device), 128, 8)
+    store_state(projected, state, torch.tensor([17, 3, 63, 0, 40], device=device))
+    expected = [torch.zeros(64, width), torch.full((64, width), -1.0)]
+    for token, row in ((0, 17), (2, 63), (4, 40)):
+        for part, value in zip(expected, projected[token].cpu().chunk(2), strict=True):
+            part[row] = value
+    for stored, part in zip((state.values, state.gates), expected, strict=True):
+        assert torch.equal(stored.cpu().view(64, width)[16:], part[16:])

@@ -1,0 +1,84 @@
+"""Writing latents: norm, rotation and packing in Triton against plain torch, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+from headrace.kernels.latents import LatentNorm, reference
+from headrace.kernels.latents.slots import Slots
+
+PAGE = 8
+
+
+def make_slots(kind: str, head_dim: int, device: str, pages: int = 4, dtype: torch.dtype = torch.float32) -> Slots:
+    """Pages with padding behind, each byte 0xAB."""
+    if kind == "plain":
+        return Slots(torch.full((pages, PAGE, head_dim), 7.0, dtype=dtype, device=device))
+    value, scale = (head_dim + 64, 8) if kind == "vectors" else (head_dim, 4)
+    raw = torch.full((pages, PAGE * (value + scale) + 64), 0xAB, dtype=torch.uint8, device=device)
+    return Slots(
+        raw[:, : PAGE * value].unflatten(1, (PAGE, value)),
+        raw[:, PAGE * value : PAGE * (value + scale)].unflatten(1, (PAGE, scale)),
+    )
+
+
+def copy(slots: Slots) -> Slots:
+    """The same bytes elsewhere, strides included."""
+    if slots.scales is None:
+        return Slots(slots.values.clone())
+    base = slots.values._base
+    assert base is not None
+    twin = base.clone()
+    parts = (slots.values, slots.scales)
+    return Slots(*(torch.as_strided(twin, part.shape, part.stride(), part.storage_offset()) for part in parts))
+
+
+def packing_error(device: str) -> float:
+    """How far vectors packed by two solutions may be apart: the interpreter cuts bits off where a GPU rounds."""
+    return 0.08 if device == "cpu" else 5e-3
+
+
+def make_norm(head_dim: int, rotary_dim: int, device: str, dtype: torch.dtype) -> LatentNorm:
+    generator = torch.Generator().manual_seed(head_dim)
+    angles = torch.rand(500, rotary_dim // 2, generator=generator) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    weight = torch.rand(head_dim, generator=generator) + 0.5
+    return LatentNorm(weight.to(device, dtype), 1e-6, table.to(device))
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("kind", "head_dim", "rotary_dim"), [
+    ("plain", 128, 32), ("vectors", 128, 64), ("vectors", 512, 64),
+])
+def test_triton_writes_what_plain_torch_writes(
+    kind: str, head_dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.latents.triton import write_latents
+
+    generator = torch.Generator().manual_seed(1)
+    norm = make_norm(head_dim, rotary_dim, device, dtype)
+    ours = make_slots(kind, head_dim, device, dtype=dtype)
+    theirs = copy(ours)
+    wide = torch.randn(9, head_dim + 40, generator=generator) * torch.logspace(-5, 3, 9)[:, None]
+    x = wide.to(device, dtype)[:, 24 : 24 + head_dim]  # strided
+    positions = torch.randint(0, 500, (9,), generator=generator).to(device)
+    numbers = (torch.randperm(3 * PAGE, generator=generator)[:9] + PAGE).to(device)
+    write_latents(x, norm, positions, ours, numbers)
+    reference.write_latents(x, norm, positions, theirs, numbers)
+    everything = torch.arange(4 * PAGE, device=device)
+    assert relative_error(ours.gather(numbers, torch.float32), theirs.gather(numbers, torch.float32)) < (
+        tolerance if kind == "plain" else packing_error(device)
+    )
+    if ours.scales is not None:
+        assert (ours.scales == theirs.scales).float().mean() > 0.99
+    if ours.scales is not None and device == "cuda":
+        assert (ours.values == theirs.values).float().mean() > 0.98, "but roundings of sums in another order"
+    rest = torch.ones(4 * PAGE, dtype=torch.bool, device=device)
+    rest[numbers] = False
+    for one, other in ((ours.values, theirs.values), (ours.scales, theirs.scales)):
+        if one is not None and other is not None:
+            pages, at = everything[rest] // PAGE, everything[rest] % PAGE
+            assert torch.equal(one[pages, at], other[pages, at]), "other slots stay as they are"

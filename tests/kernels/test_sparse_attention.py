@@ -1,0 +1,177 @@
+"""Attention over slots, index scores and the selection of entries: against float64, plain torch, and torch's topk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+from test_latents import make_norm, make_slots
+
+from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots, reference
+
+RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def make_seen(kind: str, head_dim: int, device: str, dtype: torch.dtype, tokens: int, width: int, seed: int) -> Any:
+    """Slots of random vectors, of which each token sees some, the first at least; NaN in plain slots it does not."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = make_slots(kind, head_dim, device, pages=40, dtype=dtype)
+    if slots.scales is None:
+        slots.values.fill_(float("nan"))
+    written = torch.randperm(39 * 8, generator=generator)[:width] + 8
+    slots.write(written.to(device), (torch.randn(width, head_dim, generator=generator) * 1.5).to(device, dtype))
+    numbers = torch.stack([written[torch.randperm(width, generator=generator)] for _ in range(tokens)]).to(device)
+    counts = torch.randint(1, width + 1, (tokens,), generator=generator).to(device)
+    return slots, numbers, counts
+
+
+def attend_exactly(queries: Queries, parts: list[SeenSlots], sinks: torch.Tensor, scale: float) -> torch.Tensor:
+    cos_sin = queries.cos_sin.double().cpu()[queries.positions.cpu()]
+    q = queries.q.double().cpu()
+    q = turn(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + queries.norm_eps), cos_sin, 1)
+    out = torch.empty_like(q)
+    for token in range(len(q)):
+        kv = []
+        for part in parts:
+            row = token if part.rows is None else int(part.rows[token])
+            seen = part.numbers[row, : int(part.counts[token])]
+            kv.append(part.slots.gather(seen, torch.float32).double().cpu())
+        keys = torch.cat(kv)
+        weights = (q[token] @ keys.T * scale).exp()
+        out[token] = weights @ keys / (weights.sum(-1, keepdim=True) + sinks.double().cpu().exp()[:, None])
+    return turn(out, cos_sin, -1)
+
+
+def turn(x: torch.Tensor, cos_sin: torch.Tensor, sign: int) -> torch.Tensor:
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:] * sign
+    even, odd = x[..., -2 * half :: 2], x[..., -2 * half + 1 :: 2]
+    x = x.clone()
+    x[..., -2 * half :: 2], x[..., -2 * half + 1 :: 2] = even * cos - odd * sin, odd * cos + even * sin
+    return x
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("programs", [1, 132], ids=["whole", "split"])
+@pytest.mark.parametrize(("kind", "num_heads", "head_dim", "rotary_dim", "widths"), [
+    ("plain", 4, 128, 64, (16, 0)), ("plain", 20, 64, 16, (40, 70)), ("vectors", 16, 128, 64, (128, 33)),
+    ("vectors", 64, 512, 64, (40, 100)),
+])
+def test_attention(
+    kind: str, num_heads: int, head_dim: int, rotary_dim: int, widths: tuple[int, int], programs: int, device: str,
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch,
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention import triton
+
+    monkeypatch.setattr(triton, "PROGRAMS", programs)
+    generator, tokens = torch.Generator().manual_seed(head_dim), 3
+    if dtype == torch.float32 and head_dim == 512:
+        pytest.skip("chosen for 16 bits")
+    norm = make_norm(head_dim, rotary_dim, device, dtype)
+    q = (torch.randn(tokens, num_heads, head_dim, generator=generator) * 3).to(device, dtype)
+    queries = Queries(q, torch.tensor([0, 77, 499], device=device), norm.cos_sin, 1e-6)
+    window = SeenSlots(*make_seen(kind, head_dim, device, dtype, tokens, widths[0], 1))
+    entries = None
+    if widths[1]:
+        slots, numbers, counts = make_seen(kind, head_dim, device, dtype, 2, widths[1], 2)
+        counts = torch.tensor([widths[1] + 5, 0, 7], device=device)  # all that there are, none, a few
+        entries = SeenSlots(slots, numbers, counts, torch.tensor([1, 0, 1], device=device))
+    sinks, scale = torch.randn(num_heads, generator=generator).to(device), head_dim**-0.5
+    parts = [window] if entries is None else [window, entries]
+    exact = attend_exactly(queries, parts, sinks, scale)
+    for solution in (reference, triton):
+        out = solution.attend_slots(queries, window, entries, sinks=sinks, scale=scale)
+        assert out.dtype == dtype and relative_error(out.cpu(), exact) < 2 * tolerance
+
+
+def make_view(device: str, lengths: list[int], chunks: list[int], per_page: int) -> EntryView:
+    """Requests with that many entries at the end of their chunks; an entry a token."""
+    generator = torch.Generator().manual_seed(7)
+    pages = -(-max(lengths) // per_page)
+    table = (torch.randperm(len(lengths) * pages, generator=generator) + 1).view(len(lengths), pages).int()
+    requests = [r for r, chunk in enumerate(chunks) for _ in range(chunk)]
+    visible = [n - chunk + 1 + i for n, chunk in zip(lengths, chunks, strict=True) for i in range(chunk)]
+    num_decodes = next((i for i, chunk in enumerate(chunks) if chunk > 1), len(chunks))
+    starts = [sum(chunks[:r]) for r in range(len(chunks))]
+    return EntryView(
+        table.to(device), torch.tensor(requests, device=device), torch.tensor(visible, device=device), max(lengths),
+        num_decodes, [(r, starts[r], chunks[r], lengths[r]) for r in range(num_decodes, len(chunks))],
+    )
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("kind", "num_heads", "dim", "rotary_dim"), [("plain", 5, 64, 32), ("keys", 64, 128, 64)])
+def test_scores(
+    kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention.indexer import index_scores
+
+    view = make_view(device, [90, 12, 140, 30], [1, 1, 5, 3], 8)
+    generator = torch.Generator().manual_seed(1)
+    keys = make_slots(kind, dim, device, pages=int(view.page_table.max()) + 1, dtype=dtype)
+    every = torch.arange(8, keys.values.shape[0] * 8, device=device)
+    keys.write(every, torch.randn(len(every), dim, generator=generator).to(device, dtype))
+    q = torch.randn(10, num_heads, dim, generator=generator).to(device, dtype)
+    norm = make_norm(dim, rotary_dim, device, dtype)
+    queries = Queries(q, torch.randint(0, 500, (10,), generator=generator).to(device), norm.cos_sin, 0.0)
+    weights = torch.randn(10, num_heads, generator=generator).to(device)
+    for tokens in (slice(0, 10), slice(3, 8)):
+        ours, theirs = (
+            solution(queries, weights, keys, view, top_k=20, tokens=tokens)
+            for solution in (index_scores, reference.index_scores)
+        )
+        seen = view.visible[tokens]
+        assert ours.shape == theirs.shape == (len(seen), 140)
+        defined = (torch.arange(140, device=device) < seen[:, None]) & (seen > 20)[:, None]
+        assert relative_error(ours[defined], theirs[defined]) < 3 * tolerance
+
+
+def check_selection(select: Any, scores: torch.Tensor, view: EntryView, top_k: int, per_page: int) -> None:
+    """The sum of a row's chosen scores is that of topk, no slot is chosen twice, and none that is not visible."""
+    chosen = select(scores, view, top_k=top_k, per_page=per_page, tokens=slice(0, len(scores)))
+    assert chosen.shape == (len(scores), top_k)
+    for token, (row, seen) in enumerate(zip(chosen.tolist(), view.visible.tolist(), strict=True)):
+        table = view.page_table[int(view.requests[token])].tolist()
+        slots = {table[n // per_page] * per_page + n % per_page: n for n in range(seen)}
+        if seen <= top_k:
+            assert row == [*slots, *[-1] * (top_k - seen)]
+            continue
+        numbers = [slots[slot] for slot in row]
+        assert len(set(numbers)) == top_k
+        best = scores[token, :seen].topk(top_k).values.sort().values
+        assert torch.equal(scores[token, numbers].sort().values, best)
+
+
+@pytest.mark.parametrize("device", RUNS)
+@pytest.mark.parametrize("levels", [1, 2, 5, 0], ids=["equal", "two", "five", "distinct"])
+@pytest.mark.parametrize("top_k", [1, 16, 48])
+def test_selection_with_ties(top_k: int, levels: int, device: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention import indexer
+
+    monkeypatch.setattr(indexer, "SELECT_BLOCK", 64)  # several blocks a row
+    view = make_view(device, [150, 16, 49, 300], [1, 1, 3, 2], 8)
+    generator = torch.Generator().manual_seed(top_k + levels)
+    scores = torch.randn(7, 300, generator=generator) * torch.logspace(-30, 30, 300)[torch.randperm(300)]
+    if levels:  # 0 and -0 among them
+        scores = torch.randint(0, levels, (7, 300), generator=generator) * -0.5
+        scores[:, ::3] *= -1
+    for select in (indexer.select_entries, reference.select_entries):
+        check_selection(select, scores.to(device), view, top_k, 8)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("top_k", "entries"), [(512, 2064), (1024, 32768), (2048, 262144), (512, 262144)])
+def test_selection_of_published_sizes(top_k: int, entries: int):
+    from headrace.kernels.sparse_attention.indexer import select_entries
+
+    view = make_view("cuda", [entries, top_k + 1, 5], [1, 1, 1], 64)
+    for scores in (
+        torch.randn(3, entries, device="cuda"), torch.randint(0, 9, (3, entries), device="cuda").float(),
+        torch.relu(torch.randn(3, entries, device="cuda")),
+    ):
+        check_selection(select_entries, scores, view, top_k, 64)

@@ -1,0 +1,139 @@
+"""Hyper-connections: by the definition in float64, in plain torch and in Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+from headrace.kernels.streams import StreamMix, StreamShape, reference
+
+EPS = 1e-6
+
+
+def weigh_exactly(
+    raw: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iterations: int, eps: float
+) -> tuple[torch.Tensor, ...]:
+    streams = {8: 2, 24: 4, 80: 8}[raw.shape[1]]
+    raw, scale, base = raw.double(), scale.double(), base.double()
+    x = torch.cat(
+        (raw[:, :streams] * scale[0], raw[:, streams : 2 * streams] * scale[1], raw[:, 2 * streams :] * scale[2]), dim=1
+    ) + base
+    mix = x[:, 2 * streams :].view(-1, streams, streams).softmax(2) + eps
+    for i in range(2 * iterations - 1):
+        mix = mix / (mix.sum(1 if i % 2 == 0 else 2, keepdim=True) + eps)
+    return x[:, :streams].sigmoid() + eps, 2 * x[:, streams : 2 * streams].sigmoid(), mix
+
+
+def draw(num_tokens: int, streams: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(num_tokens + streams)
+    width = (2 + streams) * streams
+    return tuple(torch.randn(*shape, generator=generator) for shape in ((num_tokens, width), (3,), (width,)))
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+@pytest.mark.parametrize("streams", [2, 4, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+def test_weights(num_tokens: int, streams: int, iterations: int):
+    raw, scale, base = draw(num_tokens, streams)
+    for ours, exact in zip(
+        reference.weigh_streams(raw, scale, base, iterations=iterations, eps=EPS),
+        weigh_exactly(raw, scale, base, iterations, EPS), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def make(num_tokens: int, num_streams: int, width: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(num_tokens + width)
+    weights = (2 + num_streams) * num_streams
+    streams = torch.randn(num_tokens, num_streams, width, generator=generator).to(dtype)
+    fn = torch.randn(weights, num_streams * width, generator=generator) * width**-0.5
+    mix = StreamMix(fn, torch.randn(3, generator=generator), torch.randn(weights, generator=generator))
+    return streams, mix, torch.randn(width, generator=generator).to(dtype)
+
+
+def read_exactly(streams: torch.Tensor, mix: StreamMix, norm: torch.Tensor, iterations: int) -> tuple[Any, ...]:
+    flat = streams.double().flatten(1)
+    raw = flat @ mix.fn.double().T * torch.rsqrt(flat.square().mean(1, keepdim=True) + EPS)
+    pre, post, mixing = weigh_exactly(raw, mix.scale, mix.base, iterations, EPS)
+    x = torch.einsum("ts,tsd->td", pre, streams.double()).to(streams.dtype).double()
+    return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * norm.double(), post, mixing
+
+
+def put(device: str, *tensors: Any) -> list[Any]:
+    return [StreamMix(*(t.to(device) for t in x)) if isinstance(x, StreamMix) else x.to(device) for x in tensors]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("num_tokens", "num_streams", "width"), [(0, 4, 64), (1, 4, 96), (5, 2, 256), (70, 4, 64)])
+def test_reading(
+    num_tokens: int, num_streams: int, width: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.streams import triton
+
+    streams, mix, norm = put(device, *make(num_tokens, num_streams, width, dtype))
+    exact = read_exactly(*put("cpu", streams, mix, norm), 3)
+    for solution in (reference, triton):
+        x, post, mixing = solution.read_streams(streams, mix, norm, StreamShape(3, EPS, EPS))
+        assert x.dtype == dtype and post.dtype == mixing.dtype == torch.float32
+        if num_tokens:
+            assert relative_error(x.cpu(), exact[0]) < tolerance
+            assert relative_error(post.cpu(), exact[1]) < 1e-5 and relative_error(mixing.cpu(), exact[2]) < 1e-5
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_reading_an_expanded_view(device: str, dtype: torch.dtype, tolerance: float):
+    pytest.importorskip("triton")
+    from headrace.kernels.streams import triton
+
+    streams, mix, norm = put(device, *make(3, 4, 128, dtype))
+    same = streams[:, :1].expand(-1, 4, -1)
+    shape = StreamShape(20, EPS, EPS)
+    for ours, expected in zip(
+        triton.read_streams(same, mix, norm, shape), reference.read_streams(same.contiguous(), mix, norm, shape),
+        strict=True,
+    ):
+        assert relative_error(ours, expected) < tolerance
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("num_tokens", "num_streams", "width"), [(0, 4, 64), (1, 4, 96), (5, 2, 2080), (9, 8, 64)])
+def test_writing(
+    num_tokens: int, num_streams: int, width: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.streams import triton
+
+    generator = torch.Generator().manual_seed(1)
+    streams = torch.randn(num_tokens, num_streams, width, generator=generator).to(device, dtype)
+    out = torch.randn(num_tokens, width, generator=generator).to(device, dtype)
+    post = torch.randn(num_tokens, num_streams, generator=generator).to(device)
+    mix = torch.randn(num_tokens, num_streams, num_streams, generator=generator).to(device)
+    exact = post.double()[..., None] * out.double()[:, None] + torch.einsum(
+        "tjk,tjd->tkd", mix.double(), streams.double()
+    )
+    before = streams.clone()
+    for solution in (reference, triton):
+        new = solution.write_streams(streams, out, post, mix)
+        assert new.shape == streams.shape and torch.equal(streams, before)
+        if num_tokens:
+            assert relative_error(new, exact) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 64, 300])
+def test_the_published_shape(num_tokens: int):
+    from headrace.kernels.streams import triton
+
+    streams, mix, norm = put("cuda", *make(num_tokens, 4, 4096, torch.bfloat16))
+    shape = StreamShape(20, EPS, EPS)
+    ours, exact = triton.read_streams(streams, mix, norm, shape), reference.read_streams(streams, mix, norm, shape)
+    for one, other in zip(ours, exact, strict=True):
+        assert relative_error(one, other) < 5e-3
+    out = torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    assert relative_error(
+        triton.write_streams(streams, out, *ours[1:]), reference.write_streams(streams, out, *ours[1:])
+    ) < 5e-3
