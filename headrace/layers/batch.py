@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.kernels.lora import SlotRows
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
 from headrace.layers.residual import Residual
 
@@ -84,9 +85,13 @@ class StepContext:
 
     One forward at a time may run over a model, by one runner or by several in turn. A captured graph reads the batch
     of its capture, whose tensors are refilled in place; replays run no Python and need nothing here.
+
+    ``output_rows``: which of the rows that a head or classifier is called with next have which adapter; None where none
+    has. Set by who calls it.
     """
 
     batch: ForwardBatch = field(init=False)
+    output_rows: SlotRows | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +104,7 @@ class ForwardBatch:
     ``features``: hidden states to copy for a drafter, for models with ``captures_features``. ``carried`` [T, W]: what
     the pipeline stage before computed, in the model's dtype; None in the first stage.
     ``replica_tokens``: how many tokens each of the replicas that divide experts has in this step; empty where only
-    this one is concerned."""
+    this one is concerned. ``adapters``: which of the T tokens have which adapter; None where none has."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -111,6 +116,7 @@ class ForwardBatch:
     features: Features | None = None
     carried: torch.Tensor | None = None
     replica_tokens: list[int] = field(default_factory=list)
+    adapters: SlotRows | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

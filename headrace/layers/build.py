@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.kernels.lora import SlotRows
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.batch import StepContext
+from headrace.layers.lora.bank import BankSizes
 from headrace.layers.quantization import SchemeChain, default_chain
 from headrace.parallel.cut import Dim, ShardedParameter
 from headrace.parallel.experts import ExpertRanks
@@ -25,7 +27,8 @@ class Build:
     ``experts``: the ranks that have some experts each, whole ones; with a single one, those of ``tensor`` have a part
     of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
     ``moves_experts``: experts move between them while the model is served.
-    ``stage``: the layers that this rank has."""
+    ``stage``: the layers that this rank has. ``adapters``: what layers make room for, None where none are served;
+    ``is_output``: rows of layers are those that a head or classifier is called with, not the step's tokens."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,6 +42,8 @@ class Build:
     all2all_backend: str = "auto"
     moves_experts: bool = False
     stage: Stage = field(default_factory=Stage)
+    adapters: BankSizes | None = None
+    is_output: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -52,6 +57,10 @@ class Build:
     def parameter(self, *shape: Dim) -> ShardedParameter:
         """An uninitialised parameter: this rank's part of one of that shape."""
         return ShardedParameter.allocate(shape, self.dtype, self.device)
+
+    def find_adapter_rows(self) -> SlotRows | None:
+        """Which rows of the step in hand have which adapter; None where none has."""
+        return self.step.output_rows if self.is_output else self.step.batch.adapters
 
     def in_float32(self) -> Build:
         """A copy for a layer that computes in float32 in a model of any dtype; shares ``step`` and ``schemes``."""

@@ -8,7 +8,7 @@ caches nothing between steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.lora.contract import AdapterSites
+from headrace.layers.lora.sites import find_sites
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.names import CheckpointNames, drop_training_heads, find_elsewhere
@@ -97,11 +99,14 @@ class Encoder(ServedModel):
     def __init__(self, spec: EncoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
         self.spec, self.names, self.stage, self.carried_width = spec, names, build.stage, spec.hidden_size
+        self.step = build.step
         own = self.stage.layers(spec.num_layers)
         self.embedding = EncoderEmbedding(spec, build) if self.stage.is_first else None
         self._blocks = [EncoderBlock(spec, build) for _ in own]
         self.layers = number_layers(self._blocks, own.start)
-        self.scores = ClassScores(spec, build) if spec.num_classes and self.stage.is_last else None
+        self.scores: ClassScores | None = None
+        if spec.num_classes and self.stage.is_last:
+            self.scores = ClassScores(spec, replace(build, is_output=True))
         ends = (("embedding", self.stage.is_first), ("scores", self.stage.is_last))
         absent = [part for part, is_here in ends if not is_here]
         self._elsewhere = find_elsewhere(names.modules, own, spec.num_layers, absent)
@@ -120,12 +125,20 @@ class Encoder(ServedModel):
         targets = find_targets(self, self.names.modules, self.spec.num_layers)
         fill_targets(targets, drop_training_heads(self.names.rename(tensors), wanted=targets.keys()), harmless=HARMLESS)
 
+    def find_adapter_sites(self) -> AdapterSites:
+        """See `ServedModel`."""
+        return AdapterSites(
+            find_sites(self, self.names.modules, self.spec.num_layers), self.names.rename_one,
+            self.names.stacked_experts, self.spec.hidden_size,
+        )
+
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """No layer has a cache."""
         assert not any(pages), "an encoder keeps nothing between steps"
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the last layer here."""
+        self.step.batch = batch
         if batch.carried is not None:
             x = batch.carried
         else:

@@ -9,11 +9,13 @@ T tokens, D hidden size, H heads, N nope and E rope dims of a head, L latent dim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.lora import SlotRows
 from headrace.kernels.rowwise import LATENT_WRITE
 from headrace.layers.attention.contract import AttentionInputs, AttentionParams, KvPages
 from headrace.layers.batch import GroupStep
@@ -47,7 +49,7 @@ class LatentAttention(AttentionLayer):
         self.q_norm = RmsNorm(build, spec.q_lora_rank, spec.norm_eps) if spec.q_lora_rank else None
         self.q_up = Linear(build, spec.q_lora_rank, heads_width) if spec.q_lora_rank else None
         self.kv_norm = RmsNorm(build, spec.kv_lora_rank, spec.norm_eps)
-        # not storable: `_attend_absorbed` reads the plain weight
+        # not storable: `_attend_absorbed` reads the plain weight; what it does not compute, adapters may not have
         self.kv_up = Linear(
             build, spec.kv_lora_rank, heads.times(spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
@@ -85,9 +87,40 @@ class LatentAttention(AttentionLayer):
         )
         # q.(W c) = (W' q).c: [H, T, N] by [H, N, L]
         q_latent = torch.bmm(q_nope.transpose(0, 1), to_keys).transpose(0, 1)
+        rows = self.step.batch.adapters if self.kv_up.lora is not None else None
+        if rows is not None:
+            self._adapt_keys(rows, q_nope, q_latent)
         mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), pages, self.params)
         # [H, T, L] by [H, L, V]
-        return torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+        values = torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+        if rows is not None:
+            self._adapt_values(rows, mixed, values)
+        return values.flatten(1)
+
+    def _adapt_keys(self, rows: SlotRows, q_nope: torch.Tensor, q_latent: torch.Tensor) -> None:
+        """Add to ``q_latent`` [T, H, L] what adapters change in the up-projection to keys; [n, H, N] by [r, H, N], then
+        [n, H, r] by [r, L]."""
+        dim = self.spec.qk_nope_head_dim
+        for own, a, b in self._find_additions(rows):
+            reduced = torch.einsum("nhd,rhd->nhr", q_nope.index_select(0, own).float(), b[..., :dim])
+            q_latent.index_add_(0, own, (reduced @ a).to(q_latent.dtype))
+
+    def _adapt_values(self, rows: SlotRows, mixed: torch.Tensor, values: torch.Tensor) -> None:
+        """The same in ``values`` [T, H, V], from ``mixed`` latents [T, H, L]."""
+        for own, a, b in self._find_additions(rows):
+            reduced = mixed.index_select(0, own).float() @ a.t()
+            added = torch.einsum("nhr,rhd->nhd", reduced, b[..., self.spec.qk_nope_head_dim :])
+            values.index_add_(0, own, added.to(values.dtype))
+
+    def _find_additions(self, rows: SlotRows) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each adapter that changes the up-projection its rows [n], ``a`` [r, L] and ``b`` [r, H, N + V]."""
+        assert self.kv_up.lora is not None
+        bank = self.kv_up.lora.tensors
+        for slot, first, count in rows.segments:
+            rank = int(bank.ranks[slot, 0])
+            if rank:
+                b = bank.b[slot, :rank].float().unflatten(1, (self.num_heads, -1))
+                yield rows.order[first : first + count], bank.a[slot, 0, :rank].float(), b
 
     def _attend_expanded(self, q: torch.Tensor, pages: KvPages, inputs: AttentionInputs) -> torch.Tensor:
         """``q`` [T, H, N + E] to [T, H * V], over the page rows [T, L + E] that this step has written: these hold the

@@ -12,6 +12,7 @@ from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS, NORM_LINE
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.build import Build
+from headrace.layers.lora.bank import LinearBank
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Norm, Residual
@@ -56,6 +57,12 @@ class Linear(StorableLayer):
         self.group = None if columns.is_whole else build.tensor
         in_features, out_features = columns.length, sum(share.length for share in outputs)
         query = build.query(in_features=in_features, out_features=out_features)
+        self.lora: LinearBank | None = None
+        if build.adapters is not None:
+            self.lora = LinearBank(
+                self, self.shares, columns, query, sizes=build.adapters, find_rows=build.find_adapter_rows,
+                group=self.group, bias=self.bias,
+            )
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_fused(NORM_LINEAR, query)
@@ -75,6 +82,10 @@ class Linear(StorableLayer):
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
+        out = self._multiply(x)
+        return out if self.lora is None else self.lora.adapt(x, out)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         # Look for the parameter before `stored`, in this order: see `quantization.storage`.
         weight = plain_weight(self)
         if weight is not None:
@@ -82,11 +93,16 @@ class Linear(StorableLayer):
         assert self.stored is not None
         return self.stored.multiply(x, self._own_bias)
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether rows of this step have adapters: then nothing is fused with the product, which they change."""
+        return self.lora is not None and self.lora.is_active
+
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
         accumulated into the stream, whichever is faster. Nothing else may be pending."""
         weight = plain_weight(self)
-        if weight is not None:
+        if weight is not None and not self._has_adapters:
             # what other ranks must be added to cannot go into the stream, which all of them have
             stream = residual.stream if self.group is None else None
             residual.pending = self._linear_sums(x, weight, self._own_bias, stream)
@@ -101,6 +117,8 @@ class Linear(StorableLayer):
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two kernels are as fast."""
+        if self._has_adapters:
+            return None
         weight = plain_weight(self)
         if weight is None:
             assert self.stored is not None
@@ -114,7 +132,7 @@ class Linear(StorableLayer):
         x, weight = residual.pending, plain_weight(self)
         if (
             self._norm_linear is None or weight is None or x is None or x.dim() != 2 or residual.group is not None
-            or not fits(x.shape[0]) or not isinstance(norm, RmsNorm)
+            or not fits(x.shape[0]) or not isinstance(norm, RmsNorm) or self._has_adapters
         ):
             return None
         out, residual.stream = self._norm_linear(

@@ -12,6 +12,8 @@ from torch import nn
 from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
+from headrace.layers.lora.contract import AdapterSites
+from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.narrowing import Narrowing
 from headrace.layers.pooling import PoolingHead
 from headrace.layers.quantization.storage import StorableModel
@@ -38,7 +40,7 @@ class ServedModel(StorableModel):
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
     others pass on ``carried_width`` numbers per token. ``scores``: the classifier, [S, D]
     to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling
-    model.
+    model. ``adapters``: its banks, set by the loader where adapters are served.
     """
 
     is_capturable: bool = True
@@ -51,6 +53,7 @@ class ServedModel(StorableModel):
         # Set here and not in the class body: a class attribute would hide the registered submodule.
         self.scores: nn.Module | None = None
         self.pooling_head: PoolingHead | None = None
+        self.adapters: AdapterBanks | None = None
 
     @property
     def prunes_last_layer(self) -> bool:
@@ -69,6 +72,11 @@ class ServedModel(StorableModel):
 
     def find_narrowing(self) -> Narrowing | None:
         """What to cut of checkpoint tensors before they are read; None where all of them is needed."""
+        return None
+
+    def find_adapter_sites(self) -> AdapterSites | None:
+        """Which checkpoint modules adapters may change; None for a model that takes none. For one that was built with
+        ``Build.adapters``."""
         return None
 
     def own_caches(self, count: int) -> range:

@@ -10,9 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace.kernels.linear import LINEAR_FLOAT
+from headrace.kernels.lora import SlotRows
 from headrace.layers.build import Build
+from headrace.layers.lora.bank import HeadBank
+from headrace.layers.lora.embedding import EmbeddingBank
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.parallel.group import Group
+from headrace.parallel.share import Share
 
 
 class Embedding(StorableLayer):
@@ -28,6 +32,15 @@ class Embedding(StorableLayer):
         self.group = build.tensor
         self.dtype = build.dtype  # of the result, also once the weight is stored packed
         self.scale = float(torch.tensor(scale, dtype=build.dtype))
+        self._step = build.step
+        self.lora: EmbeddingBank | None = None
+        if build.adapters is not None:
+            self.lora = EmbeddingBank((vocab_size, hidden_size), build.dtype, build.device, self._find_adapter_rows)
+
+    def _find_adapter_rows(self, token_ids: torch.Tensor) -> SlotRows | None:
+        """Of the step's own lookup."""
+        batch = self._step.batch
+        return batch.adapters if token_ids is batch.token_ids else None
 
     def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The rows without the scale, as a copy."""
@@ -47,6 +60,7 @@ class Embedding(StorableLayer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.look_up(token_ids)
+        x = x if self.lora is None else self.lora.adapt(token_ids, x)
         return x if self.scale == 1.0 else x.mul_(self.scale)  # in place: a lookup is a copy
 
 
@@ -73,7 +87,14 @@ class Head(StorableLayer):
         self.weight = build.parameter(own, hidden_size) if weight is None else weight
         self.bias = build.parameter(own) if bias else None
         self.divisor, self.softcap = divisor, softcap
-        self._linear = LINEAR_FLOAT.choose(build.query(in_features=hidden_size, out_features=own.length))
+        query = build.query(in_features=hidden_size, out_features=own.length)
+        self._linear = LINEAR_FLOAT.choose(query)
+        self.lora: HeadBank | None = None
+        if build.adapters is not None:
+            self.lora = HeadBank(
+                self, {"": own}, Share.whole(hidden_size), query, sizes=build.adapters, bias=self.bias,
+                find_rows=lambda: build.step.output_rows,
+            )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = plain_weight(self)
@@ -84,6 +105,8 @@ class Head(StorableLayer):
             logits = self.stored.multiply(hidden, None, torch.float32)
         if self.bias is not None:
             logits.add_(self.bias)
+        if self.lora is not None:
+            logits = self.lora.adapt(hidden, logits)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

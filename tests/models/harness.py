@@ -6,13 +6,17 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec, group_layers
+from headrace.kernels.lora import SlotRows
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.layers.build import Build
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.rows import count_blocks, pack_rows, view_rows
 from headrace.models.catalog import find_family
 
 CPU = torch.device("cpu")
@@ -24,6 +28,7 @@ class Sequence:
 
     page_tables: list[list[int]]
     length: int = 0
+    slot: int = -1
 
 
 @dataclass
@@ -38,10 +43,10 @@ class Harness:
     free: list[list[int]] = field(default_factory=list)
     device: torch.device = CPU
 
-    def start(self) -> Sequence:
-        """A new sequence with all its pages."""
+    def start(self, slot: int = -1) -> Sequence:
+        """A new sequence with all its pages, of the adapter in a slot."""
         num_pages = -(-self.max_len // self.page_size)
-        return Sequence([[free.pop() for _ in range(num_pages)] for free in self.free])
+        return Sequence(slot=slot, page_tables=[[free.pop() for _ in range(num_pages)] for free in self.free])
 
     @torch.inference_mode()
     def step(self, *spans: tuple[Sequence, list[int]], wanted: list[int] | None = None) -> list[torch.Tensor]:
@@ -54,7 +59,15 @@ class Harness:
         if wanted is not None:
             places = [place for place, i in enumerate(order) if i in wanted]
             batch.wanted = self._want(batch, places)
-        logits = self.model.compute_logits(self.model.forward(batch)).cpu()
+        if any(sequence.slot >= 0 for sequence, _ in spans):
+            assert wanted is None
+            batch.adapters = self._adapter_rows(spans_in_order)
+            hidden = self.model.forward(batch)
+            self.model.step.output_rows = batch.adapters
+            logits = self.model.compute_logits(hidden).cpu()
+            self.model.step.output_rows = None
+        else:
+            logits = self.model.compute_logits(self.model.forward(batch)).cpu()
         for sequence, tokens in spans_in_order:
             sequence.length += len(tokens)
         if wanted is not None:
@@ -75,6 +88,14 @@ class Harness:
             steps.append(GroupStep(inputs, backend))
         token_ids = torch.tensor([t for _, tokens in spans for t in tokens], device=self.device)
         return ForwardBatch(token_ids, torch.tensor([p for ps in positions for p in ps], device=self.device), steps)
+
+    def _adapter_rows(self, spans: list[tuple[Sequence, list[int]]]) -> SlotRows:
+        slots = np.repeat([sequence.slot for sequence, _ in spans], [len(tokens) for _, tokens in spans])
+        num_blocks = count_blocks(len(slots), len(slots))
+        packed, segments = pack_rows(slots, len(slots), num_blocks)
+        return view_rows(
+            torch.from_numpy(packed).to(self.device), len(slots), len(slots), segments, int((slots >= 0).sum())
+        )
 
     def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
         """The last tokens of the spans at these places in the batch."""
@@ -130,13 +151,13 @@ def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64,
     num_sequences: int = 4,
     max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
-    kv_dtype: str = "",
+    kv_dtype: str = "", adapters: BankSizes | None = None,
 ) -> Harness:
     """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN,
     so that reading what was never written shows."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
-    model = family.build_model(spec, Build(device, dtype, max_model_len, moe_experts))
+    model = family.build_model(spec, Build(device, dtype, max_model_len, moe_experts, adapters=adapters))
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)

@@ -18,6 +18,8 @@ from headrace.layers.build import Build
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.loading import Targets, fill_targets, find_targets
+from headrace.layers.lora.contract import AdapterSites
+from headrace.layers.lora.sites import find_sites
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.layer import MoeMlp
@@ -127,6 +129,14 @@ class Decoder(ServedModel):
         fill_targets(targets, apart, harmless=harmless)
         self._is_table_due = True
 
+    def find_adapter_sites(self) -> AdapterSites:
+        """See `ServedModel`."""
+        names = self.names
+        return AdapterSites(
+            find_sites(self, {**names.modules, **SCORE_NAMES}, self.spec.num_layers), self._rename_one,
+            names.stacked_experts, self.spec.hidden_size,
+        )
+
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach each layer's pages and cache group. Drops the fused table, which holds references to the old pages."""
         own = self.stage.layers(self.spec.num_layers)
@@ -171,12 +181,12 @@ class Decoder(ServedModel):
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
         """All layers in one native CPU call. None, with ``x`` unchanged, where the layers or the step do not allow it.
         """
-        table = self._find_table()
+        table = None if batch.adapters is not None else self._find_table()
         return None if table is None else run_layers(table, x, batch)
 
     def _run_segments(self, x: torch.Tensor, batch: ForwardBatch, features: Features) -> Residual | None:
         """As `_run_together`, in a call for the layers between two whose inputs are read."""
-        if self._find_table() is None:
+        if batch.adapters is not None or self._find_table() is None:
             return None
         num_layers = len(self._blocks)
         bounds = sorted({0, num_layers, *features.spec.layers})

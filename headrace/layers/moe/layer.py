@@ -15,6 +15,7 @@ from headrace.kernels.moe import ROUTE, RouteShape
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
+from headrace.layers.moe.adapted import adapt_experts
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
@@ -104,6 +105,7 @@ class MoeMlp(Branch):
         self._run_experts = pair_experts(self.experts, spec.expert, build, query)
         self._num_replicas = build.experts.num_replicas
         self.slots: ExpertSlots | None = None  # where experts are, if they move
+        self._step, self._has_banks = build.step, build.adapters is not None
         self._num_slots = self.num_experts
         self._nothing = torch.empty(0, hidden_size, dtype=build.dtype, device=build.device)
 
@@ -146,5 +148,7 @@ class MoeMlp(Branch):
         if self.slots is not None:
             ids = self.slots.route(ids)
         out = self._run_experts(ChosenTokens(x, ids, weights, self._num_slots))
+        if self._has_banks and (rows := self._step.batch.adapters) is not None:
+            adapt_experts(self.experts, self.gate, x, (ids, weights), out, rows)
         # experts return memory of their own
         return out if self.shared is None else out.add_(self.shared.compute_share(x))

@@ -15,6 +15,7 @@ from headrace.kernels.moe import Gate
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
+from headrace.layers.lora.stack import StackBank
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.spec import MlpSpec
 from headrace.parallel.cut import Cut, cut_of
@@ -48,6 +49,9 @@ class StackedLinear(StorableLayer):
         self.weight = build.parameter(self.experts, outputs, columns)
         self.bias = build.parameter(self.experts, outputs) if bias else None
         self._adds_bias = columns.is_whole or build.tensor.rank == 0
+        self.lora: StackBank | None = None
+        if build.adapters is not None:
+            self.lora = StackBank(self.shares, columns, self.experts, build.device)
 
     @property
     def own_bias(self) -> torch.Tensor | None:

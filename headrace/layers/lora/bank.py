@@ -1,0 +1,310 @@
+"""`LinearBank`: what the adapters on the device change in one product, and the contract of all banks.
+
+T rows, I inputs, O outputs, r rank, S slots, P parts of a stacked output, R largest rank. Sizes are those of this
+rank's share of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.base.errors import UnsupportedFeature
+from headrace.kernels.lora import ADD_LOW_RANK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.operation import KernelQuery
+from headrace.layers.lora.contract import AdaptedPart, SiteKind
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
+from headrace.parallel.group import Group
+from headrace.parallel.share import Share
+
+RANK_STEP = 16
+"""Ranks are padded to multiples of this with zeros, for tensor cores."""
+
+
+@dataclass(frozen=True)
+class BankSizes:
+    """How many adapters there is room for on the device, and of which rank at most."""
+
+    num_slots: int
+    max_rank: int
+
+
+@dataclass(slots=True)
+class PreparedPart:
+    """An `AdaptedPart` in host memory as a rank copies it to one part of its bank: ``a`` [r, I] and ``b`` [r, O of the
+    part], with the scale multiplied in; ``b`` is float32 where a magnitude is still to be. ``start``: the first of its
+    outputs. The others are as in `AdaptedPart`, narrowed to this rank."""
+
+    index: int
+    start: int
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+    token_rows: torch.Tensor | None = None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether it is more than a low-rank addition."""
+        return any(
+            tensor is not None for tensor in (self.magnitude, self.bias, self.weight, self.token_ids)
+        )
+
+
+@dataclass(slots=True)
+class Extras:
+    """What an adapter does to a product besides its low-rank addition, applied before that: replace the ``weight``
+    [O', I] of outputs from ``start`` on, multiply outputs by ``gain`` [O] and add ``shift`` [O]; and replace outputs
+    ``token_ids`` [n] by products with ``token_rows`` [n, I]."""
+
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    weights: Sequence[tuple[int, torch.Tensor]] = ()
+    token_ids: torch.Tensor | None = None
+    token_rows: torch.Tensor | None = None
+
+
+class AdapterBank(nn.Module):
+    """What the adapters on the device change in one layer, which has it as ``lora``. A layer's weights are prepared on
+    any thread, and loaded by the one that launches steps."""
+
+    kind: ClassVar[SiteKind]
+    num_experts: int = 0
+
+    def sizes(self, part: str) -> tuple[int, int]:
+        """Inputs and outputs of a part in the checkpoint; of all of them if it is empty."""
+        raise NotImplementedError
+
+    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
+        """What is needed here of an adapter's part, in host memory; raises `UnsupportedFeature`."""
+        raise NotImplementedError
+
+    def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
+        """Take an adapter into a slot; without parts the slot is empty. In stream order, behind steps that were
+        launched."""
+        raise NotImplementedError
+
+    def has_extras(self, slot: int) -> bool:
+        """Whether the adapter in a slot changes more than captured steps compute."""
+        raise NotImplementedError
+
+
+class LinearBank(AdapterBank):
+    """The bank of a product, which calls `adapt`. ``shares``: this rank's outputs by part; ``columns``: its inputs, of
+    which the ranks of ``group`` have some each. ``find_rows``: which rows of the step have which adapter, if any."""
+
+    kind: ClassVar[SiteKind] = "linear"
+
+    def __init__(
+        self, layer: StorableLayer, shares: Mapping[str, Share], columns: Share, query: KernelQuery, *,
+        sizes: BankSizes, find_rows: Callable[[], SlotRows | None], group: Group | None = None,
+        bias: nn.Parameter | None = None
+    ):
+        super().__init__()
+        # in lists: they are no submodule and no parameter of the bank
+        self._layers, self._biases, self._group, self._find_rows = [layer], [bias], group, find_rows
+        self.shares, self.columns = dict(shares), columns
+        weight, widths = layer.weight, [share.length for share in shares.values()]
+        self.ends = tuple(accumulate(widths))
+        padded = -(-sizes.max_rank // RANK_STEP) * RANK_STEP
+
+        def make(*shape: int, dtype: torch.dtype = weight.dtype) -> nn.Buffer:
+            return nn.Buffer(torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
+
+        self.a = make(sizes.num_slots, len(widths), padded, columns.length)
+        self.b = make(sizes.num_slots, padded, self.ends[-1])
+        self.ranks = make(sizes.num_slots, len(widths), dtype=torch.int64)
+        self.tiles = nn.Buffer(make_tiles(self.ends, weight.device), persistent=False)
+        self.is_low_rank_only = not layer.is_storable  # something besides the layer reads its weight
+        self._extras: dict[int, Extras] = {}
+        self._tensors: LowRankBank | None = None
+        self._add = ADD_LOW_RANK.choose(query)
+
+    def sizes(self, part: str) -> tuple[int, int]:
+        """See `AdapterBank`."""
+        shares = self.shares.values() if part == "" else [self.shares[part]]
+        return self.columns.size, sum(share.size for share in shares)
+
+    def has_extras(self, slot: int) -> bool:
+        """See `AdapterBank`."""
+        return slot in self._extras
+
+    @property
+    def tensors(self) -> LowRankBank:
+        """The buffers, for kernels."""
+        known = self._tensors
+        if known is None or known.a is not self.a:  # buffers are replaced when the model moves to another device
+            known = self._tensors = LowRankBank(self.a, self.b, self.ranks, self.ends, self.tiles)
+        return known
+
+    @property
+    def is_active(self) -> bool:
+        """Whether some row of the step has an adapter."""
+        return self._find_rows() is not None
+
+    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
+        """See `AdapterBank`."""
+        if self.is_low_rank_only and not part.is_low_rank:
+            raise refuse(part.module, "more than a low-rank addition", "train it without use_dora and bias")
+        full = self._start_of(part.part)
+        prepared, begin = [], 0
+        for index, (name, share) in enumerate(self.shares.items()):
+            if part.part in ("", name):
+                rows = slice(full[name] + share.start, full[name] + share.stop)
+                prepared.append(self._narrow(part, PreparedPart(index, begin), rows))
+            begin += share.length
+        assert prepared, f"no part is called {part.part}"
+        return prepared
+
+    def _start_of(self, part: str) -> dict[str, int]:
+        """Where the parts begin in an adapter's outputs: of its own part, or of all."""
+        starts, at = {}, 0
+        for name, share in self.shares.items():
+            starts[name] = at
+            at += share.size if part == "" else 0
+        return starts
+
+    def _narrow(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:
+        inputs, dtype = slice(self.columns.start, self.columns.stop), self.b.dtype
+        if part.a is not None and part.b is not None:
+            b = (part.b[rows].float() * part.scale).t()
+            found.a = _keep(part.a[:, inputs].to(dtype), self.a)
+            found.b = _keep(b if part.magnitude is not None else b.to(dtype), self.a)
+        if part.magnitude is not None:
+            found.magnitude = _keep(part.magnitude[rows].float(), self.a)
+        if part.bias is not None:
+            found.bias = _keep(part.bias[rows].float(), self.a)
+        if part.weight is not None:
+            found.weight = _keep(part.weight[rows, inputs].to(dtype), self.a)
+        if part.token_ids is not None and part.token_rows is not None:
+            is_own = (part.token_ids >= rows.start) & (part.token_ids < rows.stop)
+            found.token_ids = _keep(part.token_ids[is_own] - rows.start, self.a)
+            found.token_rows = _keep(part.token_rows[is_own][:, inputs].to(dtype), self.a)
+        return found
+
+    def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
+        """See `AdapterBank`."""
+        self._extras.pop(slot, None)
+        ranks = [0] * len(self.ends)
+        extras = self._make_extras(parts) if any(part.has_extras for part in parts) else None
+        if extras is not None:
+            self._extras[slot] = extras
+        for part in parts:
+            if part.a is None or part.b is None:
+                continue
+            rank = ranks[part.index] = len(part.a)
+            padded, stop = -(-rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
+            b = part.b.to(self.b.device, non_blocking=True)
+            if extras is not None and extras.gain is not None:
+                b = b * extras.gain[part.start : stop]
+            self.a[slot, part.index, :rank].copy_(part.a, non_blocking=True)
+            self.a[slot, part.index, rank:padded].zero_()
+            self.b[slot, :rank, part.start : stop].copy_(b, non_blocking=True)
+            self.b[slot, rank:padded, part.start : stop].zero_()
+        self.ranks[slot].copy_(_keep(torch.tensor(ranks), self.ranks), non_blocking=True)
+
+    def adapt(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """``out`` [T, O] with what adapters of the rows of ``x`` [T, I] change; changed in place where that is
+        possible."""
+        rows = self._find_rows()
+        # a drafter that shares a head asks for other rows: its guesses are those of the base model
+        if rows is None or (rows.num_rows != len(x) and self.kind == "head"):
+            return out
+        assert rows.num_rows == len(x), f"{len(x)} rows in a step of {rows.num_rows}"
+        if self._extras:
+            for slot, first, count in rows.segments:
+                if (extras := self._extras.get(slot)) is not None:
+                    own = rows.order[first : first + count]
+                    self._apply_extras(extras, x.index_select(0, own), out, own)
+        self._add(x, out, self.tensors, rows)
+        return out
+
+    def _apply_extras(self, extras: Extras, x: torch.Tensor, out: torch.Tensor, own: torch.Tensor) -> None:
+        """``x`` [n, I] are the rows ``own`` [n] of the product's input."""
+        base = out.index_select(0, own)
+        for start, weight in extras.weights:
+            base[:, start : start + len(weight)] = F.linear(x.to(weight.dtype), weight)
+        if extras.gain is not None:
+            base.mul_(extras.gain)
+        if extras.shift is not None:
+            base.add_(extras.shift)
+        if extras.token_ids is not None and extras.token_rows is not None:
+            base[:, extras.token_ids] = F.linear(x.to(extras.token_rows.dtype), extras.token_rows).to(base.dtype)
+        out.index_copy_(0, own, base)
+
+    def base_weight(self) -> torch.Tensor:
+        """This rank's weight as the checkpoint has it, [O, I] float32: the parameter or a copy."""
+        layer = self._layers[0]
+        weight = plain_weight(layer)
+        if weight is not None:
+            return weight.detach().float()
+        assert layer.stored is not None
+        return layer.stored.unpack(torch.float32)
+
+    def _make_extras(self, parts: Sequence[PreparedPart]) -> Extras:
+        device, extras = self.b.device, Extras()
+        for part in parts:
+            if part.weight is not None:
+                extras.weights = [*extras.weights, (part.start, part.weight.to(device))]
+            if part.token_ids is not None and part.token_rows is not None:
+                extras.token_ids, extras.token_rows = part.token_ids.to(device), part.token_rows.to(device)
+        scaled = [part for part in parts if part.magnitude is not None]
+        if scaled:
+            extras.gain = torch.ones(self.ends[-1], device=device)
+            weight = self.base_weight()
+            for part in scaled:
+                assert part.magnitude is not None
+                stop = part.start + len(part.magnitude)
+                norms = self._measure(part, weight[part.start : stop])
+                extras.gain[part.start : stop] = part.magnitude.to(device) / norms
+        extras.shift = self._make_shift(parts, extras)
+        return extras
+
+    def _measure(self, part: PreparedPart, weight: torch.Tensor) -> torch.Tensor:
+        """Norms of the rows of ``weight`` [O', I] with the part's addition."""
+        if part.a is not None and part.b is not None:
+            weight = weight + part.b.to(weight.device).t() @ part.a.to(weight.device).float()
+        squares = weight.square().sum(1)
+        return (squares if self._group is None else self._group.all_reduce(squares)).sqrt()
+
+    def _make_shift(self, parts: Sequence[PreparedPart], extras: Extras) -> torch.Tensor | None:
+        """What makes of the base's bias, which is scaled with its output, the adapter's. Products of weights that are
+        replaced come without a bias."""
+        bias, device = self._biases[0], self.b.device
+        is_first = self._group is None or self._group.rank == 0
+        if not is_first or (bias is None and all(part.bias is None for part in parts)):
+            return None
+        before = torch.zeros(self.ends[-1], device=device) if bias is None else bias.detach().float()
+        after = before.clone()
+        before = before.clone()
+        for part in parts:
+            if part.weight is not None:
+                before[part.start : part.start + len(part.weight)] = 0.0
+            if part.bias is not None:
+                after[part.start : part.start + len(part.bias)] = part.bias.to(device)
+        return after - (before if extras.gain is None else before * extras.gain)
+
+
+class HeadBank(LinearBank):
+    """The bank of a head, whose rows are sampled or pooled ones."""
+
+    kind: ClassVar[SiteKind] = "head"
+
+
+def _keep(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """Contiguous in host memory of its own, from which a GPU can copy."""
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return own.pin_memory() if beside.is_cuda else own
+
+
+def refuse(module: str, what: str, fix: str) -> UnsupportedFeature:
+    """The error for a part of an adapter that a layer cannot take."""
+    return UnsupportedFeature(f"the adapter has {what} for {module}, which is not served; {fix}", param="lora_path")

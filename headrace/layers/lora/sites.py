@@ -1,0 +1,75 @@
+"""The sites of a model by a family's table of names, and `AdapterBanks`: its banks, by the modules that have them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import nn
+
+from headrace.kernels.lora import SlotRows
+from headrace.layers.lora.bank import AdapterBank, PreparedPart
+from headrace.layers.lora.contract import AdapterSite, AdapterSites, AdapterWeights
+
+PreparedAdapter = dict[str, list[PreparedPart]]
+"""An adapter in host memory as this rank's banks copy it, by module."""
+
+
+def find_banks(model: nn.Module) -> dict[str, AdapterBank]:
+    """By the name of the module that has the bank."""
+    found = model.named_modules()
+    return {name.removesuffix(".lora"): module for name, module in found if isinstance(module, AdapterBank)}
+
+
+def find_sites(model: nn.Module, names: Mapping[str, str], num_layers: int) -> dict[str, AdapterSite]:
+    """The sites of a model that was built with banks. ``names``: see `headrace.layers.loading`."""
+    banks, sites = find_banks(model), {}
+    for theirs, ours in names.items():
+        for i in range(num_layers if "{i}" in theirs else 1):
+            name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
+            module, _, part = path.partition("#")
+            bank = banks.get(module)
+            if bank is None:
+                continue
+            experts, _, own = part.rpartition("/")
+            if not experts:
+                sites[name] = AdapterSite(module, part, *bank.sizes(part), bank.kind)
+                continue
+            for x in range(bank.num_experts):
+                sites[name.replace("{x}", str(x))] = AdapterSite(module, own, *bank.sizes(own), bank.kind, x)
+    return sites
+
+
+class OutputContext(Protocol):
+    """By which heads and classifiers find out which of their rows have which adapter."""
+
+    output_rows: SlotRows | None
+
+
+class AdapterBanks:
+    """All banks of a model, and its ``sites``; ``context``: of its steps."""
+
+    def __init__(self, model: nn.Module, sites: AdapterSites, num_slots: int, context: OutputContext):
+        self._banks = find_banks(model)
+        self.sites, self.num_slots, self.context = sites, num_slots, context
+        self._by_slot: dict[int, set[str]] = {}  # modules that the adapter in a slot changes
+
+    def prepare(self, adapter: AdapterWeights) -> PreparedAdapter:
+        """What an adapter needs here; on any thread. Raises `UnsupportedFeature`."""
+        prepared: PreparedAdapter = defaultdict(list)
+        for part in adapter.parts:
+            prepared[part.module] += self._banks[part.module].prepare(part)
+        return dict(prepared)
+
+    def load(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Take an adapter into a slot, in stream order; an empty one leaves the slot empty."""
+        before = self._by_slot.get(slot, set())
+        self._by_slot[slot] = before | set(adapter)  # first: what fails half-way is overwritten by the next
+        for name in before | set(adapter):
+            self._banks[name].load(slot, adapter.get(name, []))
+        self._by_slot[slot] = set(adapter)
+
+    def has_extras(self, slot: int) -> bool:
+        """Whether the adapter in a slot changes more than captured steps compute."""
+        return any(self._banks[name].has_extras(slot) for name in self._by_slot.get(slot, ()))

@@ -1,0 +1,192 @@
+"""Adapters in every family: rows of a mixed batch against models whose weights have the adapter merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import Harness, build_harness
+from test_parity import CASES, config_json, make_oracle, prompt
+
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
+from headrace.layers.lora.sites import AdapterBanks
+from headrace.layers.moe.checkpoint import unstack_experts
+
+SLOTS, MAX_RANK = 3, 20
+NAMES = (
+    "llama", "llama-tied-biased", "llama-mqa-odd-group", "mistral-window", "qwen2", "qwen3", "gemma3", "phi3", "olmo2",
+    "granite-biased", "glm4", "starcoder2", "cohere", "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3",
+)
+Plain = dict[str, torch.Tensor]
+
+
+def find_case(name: str) -> str:
+    """The case of that name, or the first that begins with it."""
+    return name if name in CASES else next(other for other in CASES if other.startswith(name))
+
+
+class Rig:
+    """A tiny model with banks, and merged copies of it."""
+
+    def __init__(self, name: str, **changes: object):
+        oracle = make_oracle(CASES[name][0], {**CASES[name][1], **changes})
+        self.config = config_json(oracle)
+        sizes = BankSizes(SLOTS, MAX_RANK)
+        self.harness = build_harness(self.config, oracle.state_dict(), num_sequences=12, adapters=sizes)
+        model = self.harness.model
+        sites = model.find_adapter_sites()
+        assert sites is not None
+        self.banks, self.sites = AdapterBanks(model, sites, SLOTS, model.step), sites.sites
+        self.plain: Plain = {
+            sites.rename(key): tensor.clone()
+            for key, tensor in unstack_experts(oracle.state_dict().items(), sites.stacked_experts)
+        }
+        self.is_tied = self.config.get("tie_word_embeddings", False)
+
+    def load(self, slot: int, parts: list[AdaptedPart]) -> None:
+        weights = AdapterWeights(parts, 0, "", [])
+        self.banks.load(slot, self.banks.prepare(weights))
+
+    def merge(self, changed: Plain) -> Harness:
+        return build_harness(self.config, self.plain | changed)
+
+
+def low_rank(site: AdapterSite, rank: int, generator: torch.Generator, scale: float = 0.7) -> AdaptedPart:
+    """A random addition to a site, large enough to be seen."""
+    inputs, outputs = site.in_features, site.out_features
+    a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+    b = torch.randn(outputs, rank, generator=generator) * 0.3
+    return AdaptedPart(site.module, site.part, site.expert, a, b, scale)
+
+
+def added(part: AdaptedPart) -> torch.Tensor:
+    assert part.a is not None and part.b is not None
+    return part.scale * (part.b @ part.a)
+
+
+def logits_of(harness: Harness, tokens: list[int], slot: int = -1) -> torch.Tensor:
+    """A prefill and then two single tokens."""
+    sequence = harness.start(slot)
+    pieces = [harness.step((sequence, tokens[:-2]))[0]]
+    pieces += [harness.step((sequence, [token]))[0] for token in tokens[-2:]]
+    return torch.cat(pieces)
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mixed_rows_equal_merged_weights(name: str):
+    rig = Rig(find_case(name))
+    generator = torch.Generator().manual_seed(len(name))
+    merged = []
+    for slot, rank in ((0, 3), (2, 20)):
+        parts, changed = [], {}
+        for key, site in rig.sites.items():
+            if site.kind == "embedding" or (site.kind == "head" and rig.is_tied):
+                continue
+            parts.append(low_rank(site, max(1, rank - len(parts) % 3), generator))
+            changed[f"{key}.weight"] = rig.plain[f"{key}.weight"] + added(parts[-1])
+        assert parts
+        rig.load(slot, parts)
+        merged.append(rig.merge(changed))
+    prompts = [prompt(seed, 9) for seed in range(3)]
+    harnesses = (*merged, rig.harness)
+    expected = [logits_of(harness, tokens) for harness, tokens in zip(harnesses, prompts, strict=True)]
+    assert (expected[0] - logits_of(rig.harness, prompts[0])).abs().max() > 0.05, "the adapter is not seen"
+    sequences = [rig.harness.start(slot) for slot in (0, 2, -1)]
+    found = [rig.harness.step(*((s, p[:-2]) for s, p in zip(sequences, prompts, strict=True)))]
+    found += [rig.harness.step(*((s, p[i : i + 1]) for s, p in zip(sequences, prompts, strict=True))) for i in (7, 8)]
+    for i in range(3):
+        compare(torch.cat([pieces[i] for pieces in found]), expected[i])
+
+
+def check_alone(rig: Rig, parts: list[AdaptedPart], changed: Plain) -> None:
+    """An adapter alone against merged weights, then the base model, which must be as before."""
+    tokens = prompt(5, 9)
+    base = logits_of(rig.harness, tokens)
+    rig.load(1, parts)
+    expected = logits_of(rig.merge(changed), tokens)
+    assert (expected - base).abs().max() > 0.02, "the change is not seen"
+    compare(logits_of(rig.harness, tokens, 1), expected)
+    compare(logits_of(rig.harness, tokens), base)
+    rig.load(1, [])
+    compare(logits_of(rig.harness, tokens, 1), base)
+
+
+def dora(part: AdaptedPart, weight: torch.Tensor) -> torch.Tensor:
+    """Give a part random magnitudes; the weight that results."""
+    whole = weight + (0 if part.a is None else added(part))
+    part.magnitude = whole.norm(dim=1) * torch.linspace(0.5, 1.5, len(whole))
+    return whole * (part.magnitude / whole.norm(dim=1))[:, None]
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen2", "phi3"])
+def test_magnitudes_and_biases(name: str):
+    rig = Rig(find_case(name))
+    generator, parts, changed = torch.Generator().manual_seed(0), [], {}
+    for key, site in rig.sites.items():
+        if site.kind != "linear":
+            continue
+        parts.append(low_rank(site, 4, generator))
+        changed[f"{key}.weight"] = dora(parts[-1], rig.plain[f"{key}.weight"])
+        if f"{key}.bias" in rig.plain:
+            parts[-1].bias = changed[f"{key}.bias"] = torch.randn(site.out_features, generator=generator) * 0.2
+    check_alone(rig, parts, changed)
+
+
+def replace_head(rig: Rig, generator: torch.Generator) -> tuple[list[AdaptedPart], Plain]:
+    site, weight = rig.sites["lm_head"], rig.plain["lm_head.weight"]
+    new = weight + torch.randn(weight.shape, generator=generator) * 0.3
+    return [AdaptedPart(site.module, weight=new)], {"lm_head.weight": new}
+
+
+def replace_embedding(rig: Rig, generator: torch.Generator) -> tuple[list[AdaptedPart], Plain]:
+    site, weight = rig.sites["model.embed_tokens"], rig.plain["model.embed_tokens.weight"]
+    new = weight + torch.randn(weight.shape, generator=generator) * 0.3
+    return [AdaptedPart(site.module, weight=new)], {"model.embed_tokens.weight": new}
+
+
+def adapt_embedding(rig: Rig, generator: torch.Generator) -> tuple[list[AdaptedPart], Plain]:
+    part = low_rank(rig.sites["model.embed_tokens"], 4, generator, 5.0)
+    return [part], {"model.embed_tokens.weight": rig.plain["model.embed_tokens.weight"] + added(part).t()}
+
+
+def train_tokens(rig: Rig, generator: torch.Generator) -> tuple[list[AdaptedPart], Plain]:
+    ids = torch.tensor(sorted({*prompt(5, 9)[:4], 3}))
+    parts, changed = [], {}
+    for key in ("model.embed_tokens", "lm_head"):
+        weight = rig.plain[f"{key}.weight"].clone()
+        weight[ids] = rows = torch.randn(len(ids), weight.shape[1], generator=generator)
+        shuffled = torch.randperm(len(ids), generator=generator)
+        parts.append(AdaptedPart(rig.sites[key].module, token_ids=ids[shuffled], token_rows=rows[shuffled]))
+        changed[f"{key}.weight"] = weight
+    return parts, changed
+
+
+def replace_linear(rig: Rig, generator: torch.Generator) -> tuple[list[AdaptedPart], Plain]:
+    key = "model.layers.0.self_attn.k_proj"
+    site = rig.sites[key]
+    new = torch.randn(site.out_features, site.in_features, generator=generator) * 0.3
+    bias = torch.randn(site.out_features, generator=generator)
+    return [AdaptedPart(site.module, site.part, weight=new, bias=bias)], {f"{key}.weight": new, f"{key}.bias": bias}
+
+
+@pytest.mark.parametrize("make", [replace_head, replace_embedding, adapt_embedding, train_tokens, replace_linear])
+def test_whole_modules_and_vocabulary(make: Callable[[Rig, torch.Generator], tuple[list[AdaptedPart], Plain]]):
+    rig = Rig("llama-tied-biased", tie_word_embeddings=False)
+    check_alone(rig, *make(rig, torch.Generator().manual_seed(1)))
+
+
+def test_slots_are_overwritten_by_adapters_of_other_modules():
+    rig = Rig("llama")
+    generator, tokens = torch.Generator().manual_seed(2), prompt(1, 9)
+    keys = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"]
+    for key, rank in zip(keys, (20, 3, 17), strict=True):
+        part = low_rank(rig.sites[key], rank, generator)
+        rig.load(0, [part])
+        merged = rig.merge({f"{key}.weight": rig.plain[f"{key}.weight"] + added(part)})
+        compare(logits_of(rig.harness, tokens, 0), logits_of(merged, tokens))
