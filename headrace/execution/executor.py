@@ -22,6 +22,7 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
+from headrace.execution.adapters import AdapterStore, read_call
 from headrace.execution.assembly import Assembly
 from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
@@ -54,6 +55,14 @@ class LocalExecutor:
         self._profiler = Profiler(model.device)
         self._grammars: GrammarStore | None = None
         self._tiers = build_tiers(model)
+        self.adapters = AdapterStore(model.adapters, model.config.adapters, read_call)
+        model.equips.append(self._serve_adapters)
+        if model.runner is not None:
+            self._serve_adapters(model.runner)
+
+    def _serve_adapters(self, runner: Runner) -> None:
+        self.adapters.serve(self._model.adapters)
+        runner.load_adapter = self.adapters.load
 
     @property
     def config(self) -> EngineConfig:
@@ -187,6 +196,7 @@ class LocalExecutor:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        self.adapters.close()
 
 
 def ignore_progress(stage: str, fraction: float) -> None:

@@ -6,11 +6,14 @@ Refuses: sampling. The input tokens of decodes never come from the host, which m
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
 from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.step import MAX_ENTRIES
+from headrace.execution.adapters import AdapterInputs
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
@@ -57,13 +60,14 @@ class InputBuilder:
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.tensors.last_token.device)
         self.max_requests = layout.max_rows
         self.handover = Handover()
+        self.adapters: AdapterInputs | None = None  # set where adapters are served
 
     def make_draft_room(self) -> None:
         """Let captured steps with prefill have drafts, each a request: more than there are rows."""
         self.max_requests = len(self.static.kv_lens)
 
-    def pack(self, step: Step, upload: Upload) -> None:
-        """Add the inputs of a step to the upload."""
+    def pack(self, step: Step, upload: Upload, size: int = 0) -> None:
+        """Add the inputs of a step to the upload; ``size``: tokens of the captured step that takes them."""
         shape = step.shape
         assert shape.num_tokens <= self.max_tokens, (
             f"a plan of {shape.num_tokens} tokens, at most {self.max_tokens} are allowed"
@@ -94,6 +98,10 @@ class InputBuilder:
             upload.add("following", self._following(shape))
         if StepFeature.TEXT_PAIRS in step.features:
             upload.add("text_kinds", self._text_kinds(shape))
+        if StepFeature.ADAPTERS in step.features:
+            assert self.adapters is not None, "a row has an adapter, and none are served"
+            self.adapters.pack(step, upload, size)
+            self.adapters.pack_outputs(step, upload)
 
     def _following(self, shape: StepShape) -> np.ndarray:
         """[T]: the token behind each token, 0 where the host does not know it: it is sampled in this step."""
@@ -130,6 +138,16 @@ class InputBuilder:
             inputs = [self._prune(group.inputs, shape.ends[pruned], sent["sample_requests"]) for group in groups]
             batch.wanted = WantedTokens(sent["sample_tokens"], inputs)
         return batch
+
+    def sampled_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """In its body the head is called with the sampled positions of a step that was packed."""
+        if self.adapters is None or StepFeature.ADAPTERS not in step.features:
+            return nullcontext()
+        return self.adapters.sampled_outputs(step, sent)
+
+    def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
+        """In its body a head or classifier is called with what belongs to these rows of the request state."""
+        return nullcontext() if self.adapters is None else self.adapters.outputs_of(rows)
 
     def find_positions(self, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """Positions [S] of the sampled tokens of the step that was built or filled last."""

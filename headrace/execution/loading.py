@@ -26,6 +26,8 @@ from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
 from headrace.layers.moe.layer import MoeMlp
@@ -175,8 +177,10 @@ def load_model(
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
             all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
+            adapters=choose_banks(config),
         )
         model = family.build_model(spec, build)
+        model.adapters = find_banks(model, build, family)
         _fill(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
@@ -194,6 +198,33 @@ def load_model(
         source, family, spec, model, dtype, kv_dtype, own_groups(specs, model.own_caches(len(specs)), group),
         len(specs), spec.vocab_size, max_model_len, pooling, ranks=ranks, stage=stage, balancer=balancer
     )
+
+
+def choose_banks(config: EngineConfig) -> BankSizes | None:
+    """What layers make room for; raises `ConfigError` where adapters cannot be served."""
+    adapters, parallel = config.adapters, config.parallel
+    if not adapters.enable_lora:
+        return None
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "adapters are not served by pipeline stages; use tensor_parallel_size, or leave out enable_lora",
+            param="enable_lora",
+        )
+    if parallel.enable_eplb:
+        raise ConfigError(
+            "adapters are not served where experts move; leave out enable_eplb or enable_lora", param="enable_lora"
+        )
+    return BankSizes(adapters.max_loras, adapters.max_lora_rank)
+
+
+def find_banks(model: ServedModel, build: Build, family: Family) -> AdapterBanks | None:
+    """The banks that a model was built with; raises `ConfigError` for one that takes no adapters."""
+    if build.adapters is None:
+        return None
+    sites = model.find_adapter_sites()
+    if sites is None:
+        raise ConfigError(f"{family.name} models take no adapters; leave out enable_lora", param="enable_lora")
+    return AdapterBanks(model, sites, build.adapters.num_slots, build.step)
 
 
 def choose_stage(

@@ -13,7 +13,7 @@ import torch
 
 from headrace.base.sampling import ALL_LOGPROBS, SamplingSpec
 from headrace.base.step import TokenLogprobs
-from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, Rows
+from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, OutputsOf, Rows
 from headrace.execution.step import StepShape
 from headrace.execution.upload import Upload, to_host
 from headrace.layers.model import ServedModel
@@ -123,8 +123,8 @@ class PromptSpan:
 class PromptScorer:
     """Prompt logprobs, in two halves: `pack` before the step's upload, `compute` after the forward pass."""
 
-    def __init__(self, rows: Rows, model: ServedModel):
-        self._rows, self._model = rows, model
+    def __init__(self, rows: Rows, model: ServedModel, outputs_of: OutputsOf):
+        self._rows, self._model, self._outputs_of = rows, model, outputs_of
 
     def pack(self, shape: StepShape, upload: Upload) -> list[PromptSpan]:
         """Find the prompt positions that the step predicts, and add their tokens to the upload."""
@@ -153,20 +153,21 @@ class PromptScorer:
         targets = sent["prompt_targets"].split([span.count for span in spans])
         named = sent["prompt_named"].split([len(span.spec.logprob_ids) for span in spans])
         return [
-            (span, self._compute_span(hidden[span.hidden_start : span.hidden_start + span.count], ids, own, span.spec))
+            (span, self._compute_span(span, hidden[span.hidden_start : span.hidden_start + span.count], ids, own))
             for span, ids, own in zip(spans, targets, named, strict=True)
         ]
 
     def _compute_span(
-        self, hidden: torch.Tensor, targets: torch.Tensor, named: torch.Tensor, spec: SamplingSpec
+        self, span: PromptSpan, hidden: torch.Tensor, targets: torch.Tensor, named: torch.Tensor
     ) -> Logprobs:
         """Logprobs of ``targets`` [n] and of the tokens ``named`` [m] under the logits of ``hidden`` [n, D], a slice of
         positions at a time."""
+        spec, parts = span.spec, []
         wants_all = spec.num_prompt_logprobs == ALL_LOGPROBS
-        parts = []
         for states, ids in zip(hidden.split(SLICE_POSITIONS), targets.split(SLICE_POSITIONS), strict=True):
             whole = torch.arange(len(ids), device=ids.device) if wants_all else None
             top_count = 0 if wants_all else spec.num_prompt_logprobs
-            logits = self._model.compute_logits(states)
+            with self._outputs_of(np.full(len(ids), span.row)):
+                logits = self._model.compute_logits(states)
             parts.append(compute_logprobs(logits, ids, top_count, named.expand(len(ids), -1), whole))
         return Logprobs(*(torch.cat(columns) for columns in zip(*(part.tensors for part in parts), strict=True)))

@@ -81,6 +81,7 @@ class PlainPath:
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
         is_pruned = is_pruned and not step.plan.replica_tokens  # others know how many tokens each layer has
+        is_pruned = is_pruned and StepFeature.ADAPTERS not in step.features  # whose rows are those of all tokens
         if is_pruned:
             upload.add("sample_requests", step.samples)
         return partial(self._launch, step, is_pruned)
@@ -88,6 +89,8 @@ class PlainPath:
     def _launch(self, step: Step, is_pruned: bool, sent: Sent) -> StepOutput:
         batch = self._inputs.build(step.shape, sent, step.samples if is_pruned else None)
         batch.replica_tokens = step.plan.replica_tokens
+        if StepFeature.ADAPTERS in step.features and self._inputs.adapters is not None:
+            batch.adapters = self._inputs.adapters.view(step, sent)
         is_drafting = StepFeature.DRAFTING in step.features
         if is_drafting and self._proposer is not None:
             batch.features = self._proposer.ask_features()
@@ -99,7 +102,8 @@ class PlainPath:
             # hidden [S, D]: the sampled positions already
             output.logits = self._model.compute_logits(hidden) if len(step.samples) else None
         else:
-            output.logits, output.hidden = compute_sampled_logits(self._model, hidden, step, sent), hidden
+            with self._inputs.sampled_outputs(step, sent):
+                output.logits, output.hidden = compute_sampled_logits(self._model, hidden, step, sent), hidden
         if is_drafting and self._proposer is not None:
             features = hidden[:, :0] if batch.features is None else batch.features.values
             extension = Extension(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.execution.rows import IS_POOLED, Rows
+from headrace.execution.rows import IS_POOLED, OutputsOf, Rows
 from headrace.execution.step import StepShape
 from headrace.execution.upload import Upload, to_host
 from headrace.layers.model import ServedModel
@@ -55,8 +55,8 @@ class PooledRows:
 class Pooler:
     """Two halves: `pack` before the step's upload, `pool` after the forward pass."""
 
-    def __init__(self, rows: Rows, model: ServedModel):
-        self._rows, self._model = rows, model
+    def __init__(self, rows: Rows, model: ServedModel, outputs_of: OutputsOf):
+        self._rows, self._model, self._outputs_of = rows, model, outputs_of
         self._pooling_head: PoolingHead | None = model.pooling_head
         self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts whose first chunks are computed
 
@@ -103,10 +103,13 @@ class Pooler:
         if len(batch.finished) or len(batch.unfinished):
             states = self._reduce(batch, hidden, sent)
             if len(batch.finished):
-                found.append(self._send(batch.rows[batch.finished], self._apply_head(states, sent), None))
+                own = batch.rows[batch.finished]
+                with self._outputs_of(own):
+                    found.append(self._send(own, self._apply_head(states, sent), None))
         if len(batch.labelled):
             last = sent["pool_last"].index_select(0, sent["pool_labelled"])
-            logits = self._model.compute_logits(hidden.index_select(0, last))
+            with self._outputs_of(batch.rows[batch.labelled]):
+                logits = self._model.compute_logits(hidden.index_select(0, last))
             # log_softmax of the chosen tokens alone, without a second [n, V] tensor
             chosen = (
                 logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)

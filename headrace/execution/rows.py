@@ -5,6 +5,8 @@ Refuses: page tables (``memory/``) and the state of penalties and rules, which o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,13 @@ IS_TAKEN, IS_RANDOM, HAS_PENALTIES, HAS_RULES, HAS_GRAMMAR, WANTS_LOGPROBS, WANT
 IS_POOLED, HAS_SECOND_TEXT = 1 << 7, 1 << 8
 """More bits: the row gets a pooled result and samples no tokens; its tokens belong to two texts (a pair)."""
 
+HAS_ADAPTER, HAS_ADAPTER_EXTRAS = 1 << 9, 1 << 10
+"""More bits: the row has an adapter; one that changes more than captured steps compute."""
+
+
+OutputsOf = Callable[[np.ndarray], AbstractContextManager[None]]
+"""``with outputs_of(rows)``: in the body a head or classifier is called with what belongs to these rows, one each."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
@@ -41,7 +50,7 @@ class RowTokens:
 class Rows:
     """``tensors``: what the device owns of max_rows + 1 rows, the last being the null row of the page tables. The
     host's ``*_np`` arrays are [max_rows] or [max_rows, columns]: ``reals_np`` has temperature, top_p and min_p,
-    ``integers_np`` top_k and seed.
+    ``integers_np`` top_k and seed, ``adapter_slots_np`` the slot of the row's adapter, -1 for none.
 
     The device's part is not set at a start: a row's first step is a prefill, whose sampling writes it.
     ``computed_len_np`` and ``last_token_np`` [max_rows + 1]: what the device owns where the host can read it (on a CPU,
@@ -58,6 +67,7 @@ class Rows:
         self.flags_np = np.zeros(max_rows, dtype=np.int64)
         self.reals_np = np.zeros((max_rows, 3), dtype=np.float64)
         self.integers_np = np.zeros((max_rows, 2), dtype=np.int64)
+        self.adapter_slots_np = np.full(max_rows, -1, dtype=np.int64)
         self._rows: list[RowTokens | None] = [None] * max_rows
 
     def __getitem__(self, row: int) -> RowTokens:
@@ -71,7 +81,7 @@ class Rows:
         if len(free):
             raise HeadraceError(f"the plan computes rows that were never started: {free}")
 
-    def start(self, start: RowStart) -> RowTokens:
+    def start(self, start: RowStart, *, has_adapter_extras: bool = False) -> RowTokens:
         """Take a row and overwrite what it held."""
         spec = start.sampling
         known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
@@ -89,6 +99,9 @@ class Rows:
             | HAS_RULES * is_ruled | HAS_GRAMMAR * (spec.grammar is not None)
             | WANTS_LOGPROBS * (spec.num_logprobs >= 0) | WANTS_PROMPT_LOGPROBS * (spec.num_prompt_logprobs >= 0)
         )
+        self.adapter_slots_np[start.row] = start.adapter_slot
+        if start.adapter_slot >= 0:
+            self.flags_np[start.row] |= HAS_ADAPTER | HAS_ADAPTER_EXTRAS * has_adapter_extras
         if start.pooling is not None:
             self.flags_np[start.row] |= IS_POOLED | HAS_SECOND_TEXT * (start.pooling.second_start > 0)
         return known

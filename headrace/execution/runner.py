@@ -13,6 +13,7 @@ import torch
 from headrace.base.cache import CacheLayout
 from headrace.base.speculation import StepTimes
 from headrace.base.step import StepPlan
+from headrace.execution.adapters import AdapterInputs
 from headrace.execution.captures import Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
 from headrace.execution.inputs import InputBuilder
@@ -60,15 +61,20 @@ class Runner:
         self._samples, self._inference_mode = True, torch.inference_mode()  # entered again by each step
         self._features = ~StepFeature(0)
         self._sampler = Sampler(self._rows, layout.max_rows, vocab_size)
-        self._pooler, self._prompt_scorer = Pooler(self._rows, model), PromptScorer(self._rows, model)
         self._grammars: GrammarRows | None = None
         self._step: Step | None = None  # the latest, from which the next is derived when the same rows decode again
         self._open: PendingSample | None = None  # the latest step with a grammar: its sampling may not be launched yet
         self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
+        if model.adapters is not None:
+            self._inputs.adapters = AdapterInputs(model.adapters, self._rows, device)
+        outputs_of = self._inputs.outputs_of
+        self._pooler = Pooler(self._rows, model, outputs_of)
+        self._prompt_scorer = PromptScorer(self._rows, model, outputs_of)
         self.paths: list[StepPath] = [PlainPath(model, self._inputs)]
         if all(backend.fuses_layers for backend in backends):
             self.paths.insert(0, FusedPath(model, self._rows, self._tables))
         self._proposer: Proposer | None = None
+        self.load_adapter: Callable[[int, int], None] | None = None  # into a slot, an adapter by its number
         self.times = StepTimes()
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
@@ -254,10 +260,15 @@ class Runner:
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
         """Change the host's row state now and pack the page table updates for `_apply_pages`. Releases come before
         starts: a row that is released may be started again in the same plan."""
+        for load in plan.adapter_loads:
+            assert self.load_adapter is not None, "adapters are not served"
+            self.load_adapter(load.slot, load.adapter_id)
         for row in plan.releases:
             self._release(row)
         for start in plan.starts:
-            known = self._rows.start(start)
+            adapters, slot = self._inputs.adapters, start.adapter_slot
+            has_extras = slot >= 0 and adapters is not None and adapters.banks.has_extras(slot)
+            known = self._rows.start(start, has_adapter_extras=has_extras)
             self._sampler.start(start.row, known)
             if known.sampling.grammar is not None and self._samples:
                 assert self._grammars is not None, "the row has a grammar, and grammars are not served"

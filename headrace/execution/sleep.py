@@ -21,6 +21,7 @@ from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.loading import LoadedModel, Progress, check_alike
 from headrace.execution.runner import Runner
 from headrace.execution.warmup import measure_steps, run_tiny_steps
+from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.balancing import ExpertBalancer
 
 HOST = torch.device("cpu")
@@ -39,6 +40,11 @@ class DeviceModel:
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = assembly.build_runner(layout)
         self._run_first_steps(self.runner, assembly)
+
+    @property
+    def adapters(self) -> AdapterBanks | None:
+        """The model's banks, while it is loaded."""
+        return None if self._loaded is None else self._loaded.model.adapters
 
     @property
     def balancer(self) -> ExpertBalancer | None:

@@ -7,13 +7,15 @@ takes three times as long to make, and these are made in every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag, auto
 
 import numpy as np
 
 from headrace.base.step import StepPlan
 from headrace.execution.rows import (
+    HAS_ADAPTER,
+    HAS_ADAPTER_EXTRAS,
     HAS_GRAMMAR,
     HAS_PENALTIES,
     HAS_RULES,
@@ -40,6 +42,10 @@ class StepFeature(IntFlag):
     """A drafter on the device runs behind the step."""
     TEXT_PAIRS = auto()
     """A row holds two texts (a cross-encoder's pair), told apart by text kinds."""
+    ADAPTERS = auto()
+    """A row has an adapter."""
+    ADAPTER_EXTRAS = auto()
+    """A row's adapter changes more than products by low-rank additions."""
 
 
 OF_LAST_STAGE = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING
@@ -164,7 +170,8 @@ class Step:
     """A plan as host arrays. ``samples`` [S] are the indices into ``shape`` of the requests that sample, ``batch``
     these. ``is_greedy``: all of them take the argmax. In a step of decodes alone the spans are sorted, longest first,
     so that the device's last programs are short ones; ``order[i]`` is then the index in the sorted spans of the plan's
-    span i. Otherwise ``shape`` is in plan order, and ``order`` is None."""
+    span i. Otherwise ``shape`` is in plan order, and ``order`` is None. ``segments`` and ``output_segments``: which
+    tokens and which sampled positions have which adapter (`headrace.kernels.lora.SlotRows`), once they are packed."""
 
     plan: StepPlan
     shape: StepShape
@@ -173,6 +180,8 @@ class Step:
     features: StepFeature
     is_greedy: bool
     order: list[int] | None = None
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    output_segments: list[tuple[int, int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, plan: StepPlan, rows: Rows) -> Step:
@@ -222,4 +231,8 @@ def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeat
         features |= StepFeature.POOLING
     if (flags & HAS_SECOND_TEXT).any():
         features |= StepFeature.TEXT_PAIRS
+    if (flags & HAS_ADAPTER).any():
+        features |= StepFeature.ADAPTERS
+    if (flags & HAS_ADAPTER_EXTRAS).any():
+        features |= StepFeature.ADAPTER_EXTRAS
     return features

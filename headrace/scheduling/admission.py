@@ -18,8 +18,9 @@ from headrace.scheduling.tiering import Tiers
 
 
 class Verdict(Enum):
-    """What became of the next request: it runs (ADMITTED), it waits for another one's prefill of the same prefix
-    (FOLLOWS), there are no pages for it (BLOCKED), or it has a row and waits for pages from the host (AWAITS)."""
+    """What became of the next request: it runs (ADMITTED), it waits elsewhere, for another one's prefill of the same
+    prefix or for its adapter (FOLLOWS), there are no pages for it (BLOCKED), or it has a row and waits for pages from
+    the host (AWAITS)."""
 
     ADMITTED = 1
     FOLLOWS = 2
@@ -136,7 +137,7 @@ class Admission:
         self._check_room(request)
 
     def _check_room(self, request: Request) -> None:
-        num_waiting = len(self._queue) + self._sharing.num_following + len(self._running.held)
+        num_waiting = len(self._queue) + self._sharing.num_following + self._running.num_apart
         if num_waiting >= self._limits.in_all:
             raise QueueFull(
                 f"{num_waiting} requests are waiting, the limit is max_queued",
@@ -152,6 +153,9 @@ class Admission:
 
     def admit_next(self, request: Request) -> Verdict:
         """Try to let ``request``, the next in line, run."""
+        if not self._running.adapters.admit(request, is_alone=self._running.num_running == 0):
+            self._queue.remove(request)
+            return Verdict.FOLLOWS
         match = self.match(request)
         leader = self._sharing.find_leader(request, match)
         if leader is not None:

@@ -14,12 +14,13 @@ from headrace.scheduling.running import RunningSet
 
 
 def audit_requests(running: RunningSet, queue: WaitingQueue) -> None:
-    """Each request is prefilling, decoding, queued, following or held; each row is free or has one request."""
+    """Each request is prefilling, decoding, queued, following, held or waiting for its adapter; each row is free or has
+    one request."""
     rows = []
     for request in running.requests.values():
         where = (
             request in running.prefilling, request in running.decoding, request in running.awaiting, request in queue,
-            request.leader is not None, request in running.held
+            request.leader is not None, request in running.held, request in running.adapters.waiting
         )
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
         assert request.is_running == any(where[:3]) == (request.holding is not None), request
@@ -35,6 +36,7 @@ def audit_requests(running: RunningSet, queue: WaitingQueue) -> None:
             assert request.leader.is_running and request in request.leader.followers, (
                 f"{request} follows {request.leader}, which does not run"
             )
+    running.adapters.check(list(running))
     free = running.free_rows()
     assert sorted(rows + free) == list(range(running.num_rows)), f"rows in use {sorted(rows)}, free {sorted(free)}"
 

@@ -137,6 +137,8 @@ class Planner:
     def _compose(self) -> Sketch:
         if self._running.num_several:
             self._make_way()
+        for request in self._running.adapters.wake(is_alone=self._running.num_running == 0):
+            self._queue.push(request, keeps_turn=True)
         sketch = Sketch()
         self._add_decodes(sketch)
         budget = self._limit.tokens - sketch.num_tokens
@@ -339,6 +341,7 @@ class Planner:
             num_proposals=self._propose(sketch),
             last_tokens=[request.tokens[-1] for request in decodes],
             moves=self._transfers.take_moves(),
+            adapter_loads=running.adapters.take_loads(),
         )
         self._next_step_id += 1
         self._limit.count_step()

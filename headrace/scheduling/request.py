@@ -55,15 +55,17 @@ class Request:
     """
 
     __slots__ = (
-        "arrived_at", "awaits_until", "cached_len", "charged_len", "computed_len", "deadline", "epoch", "followers",
-        "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len",
+        "adapter", "arrived_at", "awaits_until", "cached_len", "charged_len", "computed_len", "deadline", "epoch",
+        "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len",
         "max_output_len", "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits",
         "num_unsure", "origin", "page_keys", "path", "planned_len", "pooling", "priority", "prompt_len",
         "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages",
         "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
     )  # fmt: skip
 
-    def __init__(self, submitted: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None):
+    def __init__(
+        self, submitted: EngineRequest, *, seq: int, max_model_len: int, deadline: float | None, adapter: int = 0
+    ):
         self.request_id = submitted.request_id
         self.seq = seq  # arrival number: the age of a request, kept through retractions
         self.prompt_token_ids = submitted.prompt_token_ids
@@ -71,6 +73,7 @@ class Request:
         self.sampling = submitted.sampling
         self.pooling = submitted.pooling
         self.namespace = submitted.namespace
+        self.adapter = adapter  # 0: the base model
         self.priority = submitted.priority
         self.origin = submitted.origin
         self.path: tuple[str, ...] = ()  # among whom it has its share; set when it is queued

@@ -1,4 +1,4 @@
-"""`RunningSet`: the requests that run and their device rows, and by id all requests that have not finished.
+"""`RunningSet`: the requests that run, their device rows and adapters, and by id all requests that have not finished.
 
 Refuses: pages, order of admission, and what a step computes.
 """
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from headrace.base.step import RowStart
+from headrace.scheduling.adapters import AdapterSlots
 from headrace.scheduling.request import Request, State
 
 
@@ -19,8 +20,9 @@ class RunningSet:
     it starts requests in them. Sets of requests are dicts with None values, for O(1) removal in a fixed order.
     """
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, num_adapter_slots: int = 0):
         self.num_rows = num_rows
+        self.adapters = AdapterSlots(num_adapter_slots)
         self.requests: dict[str, Request] = {}
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
@@ -41,6 +43,11 @@ class RunningSet:
     @property
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.awaiting)
+
+    @property
+    def num_apart(self) -> int:
+        """Requests that neither run nor are in the queue: held, or waiting for their adapter."""
+        return len(self.held) + len(self.adapters.waiting)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.awaiting
@@ -64,6 +71,7 @@ class RunningSet:
         request.state = State.PREFILLING
         self.prefilling[request] = None
         self._newcomers.append(request)
+        self.adapters.enter(request)
 
     def start_decoding(self, request: Request) -> None:
         """All known tokens of the request are planned; from the next plan on it takes one token a step."""
@@ -91,7 +99,9 @@ class RunningSet:
             self._count_shares(request, -1)
             self._free_rows.append(request.row)
             self._released.append(request.row)
+            self.adapters.leave(request)
         self.held.pop(request, None)
+        self.adapters.waiting.pop(request, None)
         request.row = -1
         request.epoch += 1
         request.state = state
@@ -125,7 +135,7 @@ class RunningSet:
         starts = [
             RowStart(
                 request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,
-                request.pooling
+                request.pooling, self.adapters.slot_of(request.adapter)
             )
             for request in self._newcomers
         ]

@@ -49,6 +49,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
         num_stages: int = 1,
+        num_adapter_slots: int = 0,
     ):
         self._clock = clock
         self._layout = layout
@@ -62,7 +63,8 @@ class Scheduler:
         self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._tiers = Tiers(self._ledger, Transfers(), layout, clock)
-        self._running = RunningSet(layout.max_rows)
+        self._running = RunningSet(layout.max_rows, num_adapter_slots)
+        self.adapters = self._running.adapters
         self._queue = WaitingQueue(
             # Late-bound: admission is built with the queue, below.
             POLICIES.load(config.policy), config.starvation_steps, lambda r: self._admission.hit_pages(r),
@@ -105,14 +107,16 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, submitted: EngineRequest, *, is_held: bool = False) -> None:
-        """Queue a request, or hold it until `release` (its grammar is being compiled). Raises, with no state changed,
-        when it is invalid (`RequestError`), can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
+    def add(self, submitted: EngineRequest, *, is_held: bool = False, adapter: int = 0) -> None:
+        """Queue a request, or hold it until `release` (its grammar is being compiled). ``adapter``: the number of its
+        adapter, 0 for none; ``namespace`` then has that one's content. Raises, with no state changed, when it is
+        invalid (`RequestError`), can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
             request = Request(
-                submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline
+                submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline,
+                adapter=adapter,
             )
         except (OverflowError, TypeError) as error:
             raise RequestError(
@@ -222,6 +226,7 @@ class Scheduler:
             self._lifecycle.retract(request)
         self._tiers.transfers.forget()
         self._running.forget_device()
+        self.adapters.reload()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
 
@@ -263,7 +268,7 @@ class Scheduler:
         accounts, counters, tree = self._ledger.accounts, self._counters, self._ledger.tree
         num_pages, num_evictable = sum(a.capacity for a in accounts), sum(tree.num_evictable)
         return EngineStats(
-            num_queued=len(self._queue) + self._sharing.num_following + len(self._running.held),
+            num_queued=len(self._queue) + self._sharing.num_following + self._running.num_apart,
             num_running=self._running.num_running,
             num_pages=num_pages,
             num_used_pages=num_pages - num_evictable - sum(a.num_free for a in accounts),

@@ -84,8 +84,11 @@ def assemble_engine(executor: Executor, pace: Pace | None = None) -> Engine:
     scheduler = Scheduler(
         executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks,
         num_stages=executor.config.parallel.pipeline_parallel_size,
+        num_adapter_slots=executor.config.adapters.max_loras,
     )
-    return Engine(scheduler, executor, hooks, pace)
+    engine = Engine(scheduler, executor, hooks, pace)
+    engine.adapters.load_modules(executor.config.adapters)
+    return engine
 
 
 class StepLog:

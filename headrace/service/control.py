@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 
+from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, PinAdapter, UnloadAdapter
 from headrace.base.admin import (
     ADMIN_CALLS,
     VITAL_PARTS,
@@ -30,6 +32,7 @@ class Control:
 
     def __init__(self, engine: Engine, stop: Callable[[], None]):
         self._engine = engine
+        self._pending: list[tuple[int, Future[AdapterInfo]]] = []  # calls by their ids
         # Calls without arguments. "ping" returns `Engine.step_bound_s`, which sets the supervisor's silence limit.
         self._plain: dict[str, Callable[[], object]] = {
             "stats": lambda: msgspec.to_builtins(engine.stats()),
@@ -42,18 +45,48 @@ class Control:
             "ping": lambda: engine.step_bound_s,
         }
 
-    def answer(self, call: Call) -> Reply:
-        """Run a call. Typed errors are sent as its reply; any other exception, and `EngineBroken`, means a broken
-        engine."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `poll` will have replies."""
+        return bool(self._pending)
+
+    def poll(self) -> list[Reply]:
+        """Replies of calls whose work was done on other threads meanwhile."""
+        if not self._pending:
+            return []
+        self._engine.adapters.settle()
+        done = [(call_id, work) for call_id, work in self._pending if work.done()]
+        self._pending = [(call_id, work) for call_id, work in self._pending if not work.done()]
+        return [self._reply(call_id, work.result) for call_id, work in done]
+
+    def answer(self, call: Call) -> Reply | None:
+        """Run a call; None if `poll` has its reply later. Typed errors are sent as its reply; any other exception, and
+        `EngineBroken`, means a broken engine."""
+        plain = self._plain.get(call.method)
+        if plain is not None:
+            return self._reply(call.call_id, plain)
+        if call.method == LoadAdapter.method:
+            return self._begin_load(call)
+        return self._reply(call.call_id, lambda: self._administer(_read(call)))
+
+    def _begin_load(self, call: Call) -> Reply | None:
         try:
-            plain = self._plain.get(call.method)
-            return Reply(call.call_id, plain() if plain is not None else self._administer(_read(call)))
+            load = _read(call)
+            assert isinstance(load, LoadAdapter)
+            self._pending.append((call.call_id, self._engine.adapters.begin_load(load)))
+        except HeadraceError as error:
+            return Reply(call.call_id, error=ErrorInfo.of(error))
+        return None
+
+    def _reply(self, call_id: int, work: Callable[[], object]) -> Reply:
+        try:
+            return Reply(call_id, msgspec.to_builtins(work()))
         except EngineBroken:
             raise
         except (HeadraceError, AssertionError) as error:
-            return Reply(call.call_id, error=ErrorInfo.of(error))
+            return Reply(call_id, error=ErrorInfo.of(error))
         except OSError as error:
-            return Reply(call.call_id, error=ErrorInfo.of(ModelError(f"cannot read: {error.strerror or error}")))
+            return Reply(call_id, error=ErrorInfo.of(ModelError(f"cannot read: {error.strerror or error}")))
 
     def _administer(self, call: AdminCall) -> object:
         executor = self._engine.executor
@@ -63,6 +96,14 @@ class Control:
                 return None
             case StopProfile():
                 return executor.stop_profile()
+            case UnloadAdapter():
+                return self._engine.adapters.unload(call)
+            case PinAdapter():
+                return self._engine.adapters.pin(call)
+            case ListAdapters():
+                return self._engine.adapters.describe_all()
+            case LoadAdapter():
+                raise AssertionError("loading is begun, see `answer`")
         try:
             self._change_device(call)
         finally:  # also after an error: a failed change may have released parts already

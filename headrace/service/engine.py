@@ -20,6 +20,7 @@ from headrace.base.errors import Conflict, EngineAsleep, EngineBroken, HeadraceE
 from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import Arrival, StepPlan, StepResult
+from headrace.service.adapters import AdapterGate, AdapterRegistry
 from headrace.service.coordination import WaitingRoom, create_coordinators
 from headrace.service.executor import Executor, Pace, PendingStep
 
@@ -85,7 +86,10 @@ class Engine:
         self.executor, self.pace = executor, pace or Pace()
         self._scheduler = scheduler
         self._hooks = Hooks() if hooks is None else hooks
-        self._waiting_room = WaitingRoom(scheduler, create_coordinators(executor, self._hooks))
+        self.adapters = AdapterRegistry(scheduler.adapters, executor)
+        self._waiting_room = WaitingRoom(scheduler, [
+            *create_coordinators(executor, self._hooks), AdapterGate(self.adapters, scheduler.adapters, executor)
+        ])
         self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""
         self._last_result_at = 0.0
@@ -113,12 +117,17 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. A refused request does not raise: its error is an output of the next step."""
-        must_wait = self._waiting_room.concerns(request)
+        is_entered = False
         try:
             if self.is_asleep:
                 raise EngineAsleep("the engine sleeps and takes no requests", retry_after=ASLEEP_RETRY_AFTER_S)
-            self._scheduler.add(request, is_held=must_wait)
+            request, adapter = self.adapters.enter(request)
+            is_entered = True
+            must_wait = self._waiting_room.concerns(request)
+            self._scheduler.add(request, is_held=must_wait, adapter=adapter)
         except HeadraceError as error:
+            if is_entered:
+                self.adapters.leave(request.request_id)
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
             return
@@ -134,6 +143,13 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch plans until as many are in flight as the scheduler allows, then wait for the oldest one and commit it.
         Returns the outputs of that step and of requests that were refused, aborted or expired since the last call."""
+        outputs = self._step()
+        for output in outputs:
+            if output.finish is not None:
+                self.adapters.leave(output.request_id)
+        return outputs
+
+    def _step(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.poll()
@@ -158,7 +174,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of the last step."""
-        return msgspec.structs.replace(self._scheduler.stats(), experts=self.executor.experts)
+        stats = self._scheduler.stats()
+        return msgspec.structs.replace(stats, experts=self.executor.experts, adapters=self.adapters.stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and therefore stayed."""

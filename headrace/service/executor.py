@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from headrace.base.adapters import AdapterFacts, LoadAdapter
 from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
@@ -39,6 +40,20 @@ class PendingStep(Protocol):
         """Page moves of this rank that have ended by now and that no result has told: where nobody reads results."""
 
 
+class Adapters(Protocol):
+    """Adapters in host memory, each under a number of its own."""
+
+    def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
+        """Read an adapter on another thread; the future raises what reading it raises."""
+
+    def prepare(self, adapter_id: int) -> Future[Any]:
+        """Have an adapter that was read in host memory, reading it again if it has been dropped there meanwhile. A plan
+        that loads it may then be executed without waiting."""
+
+    def forget(self, adapter_id: int) -> None:
+        """Drop an adapter that no plan will load any more; harmless for an unknown number."""
+
+
 class Executor(Protocol):
     """Runs plans in the order given, for one engine thread. ``execute`` may return before the device is done; the
     engine reads results in the same order."""
@@ -54,6 +69,10 @@ class Executor(Protocol):
     facts: ModelFacts
     memory: list[MemoryLine]
     speculation: Speculation
+
+    @property
+    def adapters(self) -> Adapters:
+        """Adapters in host memory; reading one raises `UnsupportedFeature` where none are served."""
 
     @property
     def experts(self) -> ExpertStats:

@@ -92,11 +92,13 @@ class EngineLoop:
                 self._step(is_first=is_first)
             elif not has_messages:
                 self._has_idle_work = self._engine.executor.use_idle_moment()
+            for reply in self._control.poll():
+                self._channel.send(reply)
             self._engine.pace.keep_pace()
 
     def _patience_ms(self) -> int:
         if not self._engine.has_work:
-            return IDLE_PAUSE_MS if self._has_idle_work else IDLE_WAIT_MS
+            return IDLE_PAUSE_MS if self._has_idle_work or self._control.is_waiting else IDLE_WAIT_MS
         return PAUSED_WAIT_MS if self._engine.is_held else 0
 
     def _gather(self) -> bool:
@@ -139,8 +141,8 @@ class EngineLoop:
             self._engine.submit(message)
         elif isinstance(message, Abort):
             self._engine.abort(message.request_id, message.reason)
-        else:
-            self._channel.send(self._control.answer(message))
+        elif (reply := self._control.answer(message)) is not None:
+            self._channel.send(reply)
 
 
 def produce_token(engine: Engine) -> None:

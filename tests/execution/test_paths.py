@@ -49,9 +49,9 @@ def test_paths_of_decodes_cover_no_prefill():
     assert DecodeGraphPath.covers == FusedPath.covers | StepFeature.DRAFTING
 
 
-def test_graphs_of_mixed_steps_know_one_text_a_row():
+def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters():
     left = [feature for feature in EVERY if feature not in MixedGraphPath.covers]
-    assert left == [StepFeature.TEXT_PAIRS]
+    assert left == [StepFeature.TEXT_PAIRS, StepFeature.ADAPTERS, StepFeature.ADAPTER_EXTRAS]
 
 
 def test_the_first_that_covers_the_features_wins():

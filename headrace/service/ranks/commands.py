@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.adapters import LoadAdapter
 from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
 from headrace.base.messages import ErrorInfo, Place, Starting
@@ -73,11 +74,32 @@ class Replace(msgspec.Struct, frozen=True, array_like=True, tag="replace"):
     call: ReplaceWeights
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapter"):
+    """Begin to read an adapter. Whether it can be read is found out by rank 0, which reads the same."""
+
+    adapter_id: int
+    call: LoadAdapter
+
+
+class PrepareAdapter(msgspec.Struct, frozen=True, array_like=True, tag="prepare_adapter"):
+    """Begin to read it again, if need be."""
+
+    adapter_id: int
+
+
+class ForgetAdapter(msgspec.Struct, frozen=True, array_like=True, tag="forget_adapter"):
+    """Drop it."""
+
+    adapter_id: int
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Free the device and end."""
 
 
-Command = Execute | RecordNext | Reset | Release | Acquire | Replace | Close
+Command = (
+    Execute | RecordNext | Reset | Release | Acquire | Replace | ReadAdapter | PrepareAdapter | ForgetAdapter | Close
+)
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

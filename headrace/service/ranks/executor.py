@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.base.adapters import AdapterFacts, LoadAdapter
 from headrace.base.admin import AcquireMemory, DevicePart, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
@@ -21,8 +22,19 @@ from headrace.base.errors import EngineBroken, HeadraceError, PeerFailed
 from headrace.base.grammar import Grammar
 from headrace.base.messages import ErrorInfo, ExpertStats
 from headrace.base.step import Arrival, StepPlan, StepResult
-from headrace.service.executor import Executor, Pace, PendingStep
-from headrace.service.ranks.commands import Acquire, Command, Execute, RecordNext, Release, Replace, Reset
+from headrace.service.executor import Adapters, Executor, Pace, PendingStep
+from headrace.service.ranks.commands import (
+    Acquire,
+    Command,
+    Execute,
+    ForgetAdapter,
+    PrepareAdapter,
+    ReadAdapter,
+    RecordNext,
+    Release,
+    Replace,
+    Reset,
+)
 from headrace.service.ranks.gate import StepGate
 from headrace.service.ranks.workers import Workers
 
@@ -93,6 +105,29 @@ def _broken(step_id: int, error: Exception) -> EngineBroken:
     )
 
 
+class RankedAdapters:
+    """Adapters in host memory of all ranks. Answers are rank 0's: the others read the same files, and those that are
+    slower make the first step with an adapter wait."""
+
+    def __init__(self, own: Adapters, workers: Workers):
+        self._own, self._workers = own, workers
+
+    def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
+        """See `headrace.service.executor.Adapters`, here and below."""
+        self._workers.send(ReadAdapter(adapter_id, call))
+        return self._own.read(adapter_id, call)
+
+    def prepare(self, adapter_id: int) -> Future[Any]:
+        """On all ranks."""
+        self._workers.send(PrepareAdapter(adapter_id))
+        return self._own.prepare(adapter_id)
+
+    def forget(self, adapter_id: int) -> None:
+        """On all ranks."""
+        self._workers.send(ForgetAdapter(adapter_id))
+        self._own.forget(adapter_id)
+
+
 class RankedExecutor(Pace):
     """See `headrace.service.executor.Executor`. ``resources`` are closed after the workers, such as their group.
     ``gate``: where other replicas take part in each step."""
@@ -100,6 +135,7 @@ class RankedExecutor(Pace):
     def __init__(self, executor: Executor, workers: Workers, resources: ExitStack, gate: StepGate | None = None):
         self.facts, self.memory, self.speculation = executor.facts, executor.memory, executor.speculation
         self._executor, self._workers, self._resources = executor, workers, resources
+        self.adapters = RankedAdapters(executor.adapters, workers)
         self._gate = gate or StepGate()
         self.waker = self._gate.waker
         self._arrivals = _RankArrivals(workers.size)

@@ -38,9 +38,12 @@ from headrace.service.ranks.commands import (
     Done,
     Execute,
     Failed,
+    ForgetAdapter,
     FromWorker,
     Moved,
+    PrepareAdapter,
     RankReady,
+    ReadAdapter,
     RecordNext,
     Release,
     Replace,
@@ -121,6 +124,12 @@ class CommandLoop:
                 executor.use_idle_moment()
             case Reset():
                 executor.reset()
+            case ReadAdapter(adapter_id, call):
+                executor.adapters.read(adapter_id, call)  # what fails, fails on rank 0, or when a plan loads it
+            case PrepareAdapter(adapter_id):
+                executor.adapters.prepare(adapter_id)
+            case ForgetAdapter(adapter_id):
+                executor.adapters.forget(adapter_id)
             case Release(release):
                 discards = release.discards_weights
                 self._answer(lambda: executor.release_memory(release.parts, discards_weights=discards))

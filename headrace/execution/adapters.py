@@ -1,0 +1,199 @@
+"""Adapters on one rank: `AdapterStore` keeps them in host memory, `AdapterInputs` tells layers which rows have which.
+
+T tokens, S sampled positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.base.adapters import AdapterConfig, AdapterFacts, LoadAdapter
+from headrace.base.errors import HeadraceError, ModelError, RequestError, UnsupportedFeature
+from headrace.execution.rows import Rows
+from headrace.execution.step import Step
+from headrace.execution.upload import Upload, to_device
+from headrace.kernels.lora import SlotRows
+from headrace.layers.lora.contract import AdapterSites, AdapterWeights
+from headrace.layers.lora.rows import Segments, count_blocks, pack_rows, view_rows
+from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
+from headrace.models.adapters.reader import AdapterSource, read_adapter
+
+logger = logging.getLogger(__name__)
+
+NUM_READERS = 2
+"""Threads that read adapters."""
+
+ReadAdapter = Callable[[LoadAdapter, AdapterSites, int], AdapterWeights]
+"""From a call, the model's sites and the largest rank to weights; raises typed errors."""
+
+
+def read_call(call: LoadAdapter, sites: AdapterSites, max_rank: int) -> AdapterWeights:
+    """Read the adapter of a call."""
+    source = AdapterSource(call.name, call.path, call.tensors, call.config)
+    return read_adapter(source, sites, max_rank=max_rank)
+
+
+@dataclass
+class _Source:
+    """Where an adapter comes from, and what it was when it was first read."""
+
+    call: LoadAdapter
+    facts: AdapterFacts | None = None
+
+    def describe(self, _: PreparedAdapter) -> AdapterFacts:
+        """What it was when it was read."""
+        assert self.facts is not None
+        return self.facts
+
+
+class AdapterStore:
+    """Adapters in host memory by number, prepared for this rank's banks. Of more than ``num_host_adapters`` the one
+    used least lately is dropped, and read again when it is needed. Called by the engine's thread; reading is done on
+    others."""
+
+    def __init__(self, banks: AdapterBanks | None, config: AdapterConfig, read: ReadAdapter):
+        self._banks, self._config, self._read = banks, config, read
+        self._threads = ThreadPoolExecutor(NUM_READERS, "adapter-reader")  # starts none before there is work
+        self._sources: dict[int, _Source] = {}
+        self._prepared: OrderedDict[int, Future[PreparedAdapter]] = OrderedDict()
+
+    def serve(self, banks: AdapterBanks | None) -> None:
+        """The model was loaded anew: its banks are others, of the same shapes."""
+        self._banks = banks
+
+    def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
+        """Read an adapter under a number of its own."""
+        source = self._sources[adapter_id] = _Source(call)
+        prepared = self._keep(adapter_id, self._threads.submit(self._read_first, source))
+        return self._threads.submit(lambda: source.describe(prepared.result()))
+
+    def prepare(self, adapter_id: int) -> Future[PreparedAdapter]:
+        """Have an adapter in host memory soon; the future raises what reading it raises."""
+        known = self._prepared.get(adapter_id)
+        if known is not None:
+            self._prepared.move_to_end(adapter_id)
+            return known
+        source = self._sources[adapter_id]
+        return self._keep(adapter_id, self._threads.submit(self._read_again, source))
+
+    def forget(self, adapter_id: int) -> None:
+        """Drop an adapter; harmless for an unknown number."""
+        self._sources.pop(adapter_id, None)
+        self._prepared.pop(adapter_id, None)
+
+    def load(self, slot: int, adapter_id: int) -> None:
+        """Copy an adapter into a slot of the device, in stream order; 0 empties it."""
+        self._own_banks.load(slot, self.prepare(adapter_id).result() if adapter_id else {})
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _own_banks(self) -> AdapterBanks:
+        if self._banks is None:
+            raise UnsupportedFeature("adapters are not served here; start with enable_lora", param="enable_lora")
+        return self._banks
+
+    def _keep(self, adapter_id: int, prepared: Future[PreparedAdapter]) -> Future[PreparedAdapter]:
+        self._prepared[adapter_id] = prepared
+        for other in list(self._prepared):
+            if len(self._prepared) <= self._config.num_host_adapters:
+                break
+            if other != adapter_id and self._prepared[other].done():
+                del self._prepared[other]
+        return prepared
+
+    def _read_first(self, source: _Source) -> PreparedAdapter:
+        weights = self._load(source)
+        source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
+        return self._own_banks.prepare(weights)
+
+    def _read_again(self, source: _Source) -> PreparedAdapter:
+        weights = self._load(source)
+        if source.facts is None or weights.digest != source.facts.digest:
+            raise RequestError(
+                f"the files of adapter {source.call.name} have changed since it was loaded; load it again in place",
+                param="model",
+            )
+        return self._own_banks.prepare(weights)
+
+    def _load(self, source: _Source) -> AdapterWeights:
+        try:
+            return self._read(source.call, self._own_banks.sites, self._config.max_lora_rank)
+        except (HeadraceError, MemoryError):
+            raise
+        except OSError as error:
+            raise ModelError(f"adapter {source.call.name} cannot be read: {error.strerror or error}") from error
+
+
+class AdapterInputs:
+    """Which rows have which adapter: `pack` and `pack_outputs` add what the host knows to a step's upload, `view` makes
+    of it what layers read, and `outputs` what a head or classifier reads."""
+
+    def __init__(self, banks: AdapterBanks, rows: Rows, device: torch.device):
+        self.banks, self._rows, self._device = banks, rows, device
+
+    def make_static(self, size: int) -> torch.Tensor:
+        """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
+        room = size + 3 * count_blocks(size, self.banks.num_slots)
+        return torch.zeros(room, dtype=torch.int64, device=self._device)
+
+    def pack(self, step: Step, upload: Upload, size: int = 0) -> None:
+        """For all tokens of a step with adapters; ``size``: room for so many, in a captured step."""
+        slots = self._token_slots(step)
+        step.segments = self._add(upload, "adapter_rows", slots, size or len(slots))
+
+    def pack_outputs(self, step: Step, upload: Upload) -> None:
+        """For its sampled positions."""
+        slots = self._token_slots(step)[step.shape.query_start[1:][step.samples] - 1]
+        step.output_segments = self._add(upload, "adapter_outputs", slots, len(slots))
+
+    def view(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
+        """Of all tokens."""
+        return _view(sent["adapter_rows"], step.shape.num_tokens, step.segments)
+
+    def view_static(self, static: torch.Tensor, size: int) -> SlotRows:
+        """Of a captured step."""
+        return view_rows(static, size, size, [])
+
+    @contextmanager
+    def outputs(self, rows: SlotRows | None) -> Iterator[None]:
+        """The rows that a head or classifier is called with in the body."""
+        self.banks.context.output_rows = rows
+        try:
+            yield
+        finally:
+            self.banks.context.output_rows = None
+
+    def sampled_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """`outputs` of the sampled positions."""
+        return self.outputs(_view(sent["adapter_outputs"], len(step.samples), step.output_segments))
+
+    def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
+        """`outputs` that belong to these rows of the request state, one each."""
+        slots = self._rows.adapter_slots_np[rows]
+        if not (slots >= 0).any():
+            return self.outputs(None)
+        packed, segments = pack_rows(slots, len(slots), count_blocks(len(slots), self.banks.num_slots))
+        return self.outputs(_view(to_device(packed, self._device), len(slots), segments))
+
+    def _token_slots(self, step: Step) -> np.ndarray:
+        return np.repeat(self._rows.adapter_slots_np[step.shape.rows], step.shape.lengths)
+
+    def _add(self, upload: Upload, name: str, slots: np.ndarray, size: int) -> Segments:
+        packed, segments = pack_rows(slots, size, count_blocks(size, self.banks.num_slots))
+        upload.add(name, packed)
+        return segments
+
+
+def _view(packed: torch.Tensor, num_rows: int, segments: Segments) -> SlotRows:
+    return view_rows(packed, num_rows, num_rows, segments, sum(count for *_, count in segments))

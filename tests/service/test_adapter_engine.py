@@ -1,0 +1,163 @@
+"""An engine with LoRA adapters against engines over merged weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, take, write_adapter
+
+from headrace.base.adapters import LoadAdapter, PinAdapter, UnloadAdapter
+from headrace.base.errors import Conflict, NotFound
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(tmp_path_factory.mktemp("adapters"))
+    yield made
+    made.close()
+
+
+def prompt(seed: int, length: int = 11) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+def test_more_adapters_than_slots_each_say_their_own(rig: Rig):
+    requests = [
+        ask(f"r{i}", prompt(i, 5 + 7 * (i % 4)), ("a0", "a1", "a2", "")[i % 4]) for i in range(12)
+    ]
+    for request in requests:
+        rig.engine.submit(request)
+    answers = drain(rig.engine)
+    for request in requests:
+        check_answer(answers[request.request_id], rig.expect(request.adapter, request))
+    stats = rig.engine.stats().adapters
+    assert (stats.num_loaded, stats.num_resident) == (3, 2)
+    assert stats.loads_total >= 3 and not stats.running and not stats.waiting
+
+
+def test_prefixes_are_not_shared_between_adapters(rig: Rig):
+    """The same prompt again and again: whoever takes another adapter's pages says something else."""
+    for adapter in ("a0", "", "a1", "a0", "a2", ""):
+        request = ask("again", prompt(50, 17), adapter)
+        rig.engine.submit(request)
+        check_answer(drain(rig.engine)["again"], rig.expect(adapter, request))
+    rig.engine.submit(ask("again", prompt(50, 17), "a2"))
+    assert drain(rig.engine)["again"].outputs[-1].num_cached_tokens == 16
+
+
+def test_an_unknown_adapter_fails_alone(rig: Rig):
+    rig.engine.submit(ask("bad", prompt(1), "nobody"))
+    rig.engine.submit(ask("good", prompt(1), "a1"))
+    answers = drain(rig.engine)
+    assert answers["bad"].error == "not_found" and len(answers["good"].token_ids) == 8
+
+
+def test_base_requests_pass_one_that_waits_for_a_slot(rig: Rig):
+    engine, answers = rig.engine, dict[str, Answer]()
+    for i, adapter in enumerate(("a0", "a1")):
+        engine.submit(ask(f"long{i}", prompt(i), adapter, max_tokens=60))
+    for _ in range(3):
+        take(engine.step(), answers)
+    engine.submit(ask("waits", prompt(7), "a2"))
+    engine.submit(ask("passes", prompt(8)))
+    while "passes" not in answers or answers["passes"].outputs[-1].finish is None:
+        take(engine.step(), answers)
+        engine.check()
+    assert "waits" not in answers and engine.stats().adapters.waiting == {"a2": 1}
+    drain(engine, answers)
+    check_answer(answers["waits"], rig.expect("a2", ask("waits", prompt(7))))
+
+
+def test_unloading_drains(rig: Rig):
+    engine, path = rig.engine, write_adapter(rig.base, rig.folder / "gone", 9)
+    engine.adapters.load(LoadAdapter("gone", str(path)))
+    engine.submit(ask("last", prompt(3), "gone", max_tokens=20))
+    answers: dict[str, Answer] = {}
+    take(engine.step(), answers)
+    told = engine.adapters.unload(UnloadAdapter("gone"))
+    assert told.is_draining and told.num_requests == 1
+    engine.submit(ask("late", prompt(3), "gone"))
+    drain(engine, answers)
+    assert answers["late"].error == "not_found"
+    check_answer(answers["last"], rig.expect("gone", ask("last", prompt(3), max_tokens=20)))
+    assert "gone" not in [info.name for info in engine.adapters.describe_all()]
+    with pytest.raises(NotFound, match="gone"):
+        engine.adapters.unload(UnloadAdapter("gone"))
+
+
+def test_a_reload_in_place_leaves_running_requests_alone(rig: Rig):
+    engine, answers = rig.engine, dict[str, Answer]()
+    first, second = (write_adapter(rig.base, rig.folder / name, seed) for name, seed in (("v1", 21), ("v2", 22)))
+    engine.adapters.load(LoadAdapter("live", str(first)))
+    with pytest.raises(Conflict, match="live"):
+        engine.adapters.load(LoadAdapter("live", str(second)))
+    engine.submit(ask("old", prompt(4), "live", max_tokens=16))
+    take(engine.step(), answers)
+    engine.adapters.load(LoadAdapter("live", str(second), replaces=True))
+    engine.submit(ask("new", prompt(4), "live", max_tokens=16))
+    drain(engine, answers)
+    check_answer(answers["old"], rig.expect("v1", ask("old", prompt(4), max_tokens=16)))
+    check_answer(answers["new"], rig.expect("v2", ask("new", prompt(4), max_tokens=16)))
+    engine.adapters.unload(UnloadAdapter("live"))
+
+
+def test_pins_keep_an_adapter_on_the_device(rig: Rig):
+    engine = rig.engine
+    engine.adapters.pin(PinAdapter("a0"))
+    with pytest.raises(Conflict, match="max_loras"):
+        engine.adapters.pin(PinAdapter("a1"))
+    for adapter in ("a0", "a1", "a2", "a1", "a2"):
+        engine.submit(ask("one", prompt(2), adapter, max_tokens=2))
+        drain(engine)
+    resident = {info.name for info in engine.adapters.describe_all() if info.is_resident}
+    assert resident == {"a0", "a2"}
+    engine.adapters.pin(PinAdapter("a0", False))
+
+
+def test_aborted_requests_free_their_adapter(rig: Rig):
+    engine = rig.engine
+    for i, adapter in enumerate(("a0", "a1", "a2", "a2")):
+        engine.submit(ask(f"r{i}", prompt(i), adapter, max_tokens=50))
+    engine.step()
+    for i in range(4):
+        engine.abort(f"r{i}")
+    drain(engine)
+    assert all(info.num_requests == 0 for info in engine.adapters.describe_all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_loads_and_unloads(rig: Rig, seed: int):
+    """Each request says what it says alone, whatever is loaded, reloaded and unloaded around it."""
+    draw, engine, answers, expected = random.Random(seed), rig.engine, dict[str, Answer](), {}
+    extra = {f"x{i}": write_adapter(rig.base, rig.folder / f"x{i}", 30 + i, rank=2 + i) for i in range(3)}
+    loaded: set[str] = set()
+    for number in range(60):
+        action = draw.random()
+        name = draw.choice(sorted(extra))
+        if action < 0.15 and name not in loaded:
+            engine.adapters.load(LoadAdapter(name, str(extra[name])))
+            loaded.add(name)
+        elif action < 0.25 and name in loaded:
+            engine.adapters.unload(UnloadAdapter(name))
+            loaded.discard(name)
+        elif action < 0.35 and answers:
+            engine.abort(draw.choice(sorted(answers)))
+        elif action < 0.75:
+            adapter = draw.choice(["", "a0", "a1", "a2", *sorted(loaded)])
+            request = ask(f"{seed}-{number}", prompt(draw.randrange(4), draw.randrange(1, 30)), adapter,
+                          max_tokens=draw.randrange(1, 9))
+            engine.submit(request)
+            expected[request.request_id] = request
+        take(engine.step(), answers)
+        engine.check()
+    drain(engine, answers)
+    for request_id, request in expected.items():
+        found, whole = answers[request_id], rig.expect(request.adapter, request)
+        if found.outputs[-1].finish is not None and found.outputs[-1].finish.reason == "abort":
+            assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+        else:
+            check_answer(found, whole)
+    for name in loaded:
+        engine.adapters.unload(UnloadAdapter(name))
