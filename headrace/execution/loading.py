@@ -52,7 +52,7 @@ from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
-from headrace.models.weights.gguf_tensors import holds_blocks, is_mostly_blocks
+from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
@@ -354,9 +354,8 @@ def keeps_blocks(
     def report(num_done: int, num_files: int) -> None:
         progress(f"compiling CPU kernels: {num_done} of {num_files} files", 0.1 * num_done / max(1, num_files))
 
-    if device.type == "cuda":  # other formats come as codes: see `choose_schemes`
-        has_experts = any("_exps." in tensor.name for tensor in source.gguf_tensors)  # which are dequantised there
-        return holds_blocks(source.gguf_tensors) and not has_experts
+    if device.type == "cuda":
+        return has_blocks(source)
     return can_store_blocks(device, dtype, waits=has_blocks(source), report=report)
 
 

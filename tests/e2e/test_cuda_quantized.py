@@ -26,7 +26,7 @@ NAMES = [
     "awq", "ct-nvfp4", "ct-mxfp4", "nf4", "bnb-int8",
 ]
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
-PROMPTS = [[(7 * i * j + 3) % 160 for j in range(length)] for i, length in enumerate((1, 5, 40, 300), 1)]
+PROMPTS = [[(7 * i * j + 3) % 160 for j in range(length)] for i, length in enumerate((1, 5, 40, 200), 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,8 @@ def generate(folder: Path, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_are_kept_and_say_what_plain_weights_say(name: str, tmp_path: Path):
+    if name.startswith("ct-"):
+        pytest.importorskip("compressed_tensors")  # whose own packing writes these
     folder = tmp_path / "m"
     make_checkpoint(folder, {**LLAMA, **SIZES, "torch_dtype": "bfloat16"}, CASES[name])
     loaded = load_model(

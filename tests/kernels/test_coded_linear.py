@@ -14,7 +14,7 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.coded_linear import CODED_LINEAR, QUANTISE_ROWS, reference, scaled, triton
+from headrace.kernels.coded_linear import CODED_LINEAR, QUANTISE_ROWS, expand, reference, scaled, triton
 from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Times, make_plan
 from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
@@ -27,7 +27,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"bits": 4, "group": 32, "zeros": True}, "int4-128": {"bits": 4, "group": 128},
     "int4-order": {"bits": 4, "group": 64, "zeros": True, "order": True}, "int4-channel": {"bits": 4, "group": 0},
     "int8-64": {"bits": 8, "group": 64, "zeros": True}, "int8-channel": {"bits": 8, "group": 0, "signed": True},
-    "mxfp4": {"code": Code.E2M1, "group": 32}, "nvfp4": {"code": Code.E2M1, "group": 16},
+    "int4-halves": {"bits": 4, "group": 32, "zeros": True, "step": 1 / 64},
+    "int4-words": {"bits": 4, "group": 128, "zeros": True, "step": 1 / 64, "shift": 0.25},
+    "int8-words": {"bits": 8, "group": 32, "zeros": True, "step": 1 / 64},
+    "mxfp4": {"code": Code.E2M1, "group": 32, "powers": True},
+    "mxfp4-128": {"code": Code.E2M1, "group": 128, "powers": True},
+    "e2m1": {"code": Code.E2M1, "group": 32}, "nvfp4": {"code": Code.E2M1, "group": 16},
     "nf4": {"code": Code.NF4, "group": 64}, "fp8-channel": {"code": Code.E4M3, "group": 0},
     "fp8-block": {"code": Code.E4M3, "group": 128, "rows": 128},
     "fp8-tensor": {"code": Code.E4M3, "group": 0, "rows": 0},
@@ -53,7 +58,11 @@ def make(kind: str, outputs: int, inputs: int, device: str = "cpu") -> tuple[Dev
         values = codes.double()
     tables = -(-outputs // rows), -(-inputs // group)
     scales = (torch.rand(tables, generator=rng) + 0.5) / 16
-    zeros = torch.randint(0, 1 << bits, tables, generator=rng) if own.get("zeros") else None
+    if own.get("powers"):
+        scales = 2.0 ** torch.randint(-20, 2, tables, generator=rng)
+    if own.get("step"):  # which float16 holds
+        scales = (scales / own["step"]).ceil() * own["step"]
+    zeros = torch.randint(0, 1 << bits, tables, generator=rng) + own.get("shift", 0) if own.get("zeros") else None
     ids = torch.arange(inputs) // group
     if own.get("order"):
         ids = ids[torch.randperm(inputs, generator=rng)]
@@ -81,6 +90,24 @@ def test_the_layout_keeps_every_number(kind: str):
         assert relative_error(reference.dequantise(packed, torch.float32), expected) < 1e-6
         short = KINDS[kind].get("bits", 4) == 4 and KINDS[kind].get("code") is not Code.E4M3
         assert packed.codes.nbytes == outputs * (-(-inputs // 128) * 64 if short else inputs)
+
+
+def test_tables_are_kept_in_words():
+    """Of powers of two a byte, of scales and zero points that float16 holds two halves."""
+    kinds = {name: make(name, 40, 352)[0] for name in ("mxfp4", "mxfp4-128", "int4-words", "int4-32", "e2m1")}
+    forms = {name: (weight.scales.dtype, tuple(weight.scales.shape)) for name, weight in kinds.items()}
+    assert forms["mxfp4"] == forms["mxfp4-128"] == (torch.uint8, (40, 12))
+    assert forms["int4-words"] == (torch.int32, (40, 3)) and forms["int4-32"] == (torch.float32, (40, 11))
+    assert forms["e2m1"] == (torch.float32, (40, 11)) and kinds["int4-words"].zeros is None
+    assert not kinds["int4-words"].has_whole_zeros and kinds["int4-32"].has_whole_zeros
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_weights(kind: str, device: str, dtype: torch.dtype, tolerance: float):
+    for outputs, inputs in ((40, 96), (33, 700), (150, 1300)):
+        weight, plain = make(kind, outputs, inputs, device)
+        assert relative_error(expand.expand(weight, dtype), plain) < tolerance
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -156,12 +183,15 @@ def test_solutions_state_what_they_take():
         return {name: CODED_LINEAR.reason_against(name, query) for name in CODED_LINEAR.names()}
 
     fp8 = {"bits": 8, "is_float": 1}
-    assert not any(v for k, v in reasons(**fp8, group=256, num_rows=1).items() if k != "triton_fp8_blocks")
+    able = [name for name, reason in reasons(**fp8, group=256, num_rows=1).items() if reason is None]
+    assert able == ["triton_gemv_pdl", "triton_skinny_pdl", "scaled_mm", "triton_expand", "reference"]
+    assert reasons(**fp8, group=128, rows=128)["scaled_mm_blocks"] is None
     assert reasons(**fp8, group=128, num_rows=500)["triton_fp8_blocks"] is None
     assert "steps of 16" in reasons(**fp8, group=128, in_features=250)["triton_fp8_blocks"]
-    short = reasons(bits=4, group=999)
-    assert "8-bit floats" in short["scaled_mm"] and short["triton_gemv"] is None
-    assert "at most" in reasons(bits=4, group=32, num_rows=3)["triton_gemv"]
+    short = reasons(bits=4, group=256)
+    assert "8-bit floats" in short["scaled_mm"] and short["triton_gemv_pdl"] is None
+    assert "multiples of 16" in reasons(bits=4, group=24)["triton_skinny_pdl"]
+    assert "at most" in reasons(bits=4, group=32, num_rows=3)["triton_gemv_pdl"]
     old = KernelQuery("cuda", "bfloat16", (8, 0), {"is_float": 1, "group": 128, "in_features": 256})
     assert "8.9" in CODED_LINEAR.reason_against("triton_gemv", old) and QUANTISE_ROWS.reason_against("triton", old)
 

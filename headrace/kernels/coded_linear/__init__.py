@@ -1,5 +1,7 @@
 """Weights of quantised checkpoints: their common form (`codes`), and products with them on a GPU (`device_codes`)."""
 
+from collections.abc import Callable
+
 from headrace.kernels.operation import KernelQuery, Operation, requires
 
 CODED_LINEAR = Operation("coded linear kernel")
@@ -16,6 +18,7 @@ CODED_LINEAR.add(
 
 _half_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _with_fp8 = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 9))
+_with_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 MOST_GEMV_ROWS = 2
 MOST_SKINNY_ROWS = 128
 
@@ -24,16 +27,22 @@ def _reason_against_codes(query: KernelQuery) -> str | None:
     return (_with_fp8 if query.shape.get("is_float") else _half_on_gpu)(query)
 
 
+def _reason_against_pieces(query: KernelQuery) -> str | None:
+    if query.shape.get("group", 0) % 16 and query.shape["group"] != query.shape.get("in_features"):
+        return "takes scales of multiples of 16 inputs"
+    return _reason_against_codes(query)
+
+
 def _reason_against_gemv(query: KernelQuery) -> str | None:
     if query.shape.get("num_rows", 1) > MOST_GEMV_ROWS:
         return f"takes at most {MOST_GEMV_ROWS} rows"
-    return _reason_against_codes(query)
+    return _reason_against_pieces(query)
 
 
 def _reason_against_skinny(query: KernelQuery) -> str | None:
     if query.shape.get("num_rows", 1) > MOST_SKINNY_ROWS:
         return f"takes at most {MOST_SKINNY_ROWS} rows"
-    return _reason_against_codes(query)
+    return _reason_against_pieces(query)
 
 
 def _reason_against_scaled(query: KernelQuery) -> str | None:
@@ -51,27 +60,72 @@ def _reason_against_rows(query: KernelQuery) -> str | None:
     return _reason_against_scaled(query)
 
 
+def _reason_against_squares(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if shape.get("group") != 128 or shape.get("rows") != 128:
+        return "takes scales of blocks of 128 x 128"
+    if shape.get("in_features", 0) % 128 or shape.get("out_features", 0) % 128:
+        return "takes inputs and outputs in steps of 128"
+    return _with_hopper(query)
+
+
 def _reason_against_blocks(query: KernelQuery) -> str | None:
     if query.shape.get("group", 0) not in (32, 64, 128):
         return "takes scales of 32, 64 or 128 inputs"
     return _reason_against_scaled(query)
 
 
+def _reason_against_dependent(query: KernelQuery) -> str | None:
+    return None if query.capability >= (9, 0) else "needs compute capability 9.0, from which kernels overlap"
+
+
+def _reason_against_alone(query: KernelQuery) -> str | None:
+    return "the same with dependent launch is faster here" if query.capability >= (9, 0) else None
+
+
+def _also(
+    first: Callable[[KernelQuery], str | None], second: Callable[[KernelQuery], str | None]
+) -> Callable[[KernelQuery], str | None]:
+    return lambda query: first(query) or second(query)
+
+
+for _name, _supports, _doc in (
+    ("gemv", _reason_against_gemv, "own GEMV: codes are read once and multiplied on CUDA cores"),
+    ("skinny", _reason_against_skinny, "own GEMM for few rows: codes become operands of tensor cores in registers"),
+):
+    CODED_LINEAR.add(
+        f"triton_{_name}", f"headrace.kernels.coded_linear.triton:{_name}",
+        supports=_also(_reason_against_alone, _supports), priority=20, doc=_doc,
+    )
+    CODED_LINEAR.add(
+        f"triton_{_name}_pdl", f"headrace.kernels.coded_linear.triton:{_name}_pdl",
+        supports=_also(_reason_against_dependent, _supports), priority=25, doc="the same, with dependent launch",
+    )
 CODED_LINEAR.add(
-    "triton_gemv", "headrace.kernels.coded_linear.triton:gemv", supports=_reason_against_gemv, priority=30,
-    doc="own GEMV: codes are read once and multiplied on CUDA cores",
-)
-CODED_LINEAR.add(
-    "triton_skinny", "headrace.kernels.coded_linear.triton:skinny", supports=_reason_against_skinny, priority=20,
-    doc="own GEMM for few rows: codes become tiles of x's dtype for tensor cores",
+    "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_multiply", supports=_reason_against_codes,
+    priority=5, doc="dequantises by an own kernel, then torch's GEMM",
 )
 CODED_LINEAR.add(
     "scaled_mm", "headrace.kernels.coded_linear.scaled:multiply_rows", supports=_reason_against_rows, priority=15,
     doc="torch's FP8 GEMM; rounds each row of x to FP8 with a scale",
 )
 CODED_LINEAR.add(
+    "scaled_mm_blocks", "headrace.kernels.coded_linear.scaled:multiply_squares", supports=_reason_against_squares,
+    priority=12, doc="torch's FP8 GEMM with block scales; rounds each 128 inputs to FP8 with a scale",
+)
+CODED_LINEAR.add(
     "triton_fp8_blocks", "headrace.kernels.coded_linear.scaled:multiply_blocks", supports=_reason_against_blocks,
     priority=10, doc="own FP8 GEMM with block scales; rounds each group of inputs to FP8 with a scale",
+)
+
+EXPAND_CODES = Operation("code expansion kernel")
+"""``expand(weight: DeviceCodes [O, I], dtype) -> [O, I]``: the plain weight, computed in float32 and rounded once, its
+inputs in their own order."""
+
+EXPAND_CODES.add("reference", "headrace.kernels.coded_linear.reference:dequantise", doc="plain torch")
+EXPAND_CODES.add(
+    "triton", "headrace.kernels.coded_linear.expand:expand", supports=_reason_against_codes, priority=10,
+    doc="one pass over the codes"
 )
 
 QUANTISE_ROWS = Operation("row fp8 quantisation kernel")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.precompile import precompile
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,11 @@ REPEATS = 5
 FLUSH_BYTES = 128 << 20
 """Written before each measurement, so that no weight is read from the GPU's cache."""
 PLAIN = "plain"
+MOST_ERROR = 0.08
+"""Of a solution's results, relative to those of the plain weight: two roundings to 8-bit floats give 0.04."""
+LEAST_NORM = 1e-30
+LEAST_ROWS = {"reference": 1 << 62, "triton_expand": 32}
+"""Solutions that are measured from so many rows on alone, where there are others: they make the plain weight first."""
 
 Times = dict[int, dict[str, float]]
 """Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
@@ -141,19 +148,49 @@ def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
 
 @torch.no_grad()
 def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[], Any]], float]) -> Times:
-    """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves."""
+    """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves.
+    Solutions that fail or give other numbers than the plain weight are left out, with a warning."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
     plain, times, faults = dequantise(weight, dtype), Times(), _find_faults()
+    left_out: set[str] = set()
+    _compile(weight, dtype, [(rows, name) for rows in ROWS for name in find_candidates(query, rows)])
     for rows in ROWS:
         x = torch.randn(rows, weight.in_features, device=device).to(dtype)
-        found = {PLAIN: time(partial(F.linear, x, plain))}
-        for name in find_solutions(query, rows):
+        found, expected = {PLAIN: time(partial(F.linear, x, plain))}, F.linear(x, plain).float()
+        candidates = find_candidates(query, rows)
+        rest = [name for name in find_solutions(query, rows) if name not in candidates]
+        for name in candidates + rest:
+            if name in left_out or (name in rest and len(found) > 1):
+                continue
+            call = partial(CODED_LINEAR.load(name), x, weight, None)
             try:
-                found[name] = time(partial(CODED_LINEAR.load(name), x, weight, None))
+                distance = float((call().float() - expected).norm() / expected.norm().clamp_(min=LEAST_NORM))
+                if not distance < MOST_ERROR:
+                    raise RuntimeError(f"its results are wrong by {distance:.2g} of their size")
+                found[name] = time(call)
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
-                logger.warning("coded product %s is left out for %d rows: %s", name, rows, error)
+                left_out.add(name)
+                logger.warning("coded product %s is left out from %d rows on: %s", name, rows, error)
         times[rows] = found
     return times
+
+
+def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:
+    """The solutions that are measured for so many rows."""
+    names = find_solutions(query, num_rows)
+    return [name for name in names if num_rows >= LEAST_ROWS.get(name, 0)] or names
+
+
+def _compile(weight: DeviceCodes, dtype: torch.dtype, calls: list[tuple[int, str]]) -> None:
+    """Compile the kernels of solutions for numbers of rows, in parallel."""
+
+    def run() -> None:
+        for rows, name in calls:
+            with suppress(*_find_faults()):
+                CODED_LINEAR.load(name)(torch.zeros(rows, weight.in_features, dtype=dtype, device=device), weight, None)
+
+    device = weight.codes.device
+    precompile(run, f"coded products {describe_codes(weight, dtype, (0, 0))} {calls}", device)
 
 
 def _find_faults() -> tuple[type[Exception], ...]:
@@ -168,25 +205,36 @@ def _find_faults() -> tuple[type[Exception], ...]:
 @torch.no_grad()
 def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> None:
     """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later."""
+    _compile(weight, dtype, [(rows, plan.find(rows)) for rows in ROWS])
     for rows in ROWS:
         x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
         CODED_LINEAR.load(plan.find(rows))(x, weight, None)
 
 
 def time_on_gpu(call: Callable[[], Any]) -> float:
-    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache."""
+    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache; as part of a CUDA graph, so that
+    launches from Python, which take longer than small products, do not count."""
     call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_find_pool(), capture_error_mode="thread_local"):
+        call()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     least = math.inf
     for _ in range(REPEATS):
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        call()
+        graph.replay()
         end.record()
         end.synchronize()
         least = min(least, start.elapsed_time(end) / 1e3)
     return least
+
+
+@cache
+def _find_pool() -> Any:
+    """Memory that all measured graphs share, one after the other."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _describe_device(device: torch.device) -> str:

@@ -13,13 +13,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
+from headrace.kernels.coded_linear.codes import LEAST_GROUP, TABLES, Code, CodedMatrix
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks
 from headrace.kernels.packed_linear.layout import GROUP, Format
 
 BLOCK = 128
 HALF = BLOCK // 2
+POWER_GROUP = 32
+"""Inputs that share a power of two."""
 SHORT_CODES = tuple(TABLES)
+LIFT = 126
+"""A power of two is kept as its float32 exponent plus this: the exponent of a bfloat16 that turns the bits of an e2m1
+code, at the end of bfloat16's exponent, into the code's number times that power."""
+LEAST_POWER, MOST_POWER = 2.0**-126, 2.0
 BLOCK_CODES = {Format.E2M1_GROUP: Code.E2M1, Format.IQ4_GROUP: Code.IQ4}
 """Of GGUF's types; others are integers."""
 
@@ -27,9 +33,12 @@ BLOCK_CODES = {Format.E2M1_GROUP: Code.E2M1, Format.IQ4_GROUP: Code.IQ4}
 @dataclass(frozen=True)
 class DeviceCodes:
     """A weight [O, I]. ``codes``: uint8 [O, ceil(I / 128) * 64] of short codes, else int8, uint8 or float8_e4m3fn [O,
-    I]. ``scales`` [ceil(O / rows), G] float16 or float32; ``zeros`` like them in float16, or None. ``order`` [I]: the
-    input at each place, where groups are not consecutive inputs. ``values`` [16]: float32 values of short codes that
-    are no integers, else None."""
+    I]. ``scales`` of blocks of ``rows`` outputs and ``group`` inputs, in one of three forms, each of which kernels read
+    in words of 4 bytes: float32 [ceil(O / rows), G]; int32 of the same shape, a float16 scale in the low half and its
+    zero point in the high half; uint8 [ceil(O / rows), ceil(I / 128) * 4] of e2m1 codes in groups of 32, powers of two
+    as `LIFT` makes them. ``zeros`` float32 like float32 scales, or None. ``order`` [I]: the input at each place, where
+    groups are not consecutive inputs. ``values`` [16]: float32 values of short codes that are no integers, else None.
+    ``has_whole_zeros``: zeros are whole numbers below 128, or 0 throughout."""
 
     code: Code
     in_features: int
@@ -40,6 +49,7 @@ class DeviceCodes:
     rows: int = 1
     order: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    has_whole_zeros: bool = False
 
     @property
     def out_features(self) -> int:
@@ -49,6 +59,47 @@ class DeviceCodes:
     def is_short(self) -> bool:
         """Whether a byte holds two codes."""
         return self.code in SHORT_CODES or self.codes.shape[1] != self.in_features
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs with a scale each, G."""
+        return self.scales.shape[1] if not self.has_powers else -(-self.in_features // self.group)
+
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two, a byte each."""
+        return self.scales.dtype == torch.uint8
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether scales and zeros share words."""
+        return self.scales.dtype == torch.int32
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.has_pairs or self.zeros is not None
+
+    @property
+    def float_scales(self) -> torch.Tensor:
+        """Scales [ceil(O / rows), G] float32."""
+        if self.has_powers:
+            return ((self.scales.int() - LIFT) << 23).view(torch.float32)[:, : self.num_groups]
+        return self.scales.view(torch.float16)[:, ::2].float() if self.has_pairs else self.scales
+
+    @property
+    def float_zeros(self) -> torch.Tensor | None:
+        """Zeros [ceil(O / rows), G] float32; None for zeros."""
+        return self.scales.view(torch.float16)[:, 1::2].float() if self.has_pairs else self.zeros
+
+    def fault_of_stack(self, outputs: int) -> str | None:
+        """Why kernels cannot multiply with stacked matrices of so many ``outputs`` each; None if they can."""
+        if self.order is not None:
+            return "its inputs are in activation order"
+        if self.num_groups > 1 and self.group % LEAST_GROUP:
+            return f"its scales are of {self.group} inputs, and kernels take multiples of {LEAST_GROUP}"
+        if self.rows > 1 and outputs % self.rows:
+            return f"scales of {self.rows} outputs do not divide the {outputs} of a matrix"
+        return None
 
     @property
     def num_bytes(self) -> int:
@@ -68,18 +119,40 @@ def pack_for_device(matrix: CodedMatrix) -> DeviceCodes | None:
         matrix = matrix.by_row()  # as FP8 GEMMs of libraries take them
     codes = matrix.codes if order is None else matrix.codes[:, order]
     is_short = matrix.code in SHORT_CODES or (codes.dtype == torch.uint8 and matrix.bits <= 4)
+    group, scales, zeros = _make_tables(matrix)
     return DeviceCodes(
-        matrix.code, matrix.shape[1], _pair_halves(codes) if is_short else codes.contiguous(),
-        _narrow(matrix).contiguous(), matrix.group,
-        None if matrix.zeros is None else matrix.zeros.half().contiguous(), matrix.rows, order,
-        torch.tensor(TABLES[matrix.code], device=matrix.device) if matrix.code in TABLES else None,
+        matrix.code, matrix.shape[1], _pair_halves(codes) if is_short else codes.contiguous(), scales, group, zeros,
+        matrix.rows, order, torch.tensor(TABLES[matrix.code], device=matrix.device) if matrix.code in TABLES else None,
+        _are_whole(matrix.zeros),
     )
 
 
-def _narrow(matrix: CodedMatrix) -> torch.Tensor:
-    """Scales in float16 where that holds them exactly, else in float32, as those of 8-bit floats always are."""
-    narrow, wide = matrix.scales.half(), matrix.scales.float()
-    return narrow if matrix.code is not Code.E4M3 and torch.equal(narrow.float(), wide) else wide
+def _make_tables(matrix: CodedMatrix) -> tuple[int, torch.Tensor, torch.Tensor | None]:
+    """Group, scales and zeros in the narrowest form of `DeviceCodes` that holds them exactly."""
+    scales, zeros = matrix.scales.float(), matrix.zeros
+    if zeros is None:
+        powers = _find_powers(scales) if matrix.code is Code.E2M1 and matrix.group % POWER_GROUP == 0 else None
+        if powers is None:
+            return matrix.group, scales.contiguous(), None
+        powers = powers.repeat_interleave(matrix.group // POWER_GROUP, 1)[:, : -(-matrix.shape[1] // POWER_GROUP)]
+        return POWER_GROUP, F.pad(powers, (0, -powers.shape[1] % (BLOCK // POWER_GROUP))).contiguous(), None
+    pairs = torch.stack((scales, zeros.float()), dim=-1)
+    narrow = pairs.half()
+    if torch.equal(narrow.float(), pairs):
+        return matrix.group, narrow.view(torch.int32).squeeze(-1).contiguous(), None
+    return matrix.group, scales.contiguous(), zeros.float().contiguous()
+
+
+def _find_powers(scales: torch.Tensor) -> torch.Tensor | None:
+    """Scales as `LIFT` keeps powers of two; None unless all are such in its bounds."""
+    mantissa, exponent = torch.frexp(scales)  # a mantissa is at least 1/2
+    fit = (mantissa == 0.5) & (scales >= LEAST_POWER) & (scales <= MOST_POWER)
+    return (exponent + 126 + LIFT).to(torch.uint8) if bool(fit.all()) else None
+
+
+def _are_whole(zeros: torch.Tensor | None) -> bool:
+    """Whether zero points are whole numbers that bfloat16 kernels subtract exactly."""
+    return zeros is None or bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 128)).all())
 
 
 def _pair_halves(codes: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
-from headrace.kernels.coded_linear import CODED_LINEAR
+from headrace.kernels.coded_linear import CODED_LINEAR, EXPAND_CODES
 from headrace.kernels.coded_linear.choice import Plan
+from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.operation import KernelQuery
+
+STACK_PLAN = Plan(((1 << 62, "triton_expand"),), 1.0)
+"""Of experts, which are multiplied by kernels of their own."""
 
 
 class CodedWeight:
@@ -38,7 +45,7 @@ class CodedWeight:
         return dequantise(replace(own, codes=own.codes[ids], scales=own.scales[tables], zeros=zeros, rows=1), dtype)
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        return dequantise(self.weight, dtype)
+        return _choose_expansion(self.weight.codes.device, dtype, self.weight.code is Code.E4M3)(self.weight, dtype)
 
     def move(self, device: torch.device) -> None:
         """Move the codes to another device."""
@@ -49,3 +56,10 @@ class CodedWeight:
         self.weight = replace(
             own, codes=own.codes.to(device), scales=own.scales.to(device), zeros=zeros, order=order, values=values
         )
+
+
+@cache
+def _choose_expansion(device: torch.device, dtype: torch.dtype, is_float: bool) -> Callable[..., torch.Tensor]:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    query = KernelQuery(device.type, str(dtype).removeprefix("torch."), capability, {"is_float": int(is_float)})
+    return EXPAND_CODES.choose(query)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.block_scaled import MXFP4_BLOCK
+from headrace.kernels.block_scaled.reference import LARGEST, power_of_two, quantise_mxfp4
 from headrace.kernels.coded_linear.codes import CHUNK_WEIGHTS, Code, CodedMatrix
 
 
@@ -39,6 +40,17 @@ def quantise_integer(weight: torch.Tensor, bits: int, group: int) -> CodedMatrix
     return CodedMatrix(
         Code.INT, codes.flatten(1)[:, : weight.shape[1]].to(torch.uint8), scales, group,
         torch.full_like(scales, middle), bits=bits
+    )
+
+
+def quantise_fp4(weight: torch.Tensor) -> CodedMatrix:
+    """``weight`` [O, I], I a multiple of 32, to MXFP4: e2m1 with a power of two per 32 inputs."""
+    outputs, step = weight.shape[0], max(1, CHUNK_WEIGHTS // weight.shape[1])
+    codes, exponents = zip(*(quantise_mxfp4(weight[at : at + step]) for at in range(0, outputs, step)), strict=True)
+    packed = torch.cat(codes)
+    return CodedMatrix(
+        Code.E2M1, torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1), power_of_two(torch.cat(exponents)),
+        MXFP4_BLOCK, bits=4
     )
 
 

@@ -38,9 +38,10 @@ def plain_codes(weight: DeviceCodes) -> torch.Tensor:
 def dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     """The plain weight [O, I], inputs in their own order; computed in float32."""
     values = decode(weight.code, plain_codes(weight))
-    if weight.zeros is not None:
-        values -= _spread(weight, weight.zeros)
-    values = (values * _spread(weight, weight.scales)).to(dtype)
+    zeros = weight.float_zeros
+    if zeros is not None:
+        values -= _spread(weight, zeros)
+    values = (values * _spread(weight, weight.float_scales)).to(dtype)
     return values if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
 
 

@@ -4,6 +4,7 @@ M rows of x, N outputs, K inputs.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -12,6 +13,8 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.launch import ceil_div, next_power_of_2
 
 MOST_CODE = tl.constexpr(LARGEST)
+LEAST_SQUARE_ROWS = 4
+"""The library's FP8 GEMM with block scales takes rows in multiples of these."""
 
 
 @triton.jit
@@ -92,4 +95,20 @@ def multiply_rows(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | Non
     out = torch._scaled_mm(
         codes, weight.codes.t(), scale_a=scales, scale_b=weight.scales.t(), out_dtype=x.dtype, use_fast_accum=False
     )
+    return out if bias is None else out + bias
+
+
+def multiply_squares(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`, for scales of blocks of 128 x 128, on Hopper."""
+    rows = x.shape[0]
+    if rows % LEAST_SQUARE_ROWS:
+        x = F.pad(x, (0, 0, 0, -rows % LEAST_SQUARE_ROWS))
+    codes, scales = quantise_rows(x if x.stride(1) == 1 else x.contiguous(), weight.group)
+    # scales [M, K / 128] are read column by column; those of the weight as [K / 128 rounded up to 4, N / 128], likewise
+    depth = weight.scales.shape[1]
+    tables = F.pad(weight.scales, (0, -depth % 4))
+    out = F.scaled_mm(
+        codes, weight.codes.t(), scales.t().contiguous().t(), F.ScalingType.BlockWise1x128, tables.t(),
+        F.ScalingType.BlockWise128x128, output_dtype=x.dtype
+    )[:rows]
     return out if bias is None else out + bias

@@ -1,198 +1,236 @@
-"""Triton's products with coded weights for few rows. M rows of x, N outputs, K inputs, S splits.
+"""Triton's products with coded weights for few rows, with dependent launch where the device has it: a GEMV on CUDA
+cores and a GEMM on tensor cores. M rows of x, N outputs, K inputs, S splits.
 
-A code is made a number of x's dtype in registers: ``(value - zero) * scale`` in float32, rounded once. Sums are float32
-in a fixed order.
+Sums are float32 in a fixed order. Codes become numbers of x's dtype or, in the GEMV, float32.
 """
+
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
-from headrace.kernels.launch import ceil_div
+from headrace.kernels.coded_linear.decode import decode_pairs, power_of, scale_pairs, subtract_pairs, widen
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, LIFT, POWER_GROUP, DeviceCodes
+from headrace.kernels.coded_linear.pieces import find_constants, load_tables, multiply, point_at
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.linear.triton import _sum_splits_kernel
 
-INTEGERS, FLOATS, LOOKED_UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-GEMV_OUTPUTS, SKINNY_OUTPUTS = 8, 64
+SKINNY_OUTPUTS = 64
 LEAST_PROGRAMS = 264
 """Programs that fill a large GPU twice."""
+GEMV_BYTES, GEMV_ROW_BYTES, LONG_ROW_BYTES = 16384, 4096, 2048
+"""Of a tile of codes; of a row in it, where that is the whole row, and where it is not."""
+_BLOCK, _HALF = tl.constexpr(BLOCK), tl.constexpr(HALF)
+_ONE = tl.constexpr(127 + LIFT)
+"""1, as powers of two are kept."""
 
 
 @triton.jit
-def _table(table_ptr, n, k, first, N, G, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, mask):
-    """Scales or zeros of outputs ``n`` and inputs ``k``, both two-dimensional; one per output where the ``WIDTH``
-    inputs from ``first`` on, those of ``k``, share a group."""
-    row = (n // ROWS).to(tl.int64) * G
-    if GROUP % WIDTH == 0:
-        values = tl.load(table_ptr + row + first // GROUP, mask=n < N, other=0.0).to(tl.float32)
-    else:
-        values = tl.load(table_ptr + row + k // GROUP, mask=mask, other=0.0).to(tl.float32)
-    return values
+def _load_codes(codes_ptr, n, chunk, N, STRIDE, W: tl.constexpr, EVEN: tl.constexpr):
+    """Bytes [outputs, chunks, W]; read once, hence evicted first."""
+    byte = (chunk * W)[:, None] + tl.arange(0, W)[None, :]
+    at = codes_ptr + n[:, None, None] * STRIDE + byte[None, :, :]
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(
+        at, mask=(n < N)[:, None, None] & (byte < STRIDE)[None, :, :], other=0.0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
-def _numbers(codes, values_ptr, KIND: tl.constexpr):
-    """The values of codes, float32."""
-    if KIND == LOOKED_UP:
-        return tl.load(values_ptr + codes.to(tl.int32))
-    return codes.to(tl.float32)
-
-
-@triton.jit
-def _scale(
-    values, scales_ptr, zeros_ptr, n, k, first, N, K, G, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, HAS_ZEROS: tl.constexpr,
+def _add_chunks(
+    sums, numbers, weight_ptrs, x_ptr, x_stride, n, k, N, M: tl.constexpr, K, G, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, W: tl.constexpr
 ):
-    """Numbers [n, k] or [k, n] less zeros, times scales; 0 beyond the edges."""
-    mask = (n < N) & (k < K)
-    if HAS_ZEROS:
-        values -= _table(zeros_ptr, n, k, first, N, G, GROUP, ROWS, WIDTH, mask)
-    return tl.where(mask, values * _table(scales_ptr, n, k, first, N, G, GROUP, ROWS, WIDTH, mask), 0.0)
+    """``sums`` (one [outputs] per row of x) plus the products of ``numbers`` [outputs, chunks, W], inputs from each
+    ``k`` on. A chunk shares a scale and a zero point: these multiply its sums."""
+    row, is_row, first = n[:, None], (n < N)[:, None], k[None, :]
+    if POWERS:
+        words = tl.load(weight_ptrs[1] + (row // SHARED) * G + first // _BLOCK, mask=is_row & (first < K), other=0)
+        scale = power_of((words >> (first % _BLOCK // W * 8)) & 255)
+    else:
+        scale, zero = load_tables(weight_ptrs, row, is_row, first, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+    inner = k[:, None] + tl.arange(0, W)[None, :]
+    new_sums = ()
+    for m in tl.static_range(M):
+        x = tl.load(x_ptr + m * x_stride + inner, mask=inner < K, other=0.0).to(tl.float32)
+        part = tl.sum(numbers * x[None, :, :], axis=2)
+        if HAS_ZEROS:
+            part -= zero * tl.sum(x, axis=1)[None, :]
+        part = tl.where(is_row & (first < K), part * scale, 0.0)
+        new_sums = new_sums + (sums[m] + tl.sum(part, axis=1),)  # noqa: RUF005 (no starred tuples in Triton)
+    return new_sums
 
 
 @triton.jit
-def _store_sum(total, bias_ptr, out_ptr, m, n, N, HAS_BIAS: tl.constexpr):
-    """Store ``total`` [BLOCK_N] float32, plus the bias, as part of row ``m`` of out [M, N]."""
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + m * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+def _add_tile(
+    sums, codes, weight_ptrs, x_ptr, x_stride, n, chunk, N, M: tl.constexpr, K, G, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, FAST: tl.constexpr, W: tl.constexpr
+):
+    """``sums`` plus the products of a tile of bytes [outputs, chunks, W]."""
+    if SHORT:
+        if not FAST:
+            low, high = decode_pairs(codes, weight_ptrs[3], KIND)
+        elif POWERS:
+            one = tl.full([1, 1, 1], _ONE, tl.int32)
+            low, high = scale_pairs(codes, one, one, tl.bfloat16, True)
+        else:
+            zero = tl.zeros([1, 1, 1], tl.float32)
+            low, high = subtract_pairs(codes, zero, zero, weight_ptrs[3], KIND, tl.bfloat16, True)
+        k = chunk * W // _HALF * _BLOCK + chunk * W % _HALF
+        sums = _add_chunks(
+            sums, low.to(tl.float32), weight_ptrs, x_ptr, x_stride, n, k, N, M, K, G, GROUP, SHARED, POWERS, PAIRS,
+            HAS_ZEROS, W
+        )
+        sums = _add_chunks(
+            sums, high.to(tl.float32), weight_ptrs, x_ptr, x_stride, n, k + _HALF, N, M, K, G, GROUP, SHARED, POWERS,
+            PAIRS, HAS_ZEROS, W
+        )
+    else:
+        sums = _add_chunks(
+            sums, widen(codes, tl.float32, FAST).to(tl.float32), weight_ptrs, x_ptr, x_stride, n, chunk * W, N, M, K, G,
+            GROUP, SHARED, POWERS, PAIRS, HAS_ZEROS, W
+        )
+    return sums
 
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, x_stride, code_stride, N, K, G,
-    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    KIND: tl.constexpr, SHORT: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, x_stride, N, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, K, G,
+    STRIDE, GROUP: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr,
+    PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, FAST: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    WIDTH: tl.constexpr = BLOCK_K // 2 if SHORT else BLOCK_K
-    place = tl.arange(0, WIDTH)[None, :]
-    row = codes_ptr + n.to(tl.int64) * code_stride
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    weight_ptrs = (codes_ptr, scales_ptr, zeros_ptr, values_ptr)
     sums = ()
     for _ in tl.static_range(M):
-        sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005 (no starred tuples in Triton)
-    for at in tl.range(0, K, BLOCK_K):
-        if SHORT:
-            packed = tl.load(row + at // 2 + place, mask=n < N, other=0, eviction_policy="evict_first")
-        else:
-            packed = tl.load(row + at + place, mask=(n < N) & (at + place < K), other=0.0)
-        for half in tl.static_range(2 if SHORT else 1):
-            first = at + half * WIDTH
-            k = first + place
-            codes = ((packed >> (4 * half)) & 15) if SHORT else packed
-            weight = _scale(
-                _numbers(codes, values_ptr, KIND), scales_ptr, zeros_ptr, n, k, first, N, K, G, GROUP, ROWS,
-                WIDTH, HAS_ZEROS
-            ).to(x_ptr.dtype.element_ty).to(tl.float32)
-            new_sums = ()
-            for m in tl.static_range(M):
-                x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-                new_sums = new_sums + (sums[m] + tl.sum(weight * x, axis=1),)  # noqa: RUF005
-            sums = new_sums
-    out_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        sums = sums + (tl.zeros([BLOCK_N], tl.float32),)  # noqa: RUF005
+    # codes, which no kernel writes, are asked for before the previous kernel has ended, and a tile ahead of their use
+    codes = _load_codes(codes_ptr, n, chunk, N, STRIDE, WIDTH, EVEN)
+    wait_for_previous(PDL)
+    for _ in range(CHUNKS * WIDTH, STRIDE, CHUNKS * WIDTH):
+        following = _load_codes(codes_ptr, n, chunk + CHUNKS, N, STRIDE, WIDTH, EVEN)
+        sums = _add_tile(
+            sums, codes, weight_ptrs, x_ptr, x_stride, n, chunk, N, M, K, G, GROUP, SHARED, KIND, SHORT, POWERS, PAIRS,
+            HAS_ZEROS, FAST, WIDTH
+        )
+        codes = following
+        chunk += CHUNKS
+    sums = _add_tile(
+        sums, codes, weight_ptrs, x_ptr, x_stride, n, chunk, N, M, K, G, GROUP, SHARED, KIND, SHORT, POWERS, PAIRS,
+        HAS_ZEROS, FAST, WIDTH
+    )
     for m in tl.static_range(M):
-        _store_sum(sums[m], bias_ptr, out_ptr, m, out_n, N, HAS_BIAS)
+        total = sums[m]
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + m * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M"])  # one compilation for all numbers of rows
+@triton.jit(do_not_specialize=["M"])  # one compilation for all numbers of rows of a tile
 def _skinny_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, code_stride, M, N, K,
-    G, each, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N, each,
+    IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, K, G, STRIDE, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, WHOLE: tl.constexpr, SAME: tl.constexpr, FAST: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):
     split = tl.program_id(1)
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    m = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    WIDTH: tl.constexpr = BLOCK_K // 2 if SHORT else BLOCK_K
-    place = tl.arange(0, WIDTH)
-    row = codes_ptr + n.to(tl.int64) * code_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in tl.range(split * each, tl.minimum((split + 1) * each, K), BLOCK_K):
-        if SHORT:
-            packed = tl.load(row + at // 2 + place[:, None], mask=n < N, other=0, eviction_policy="evict_first")
-        else:
-            packed = tl.load(row + at + place[:, None], mask=(n < N) & (at + place[:, None] < K), other=0.0)
-        for half in tl.static_range(2 if SHORT else 1):
-            first = at + half * WIDTH
-            k = first + place
-            codes = ((packed >> (4 * half)) & 15) if SHORT else packed
-            weight = _scale(
-                _numbers(codes, values_ptr, KIND), scales_ptr, zeros_ptr, n, k[:, None], first, N, K, G, GROUP,
-                ROWS, WIDTH, HAS_ZEROS
-            ).to(x_ptr.dtype.element_ty)
-            x = tl.load(x_ptr + m.to(tl.int64) * x_stride + k[None, :], mask=(m < M) & (k < K)[None, :], other=0.0)
-            acc = tl.dot(x, weight, acc, input_precision=PRECISION)
-    mask = (m < M) & (n < N)
-    if SPLITS == 1:
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = n.to(tl.int64)
+    wait_for_previous(PDL)
+    total, _ = multiply(
+        x_ptr, m, x_stride, m < M, (codes_ptr, scales_ptr, zeros_ptr, values_ptr), row, row, n < N, split * each,
+        tl.minimum((split + 1) * each, K), False, K, G, STRIDE, GROUP, SHARED, KIND, SHORT, POWERS, PAIRS, HAS_ZEROS,
+        WHOLE, SAME, FAST, WIDTH, ROWS, OUTPUTS
+    )
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    if not IS_SPLIT:
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-        tl.store(out_ptr + m.to(tl.int64) * N + n, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        at = m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         # partial sums [S, M, N]; `_sum_splits_kernel` adds them in order
-        tl.store(partial_ptr + (split * M + m).to(tl.int64) * N + n, acc, mask=mask)
+        tl.store(partial_ptr + (split * M + m).to(tl.int64)[None, :] * N + n[:, None], total, mask=mask)
 
 
-def _operands(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """x in the weight's order of inputs, and the pointers that kernels take; absent ones are any tensor."""
+def _order(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """x in the weight's order of inputs, which lie next to one another."""
     if weight.order is not None:
-        x = x.index_select(1, weight.order)
-    elif x.stride(1) != 1:
-        x = x.contiguous()
-    others = (weight.zeros, weight.values, bias)
-    return x, [weight.codes, weight.scales, *(weight.scales if other is None else other for other in others)]
+        return x.index_select(1, weight.order)
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _constants(weight: DeviceCodes, bias: torch.Tensor | None) -> dict[str, object]:
-    is_float = weight.code is Code.E4M3
-    return {
-        # one group for all inputs is a multiple of any width
-        "GROUP": weight.group if weight.scales.shape[1] > 1 else 1 << 30, "ROWS": weight.rows,
-        "SHORT": weight.is_short, "HAS_ZEROS": weight.zeros is not None, "HAS_BIAS": bias is not None,
-        "KIND": FLOATS.value if is_float else INTEGERS.value if weight.values is None else LOOKED_UP.value,
-    }
+@dataclass(frozen=True)
+class GemvTile:
+    """A program reads ``outputs`` rows, ``chunks`` of each at a time."""
+
+    outputs: int
+    chunks: int
 
 
-def gemv(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+def choose_gemv_tile(num_outputs: int, row_bytes: int, width: int) -> GemvTile:
+    """Fewer outputs a program where there would be less than 512 programs, some four per SM of an H200."""
+    bytes_each = min(GEMV_ROW_BYTES if row_bytes <= GEMV_ROW_BYTES else LONG_ROW_BYTES, next_power_of_2(row_bytes))
+    outputs = GEMV_BYTES // bytes_each
+    while outputs > 1 and ceil_div(num_outputs, outputs) < 512:
+        outputs //= 2
+    return GemvTile(outputs, max(1, bytes_each // width))
+
+
+def gemv(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, pdl: bool = False
+) -> torch.Tensor:
     """See `CODED_LINEAR`; compiled for each number of rows."""
-    x, pointers = _operands(x, weight, bias)
-    (rows, width), outputs = x.shape, weight.out_features
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    _gemv_kernel[(ceil_div(outputs, GEMV_OUTPUTS),)](
-        x, *pointers, out, x.stride(0), weight.codes.stride(0), outputs, width, weight.scales.shape[1], M=rows,
-        BLOCK_N=GEMV_OUTPUTS, BLOCK_K=BLOCK if weight.is_short else 4 * BLOCK, num_warps=4,
-        **_constants(weight, bias),
+    x, outputs, stride = _order(x, weight), weight.out_features, weight.codes.shape[1]
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    constants = find_constants(weight, x.dtype)
+    width = constants["WIDTH"] = min(HALF if weight.is_short else BLOCK, constants["GROUP"] & -constants["GROUP"])
+    if weight.has_powers:
+        width = constants["WIDTH"] = POWER_GROUP
+    del constants["WHOLE"], constants["SAME"]
+    tile = choose_gemv_tile(outputs, stride, width)
+    _gemv_kernel[(ceil_div(outputs, tile.outputs),)](
+        x, *point_at(weight, x.dtype), x if bias is None else bias, out, x.stride(0), outputs, M=x.shape[0],
+        BLOCK_N=tile.outputs, CHUNKS=tile.chunks,
+        EVEN=outputs % tile.outputs == 0 and stride % (tile.chunks * width) == 0, HAS_BIAS=bias is not None, PDL=pdl,
+        num_warps=4, launch_pdl=pdl, **constants,
     )
     return out
 
 
 def skinny(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None = None
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
     """See `CODED_LINEAR`. Inputs are split among programs where outputs give too few."""
-    x, pointers = _operands(x, weight, bias)
-    (rows, width), outputs = x.shape, weight.out_features
-    block_m = next(size for size in (16, 32, 64) if rows <= size or size == 64)
-    tiles = ceil_div(outputs, SKINNY_OUTPUTS) * ceil_div(rows, block_m)
+    x, outputs = _order(x, weight), weight.out_features
+    rows, width = x.shape
+    tile_rows = next(size for size in (16, 32, 64, 128) if rows <= size or size == 128)
+    tiles = ceil_div(outputs, SKINNY_OUTPUTS) * ceil_div(rows, tile_rows)
     if splits is None:
         splits = 1
         while tiles * splits < LEAST_PROGRAMS and width // (2 * splits) >= 4 * BLOCK:
             splits *= 2
-    each = ceil_div(width, splits * BLOCK) * BLOCK
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     partial_sums = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
-    _skinny_kernel[(ceil_div(outputs, SKINNY_OUTPUTS), splits, ceil_div(rows, block_m))](
-        x, *pointers, out, partial_sums, x.stride(0), weight.codes.stride(0), rows, outputs, width,
-        weight.scales.shape[1], each, BLOCK_M=block_m, BLOCK_N=SKINNY_OUTPUTS, BLOCK_K=BLOCK, SPLITS=splits,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4, num_stages=4,
-        **_constants(weight, bias),
+    extra = dict(HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    _skinny_kernel[(ceil_div(outputs, SKINNY_OUTPUTS), splits, ceil_div(rows, tile_rows))](
+        x, *point_at(weight, x.dtype), x if bias is None else bias, out, partial_sums, x.stride(0), rows, outputs,
+        ceil_div(width, splits * BLOCK) * BLOCK, IS_SPLIT=splits > 1, ROWS=tile_rows, OUTPUTS=SKINNY_OUTPUTS,
+        num_stages={16: 5, 32: 5, 64: 4}.get(tile_rows, 3), **find_constants(weight, x.dtype), **extra,
     )
     if splits > 1:
         _sum_splits_kernel[(rows, ceil_div(outputs, 512))](
-            partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=splits, BLOCK=512,
-            HAS_BIAS=bias is not None, PDL=False
+            partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=splits, BLOCK=512, **extra
         )
     return out
+
+
+gemv_pdl, skinny_pdl = partial(gemv, pdl=True), partial(skinny, pdl=True)

@@ -12,6 +12,7 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 if TYPE_CHECKING:
     import torch
 
+    from headrace.kernels.coded_linear.device_codes import DeviceCodes
     from headrace.kernels.packed_linear.layout import PackedMatrix
 
 
@@ -52,6 +53,9 @@ Stacked = tuple["torch.Tensor", "torch.Tensor | None"]
 PackedStack = tuple["PackedMatrix", "torch.Tensor | None"]
 """The same in packed layout, experts stacked [X * O, I], and a bias [X, O] or None."""
 
+CodedStack = tuple["DeviceCodes", "torch.Tensor | None"]
+"""The same in codes, experts stacked [X * O, I], and a bias [X, O] or None."""
+
 HASH_ROUTE = Operation("hash route kernel")
 """``hash_route(logits [T, X], table [V, k], token_ids [T], *, score, renormalise, scale) -> (ids [T, k], weights [T,
 k])``.
@@ -91,6 +95,15 @@ The same for any T with matrices in packed layout; inputs are rounded as `PACKED
 a multiple of 16. x is float32 or bfloat16.
 """
 
+CODED_EXPERTS = Operation("coded experts kernel")
+"""``coded_experts(x [T, D], ids [T, k] int64, weights [T, k] float32, gate_up: CodedStack, down: CodedStack, gate:
+Gate) -> [T, D]``.
+
+The same for any T with matrices that a GPU keeps in codes (`DeviceCodes.fault_of_stack` is None): numbers are
+multiplied in x's dtype, scales in float32, and no plain matrix is made. An id of -1 adds nothing; nothing waits for the
+device.
+"""
+
 GROUP_PAIRS = Operation("pair grouping kernel")
 """``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the (token, expert)
 pairs stably sorted by expert (pair n is choice n % k of token n // k); the position of each pair in that order, its
@@ -106,10 +119,15 @@ MOST_PAIRS_EACH = 96
 """Pairs per expert, on average, up to which a step is bound by reading weights."""
 
 
-def is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
+MOST_CODED_PAIRS_EACH = 192
+"""The same for matrices in codes: beyond it, writing and reading plain ones for one call costs less than slower
+products."""
+
+
+def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_PAIRS_EACH) -> bool:
     """Whether a step is bound by reading the experts' matrices, not by arithmetic. Only then do the faster solutions of
     `RUN_EXPERTS` apply."""
-    return num_tokens * top_k <= MOST_PAIRS_EACH * num_experts
+    return num_tokens * top_k <= most_each * num_experts
 
 
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
@@ -124,6 +142,9 @@ SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plai
 RUN_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:run_experts",
     doc="plain torch, an expert at a time; waits for the choices"
+)
+CODED_EXPERTS.add(
+    "reference", "headrace.kernels.moe.reference:coded_experts", doc="dequantises the matrices at every call"
 )
 PACKED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call"
@@ -162,6 +183,16 @@ ROUTE.add(
 RUN_EXPERTS.add(
     "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_reason_against_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",
+)
+CODED_EXPERTS.add(
+    "triton", "headrace.kernels.moe.coded:run_experts",
+    supports=requires(device="cuda", dtypes=("float16", "bfloat16")),
+    priority=10, doc="three kernels, four for more than 16 tokens",
+)
+CODED_EXPERTS.add(
+    "triton_pdl", "headrace.kernels.moe.coded:run_experts_pdl",
+    supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0)), priority=15,
+    doc="the same, with dependent launch",
 )
 
 

@@ -7,7 +7,8 @@ from typing import Unpack
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.moe import Gate, PackedStack, RouteShape, Stacked
+from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.moe import CodedStack, Gate, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
 from headrace.kernels.rowwise import reference as activations
 
@@ -135,6 +136,17 @@ def packed_experts(
     num_experts = down[0].out_features // x.shape[1]
     first, second = (
         (unpack(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
+    )
+    return run_experts(x, ids, weights, first, second, gate)
+
+
+def coded_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
+) -> torch.Tensor:
+    """See `CODED_EXPERTS`."""
+    num_experts = down[0].out_features // x.shape[1]
+    first, second = (
+        (dequantise(matrix, x.dtype).unflatten(0, (num_experts, -1)), bias) for matrix, bias in (gate_up, down)
     )
     return run_experts(x, ids, weights, first, second, gate)
 

@@ -9,11 +9,21 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.kernels.moe import GROUP_PAIRS, GROUPED_LINEAR, RUN_EXPERTS, SUM_PAIRS, is_few
+from headrace.kernels.moe import (
+    CODED_EXPERTS,
+    GROUP_PAIRS,
+    GROUPED_LINEAR,
+    MOST_CODED_PAIRS_EACH,
+    MOST_PAIRS_EACH,
+    RUN_EXPERTS,
+    SUM_PAIRS,
+    is_few,
+)
 from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
-from headrace.layers.moe.weights import ExpertWeights, describe_gate
+from headrace.layers.moe.weights import ExpertWeights, StackedLinear, describe_gate
+from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.spec import MlpSpec
 
 
@@ -28,13 +38,20 @@ class GroupedExperts:
         self._activate = choose_activation(spec, build, width=size)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
-        x = self._first(tokens.hidden, self._gate_up.weight, self._gate_up.own_bias, tokens.ends, tokens.experts)
-        return self._second(self._activate(x), self._down.weight, self._down.own_bias, tokens.ends, tokens.experts)
+        gate_up = _plain(self._gate_up, tokens)
+        x = self._activate(self._first(tokens.hidden, gate_up, self._gate_up.own_bias, tokens.ends, tokens.experts))
+        return self._second(x, _plain(self._down, tokens), self._down.own_bias, tokens.ends, tokens.experts)
+
+
+def _plain(stack: StackedLinear, tokens: GroupedTokens) -> torch.Tensor:
+    """The matrices [X, O, I]; dequantised for one call where the layer keeps codes."""
+    weight = plain_weight(stack)
+    return stack.unpack(tokens.hidden.dtype) if weight is None else weight
 
 
 class FusedExperts:
-    """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices;
-    beyond that, as decided by `is_few`, the grouped products of `GroupedExperts`."""
+    """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices,
+    plain or in codes; beyond that, as decided by `is_few`, the grouped products of `GroupedExperts`."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
@@ -43,18 +60,27 @@ class FusedExperts:
         self._run, self._group, self._sum = (
             RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
         )
+        self._run_codes = CODED_EXPERTS.choose(query)
+        for stack in (self._gate_up, self._down):
+            stack.is_storable = not build.moves_experts
         self._grouped = GroupedExperts(weights, spec, build)
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]."""
         num_tokens, top_k = tokens.ids.shape
-        if not is_few(num_tokens, top_k, tokens.num_experts):
+        stacks = (self._gate_up, self._down)
+        plain = [weight for stack in stacks if (weight := plain_weight(stack)) is not None]
+        if not is_few(num_tokens, top_k, tokens.num_experts, MOST_PAIRS_EACH if plain else MOST_CODED_PAIRS_EACH):
             return self._run_grouped(tokens)
-        gate_up, down = self._gate_up, self._down
-        return self._run(
-            tokens.hidden, tokens.ids, tokens.weights, (gate_up.weight, gate_up.own_bias), (down.weight, down.own_bias),
-            self._gate
+        choices = (tokens.hidden, tokens.ids, tokens.weights)
+        if not plain:
+            coded = ((stack.codes, stack.own_bias) for stack in stacks)
+            return self._run_codes(*choices, *coded, self._gate)
+        dtype = tokens.hidden.dtype  # a matrix whose codes no kernel takes is plain beside one in codes
+        operands = (
+            (stack.unpack(dtype) if plain_weight(stack) is None else stack.weight, stack.own_bias) for stack in stacks
         )
+        return self._run(*choices, *operands, self._gate)
 
     def _run_grouped(self, tokens: ChosenTokens) -> torch.Tensor:
         # order [N]: pairs sorted by expert; pair p is token p // k. place [N]: its inverse.

@@ -29,10 +29,9 @@ class StoredExperts:
         plain = [plain_weight(stack) for stack in stacks]
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         if not any(weight is not None for weight in plain):
-            gate_up, down = self._gate_up.stored, self._down.stored
-            assert gate_up is not None and down is not None
+            gate_up, down = self._gate_up, self._down
             return self._run_packed(
-                *choices, (gate_up.matrix, self._gate_up.own_bias), (down.matrix, self._down.own_bias), self._gate
+                *choices, (gate_up.panels, gate_up.own_bias), (down.panels, down.own_bias), self._gate
             )
         dtype = tokens.hidden.dtype
         operands = (

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.moe import Gate
 from headrace.kernels.packed_linear.forms import PanelWeight
+from headrace.kernels.packed_linear.layout import PackedMatrix
 from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
 from headrace.layers.lora.stack import StackBank
@@ -34,8 +37,7 @@ class StackedLinear(StorableLayer):
     outputs and their sizes in order. The weight may be ``stored`` as one matrix [X * O, I] if its experts allow. Sizes
     may be a rank's `Share`, as those of `Linear`; of X it is the experts that are here."""
 
-    is_storable = False  # set by the experts that have kernels for packed stacks, see `moe.stored`
-    stored: PanelWeight | None
+    is_storable = False  # set by the experts that have kernels for stored stacks: `moe.stored`, `moe.grouped`
 
     def __init__(
         self, build: Build, stacked: int | Share, inputs: int | Share, parts: dict[str, int | Share], *, bias: bool
@@ -83,6 +85,18 @@ class StackedLinear(StorableLayer):
             room[: len(tensor)] = tensor.data
             setattr(self, name, nn.Parameter(room, requires_grad=False))
         self.num_stacked = num_stacked
+
+    @property
+    def codes(self) -> DeviceCodes:
+        """The matrices, [X * O, I], where a GPU keeps them in codes."""
+        assert isinstance(self.stored, CodedWeight)
+        return self.stored.weight
+
+    @property
+    def panels(self) -> PackedMatrix:
+        """The matrices, [X * O, I], where a CPU keeps them packed."""
+        assert isinstance(self.stored, PanelWeight)
+        return self.stored.matrix
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """The stored weight as a new plain tensor, [X, O, I]."""

@@ -6,6 +6,7 @@ the codes out of it without dequantising. O outputs, I inputs, X experts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -16,12 +17,14 @@ from torch.utils._pytree import tree_map_only
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
 from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
-from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.coded_linear.forms import STACK_PLAN, CodedWeight
 from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, StoredWeight
 from headrace.layers.quantization.storage import StorableWeight
 from headrace.parallel.cut import Cut
+
+logger = logging.getLogger(__name__)
 
 
 class QuantisedTensor(torch.Tensor):
@@ -151,14 +154,19 @@ class CodedTensor(QuantisedTensor):
 
 
 def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoice) -> StoredWeight | None:
-    """The weight in the layout of GPU kernels; None where it is irregular or faster plain, for experts, and for the
-    vocabulary, whose logits are not rounded to half precision."""
+    """The weight in the layout of GPU kernels; None where it is irregular or faster plain, and for the vocabulary,
+    whose logits are not rounded to half precision. Experts, of which a step reads few, are always faster in codes."""
     dtype = weight.weight.dtype
-    if weight.is_vocabulary or weight.is_stack or dtype == torch.float32:
+    if weight.is_vocabulary or dtype == torch.float32:
         return None
     codes = pack_for_device(matrix)
     if codes is None:
         return None
+    if weight.is_stack:
+        fault = codes.fault_of_stack(weight.layers[0].weight.shape[1])
+        if fault is not None:
+            logger.warning("experts of %s are dequantised: %s", weight.name, fault)
+        return None if fault is not None else CodedWeight(codes, STACK_PLAN)
     plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(matrix.device))
     return None if plan is None else CodedWeight(codes, plan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.codes import CodedMatrix
-from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
 from headrace.layers.quantization.storage import find_storable
@@ -20,6 +21,14 @@ from headrace.layers.quantization.storage import find_storable
 logger = logging.getLogger(__name__)
 
 Quantise = Callable[[torch.Tensor], CodedMatrix]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to ``quantise`` random weights [O, I]; ``of_experts_alone``: others stay plain."""
+
+    quantise: Quantise
+    of_experts_alone: bool = False
 
 
 class Fp8:
@@ -35,7 +44,7 @@ class Fp8:
     def finish(self, model: nn.Module) -> None:
         """See `Scheme`. Where plain products are faster, or no kernel takes 8-bit floats, weights are rounded and kept
         plain."""
-        kept, rounded = store_coded(model, quantise_float)
+        kept, rounded = store_coded(model, Form(quantise_float))
         if rounded and not kept:
             logger.warning(
                 "weights were rounded to fp8 and take as much memory as before: products with 8-bit floats are not "
@@ -45,15 +54,15 @@ class Fp8:
 
 
 @torch.no_grad()
-def store_coded(model: nn.Module, quantise: Quantise) -> tuple[int, int]:
-    """Quantise every weight but those of the vocabulary, one at a time; stored where a form holds it and is faster,
+def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
+    """Quantise every weight but those of the vocabulary, one at a time; stored where a layout holds it and is faster,
     else rounded in place. Returns how many of each."""
     kept = rounded = 0
     choice = CodedChoice()
     for weight in find_storable(model):
-        if weight.is_vocabulary:
+        if weight.is_vocabulary or (form.of_experts_alone and not weight.is_stack):
             continue
-        coded = CodedTensor(quantise(weight.weight))
+        coded = CodedTensor(form.quantise(weight.weight))
         stored = CodedTensor.store([coded], weight, choice)
         if stored is None:
             weight.weight.copy_(coded.make_plain())
@@ -65,20 +74,22 @@ def store_coded(model: nn.Module, quantise: Quantise) -> tuple[int, int]:
     return kept, rounded
 
 
-def find_form(config: Mapping[str, Any]) -> Quantise | None:
+def find_form(config: Mapping[str, Any]) -> Form | None:
     """How to quantise random weights as a ``quantization_config`` says; None for forms of which random weights are not
     made: they stay plain."""
     method = config.get("quant_method")
     if method == "fp8" and (block := config.get("weight_block_size")):
-        return lambda weight: quantise_float(weight, *block)
+        return Form(lambda weight: quantise_float(weight, *block))
     if method in ("fp8", "fbgemm_fp8", "modelopt"):
-        return quantise_float
+        return Form(quantise_float)
+    if method == "mxfp4":
+        return Form(quantise_fp4, of_experts_alone=True)
     if method in ("gptq", "awq", "auto-round"):
         size = config.get("group_size") or config.get("q_group_size") or 128
         bits = config.get("bits") or config.get("w_bit") or 4
-        return lambda weight: quantise_integer(weight, bits, size if size > 0 else weight.shape[1])
+        return Form(lambda weight: quantise_integer(weight, bits, size if size > 0 else weight.shape[1]))
     if method == "compressed-tensors":
         weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
         if weights and all(own.get("type") == "float" and own.get("num_bits") == 8 for own in weights):
-            return quantise_float
+            return Form(quantise_float)
     return None

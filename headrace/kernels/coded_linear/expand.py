@@ -1,0 +1,88 @@
+"""Dequantise coded weights on a GPU in one pass: for products with many rows, which libraries do in half precision.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from headrace.kernels.coded_linear.decode import decode_pairs, power_of
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP, DeviceCodes
+from headrace.kernels.coded_linear.pieces import find_constants, load_tables, point_at
+from headrace.kernels.launch import ceil_div
+
+ROWS, WIDTH = 32, 128
+"""Outputs, and bytes of each, of a program."""
+_BLOCK, _HALF, _POWER_GROUP = tl.constexpr(BLOCK), tl.constexpr(HALF), tl.constexpr(POWER_GROUP)
+
+
+@triton.jit
+def _store(
+    numbers, weight_ptrs, out_ptr, order_ptr, row, k, N, K, G, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr
+):
+    """Store ``numbers`` [ROWS, inputs] float32, less zeros, times scales, at rows ``row`` and inputs ``k``."""
+    mask = (row < N)[:, None] & (k < K)[None, :]
+    if POWERS:
+        words = tl.load(weight_ptrs[1] + (row // SHARED)[:, None] * G + (k // _BLOCK)[None, :], mask=mask, other=0)
+        numbers = numbers * power_of((words >> (k % _BLOCK // _POWER_GROUP * 8)[None, :]) & 255)
+    else:
+        scale, zero = load_tables(
+            weight_ptrs, row[:, None], mask, k[None, :], K, G, GROUP, SHARED, PAIRS, HAS_ZEROS
+        )
+        numbers = (numbers - zero) * scale
+    column = k
+    if HAS_ORDER:
+        column = tl.load(order_ptr + k, mask=k < K, other=0)
+    tl.store(out_ptr + row[:, None] * K + column[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expand_kernel(
+    codes_ptr, scales_ptr, zeros_ptr, values_ptr, order_ptr, out_ptr, N, K, G, STRIDE, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    byte = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    weight_ptrs = (codes_ptr, scales_ptr, zeros_ptr, values_ptr)
+    codes = tl.load(
+        codes_ptr + row[:, None] * STRIDE + byte[None, :], mask=(row < N)[:, None] & (byte < STRIDE)[None, :], other=0.0
+    )
+    if SHORT:
+        low, high = decode_pairs(codes, values_ptr, KIND)
+        k = byte // _HALF * _BLOCK + byte % _HALF
+        _store(
+            low, weight_ptrs, out_ptr, order_ptr, row, k, N, K, G, GROUP, SHARED, POWERS, PAIRS, HAS_ZEROS, HAS_ORDER
+        )
+        _store(
+            high, weight_ptrs, out_ptr, order_ptr, row, k + _HALF, N, K, G, GROUP, SHARED, POWERS, PAIRS, HAS_ZEROS,
+            HAS_ORDER
+        )
+    else:
+        _store(
+            codes.to(tl.float32), weight_ptrs, out_ptr, order_ptr, row, byte, N, K, G, GROUP, SHARED, POWERS, PAIRS,
+            HAS_ZEROS, HAS_ORDER
+        )
+
+
+def expand(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
+    """The plain weight [O, I], inputs in their own order; computed in float32, rounded once."""
+    constants = find_constants(weight, torch.float32)  # no fast path: bound by memory
+    outputs = weight.out_features
+    out = torch.empty((outputs, weight.in_features), dtype=dtype, device=weight.codes.device)
+    constants |= dict(ROWS=ROWS, WIDTH=WIDTH)
+    for unused in ("FAST", "WHOLE", "SAME"):
+        del constants[unused]
+    _expand_kernel[(ceil_div(outputs, ROWS), ceil_div(weight.codes.shape[1], WIDTH))](
+        *point_at(weight, torch.float32), weight.scales if weight.order is None else weight.order, out, outputs,
+        HAS_ORDER=weight.order is not None, num_warps=4, **constants,
+    )
+    return out
+
+
+def expand_and_multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    return F.linear(x, expand(weight, x.dtype), bias)

@@ -1,0 +1,103 @@
+"""Experts in codes against plain torch on the dequantised matrices: every form of scales, with and without sorting,
+more pairs than a tile has rows, sizes that are no multiples of tiles, choices without an expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
+from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.moe import CODED_EXPERTS, Gate, reference
+from headrace.kernels.operation import KernelQuery
+
+SILU, CLAMPED = Gate("silu"), Gate("clamped", 2.0, 1.702, 1.0)
+
+
+def with_wide_scales(weight: torch.Tensor) -> CodedMatrix:
+    """INT4 whose scales float16 does not hold."""
+    matrix = quantise_integer(weight, 4, 32)
+    return CodedMatrix(Code.INT, matrix.codes, matrix.scales * 1.0001, 32, matrix.zeros, bits=4)
+
+
+FORMS: dict[str, Any] = {
+    "mxfp4": quantise_fp4, "fp8 block": lambda weight: quantise_float(weight, 32, 128),
+    "fp8 channel": quantise_float, "int4": lambda weight: quantise_integer(weight, 4, 128),
+    "int4 wide": with_wide_scales, "int8": lambda weight: quantise_integer(weight, 8, 32),
+}
+
+
+def stack(form: str, matrices: torch.Tensor, device: str) -> DeviceCodes:
+    """Matrices [X, O, I] in codes."""
+    packed = pack_for_device(FORMS[form](matrices.flatten(0, 1)).to(torch.device(device)))
+    assert packed is not None and packed.fault_of_stack(matrices.shape[1]) is None
+    return packed
+
+
+def compare(
+    form: str, sizes: tuple[int, int, int, int, int], gate: Gate, device: str, dtype: torch.dtype, *, has_bias: bool,
+    run: Any = None
+) -> float:
+    """The error against float64 of the same numbers."""
+    from headrace.kernels.moe.coded import run_experts
+
+    num_tokens, num_experts, top_k, width, inner = sizes
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
+    if num_tokens > 2:
+        ids[2], ids[1, 0] = -1, -1
+    x = torch.randn(num_tokens, width, generator=generator).to(dtype)
+    weights = torch.rand(ids.shape, generator=generator)
+    gate_up, down = (
+        stack(form, torch.randn(num_experts, *shape, generator=generator) * shape[1] ** -0.5, device)
+        for shape in ((2 * inner, width), (width, inner))
+    )
+    biases = [
+        torch.randn(num_experts, outputs, generator=generator).to(dtype) if has_bias else None
+        for outputs in (2 * inner, width)
+    ]
+    plain = [
+        dequantise(codes, torch.float32).double().cpu().unflatten(0, (num_experts, -1)) for codes in (gate_up, down)
+    ]
+    double = [(matrix, None if b is None else b.double()) for matrix, b in zip(plain, biases, strict=True)]
+    expected = reference.run_experts(x.double(), ids, weights, *double, gate)
+    there = [None if b is None else b.to(device) for b in biases]
+    operands = (x.to(device), ids.to(device), weights.to(device), (gate_up, there[0]), (down, there[1]), gate)
+    out = (run or run_experts)(*operands)
+    assert torch.equal(out, (run or run_experts)(*operands))
+    assert relative_error(reference.coded_experts(*operands), expected) < 2e-2
+    return relative_error(out, expected)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "gate", "has_bias"),
+    [(1, 8, 2, SILU, False), (5, 4, 3, CLAMPED, True), (70, 3, 1, Gate("gelu_tanh"), True)],
+)
+def test_experts(
+    form: str, num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str,
+    dtype: torch.dtype, tolerance: float
+):
+    sizes = (num_tokens, num_experts, top_k, 160, 96)
+    assert compare(form, sizes, gate, device, dtype, has_bias=has_bias) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300, 1024])
+@pytest.mark.parametrize("form", ["mxfp4", "fp8 block", "int4"])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "width", "inner"), [(16, 8, 2048, 768), (8, 4, 2880, 2880), (8, 6, 4096, 2048)]
+)
+def test_experts_of_real_shapes(form: str, num_tokens: int, num_experts: int, top_k: int, width: int, inner: int):
+    """As `auto` has it, with dependent launch; twice the same."""
+    run = CODED_EXPERTS.choose(KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability()))
+    sizes = (num_tokens, num_experts, top_k, width, inner)
+    assert compare(form, sizes, CLAMPED, "cuda", torch.bfloat16, has_bias=True, run=run) < 1e-2
