@@ -121,6 +121,10 @@ class CacheConfig(Section):
         0.9, "share of the device's memory to use (on a CPU: of the free memory, at most 4 GiB for KV)",
         low=0.01, high=0.99
     )
+    encoder_cache_mib: int = option(
+        256, "device memory for encoded images, videos and audio, which are found again by content, in MiB", low=1,
+        high=2**20, metavar="MIB"
+    )
     prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
     host_cache_gb: float = option(
         0.0, "host memory in GiB, of all ranks together, for prefixes that leave the device; 0: none", low=0.0,
@@ -157,6 +161,11 @@ class SchedulerConfig(Section):
     max_step_tokens: int | None = option(
         None, "maximum tokens per step (prefill is chunked); default 1024 on a CPU, 8192 on a GPU",
         low=8
+    )
+    max_encoder_tokens: int | None = option(
+        None,
+        "maximum tokens of images, videos and audio that are encoded per step, beside max_step_tokens; a larger item "
+        "is encoded alone; default 1024 on a CPU, 4096 on a GPU", low=1
     )
     max_queued: int = option(4096, "maximum waiting requests; more are refused with 429 and Retry-After", low=1)
     max_queued_per_client: int | None = option(
@@ -396,8 +405,10 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"max_running_requests": 64, "max_step_tokens": 1024, "overlap_depth": 1},
-    "cuda": {"max_running_requests": 512, "max_step_tokens": 8192, "overlap_depth": 2},
+    "cpu": {"max_running_requests": 64, "max_step_tokens": 1024, "overlap_depth": 1, "max_encoder_tokens": 1024},
+    "cuda": {
+        "max_running_requests": 512, "max_step_tokens": 8192, "overlap_depth": 2, "max_encoder_tokens": 4096
+    },
 }
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.base.adapters import AdapterStats
 from headrace.base.errors import HeadraceError, error_from_kind
+from headrace.base.media import MediaFacts, MediaItem
 from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.step import TokenLogprobs
@@ -51,7 +52,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     a loaded one, empty for the base model. ``deadline_s`` is seconds from arrival, None for no
     limit. Higher ``priority`` runs first under the priority policy. ``origin`` says who sent it, for fair shares: the
     client, in one part or several, then its HTTP request; empty when there is only one client. ``transfer``: with which
-    engine its pages are exchanged, in an engine that has a role.
+    engine its pages are exchanged, in an engine that has a role. ``media``: what stands at placeholders of the prompt,
+    ascending.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     origin: tuple[str, ...] = ()
     adapter: str = ""
     transfer: TransferSpec | None = None
+    media: list[MediaItem] = []
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -133,9 +136,17 @@ class FamilyParsers(msgspec.Struct, frozen=True):
     reasoning: str | None = None
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class CacheFacts(msgspec.Struct, frozen=True):
+    """The KV cache of an engine: tokens of a page and of all pages."""
+
+    page_size: int
+    num_kv_tokens: int
+
+
+class ModelFacts(CacheFacts, frozen=True):
     """Facts of the loaded model for clients and routes. ``sampling_sources`` says of each field of ``default_sampling``
-    where its value came from. ``pooling`` is None for a generating model."""
+    where its value came from. ``pooling`` is None for a generating model, ``media`` for one that takes
+    text alone."""
 
     model: str
     architecture: str
@@ -146,12 +157,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_ids: list[int]
     num_parameters: int
-    page_size: int
-    num_kv_tokens: int
     default_sampling: dict[str, int | float] = {}
     sampling_sources: dict[str, str] = {}
     parsers: FamilyParsers = FamilyParsers()
     pooling: PoolingFacts | None = None
+    media: MediaFacts | None = None
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):

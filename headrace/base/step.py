@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.media import MediaItem, MediaPlace
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
 
@@ -22,7 +23,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     ``token_ids`` are all tokens known so far: the prompt and, on re-entry, the output too; ``prompt_len`` says where
     output begins (penalties, min_tokens and seeds count from there). With ``pooling`` the row samples no token: its
     result is made of its hidden states, and due in the step that computes its last token. ``adapter_slot``: where the
-    device has its adapter, -1 for the base model.
+    device has its adapter, -1 for the base model. ``media``: what stands at placeholders among the tokens, ascending.
     """
 
     row: int
@@ -32,6 +33,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingSpec
     pooling: PoolingSpec | None = None
     adapter_slot: int = -1
+    media: list[MediaPlace] = []
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +42,31 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     adapter_id: int
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True):
+    """Compute an item's encoder output, and keep it under ``key`` until a plan drops it. Keys are never used again."""
+
+    key: int
+    item: MediaItem
+
+
+class MediaUse(msgspec.Struct, frozen=True, array_like=True):
+    """A span of ``row`` covers placeholders of item number ``index`` of its `RowStart`: they take the vectors kept
+    under ``key``."""
+
+    row: int
+    index: int
+    key: int
+
+
+class MediaPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What a step does with media: ``encodes`` are computed before the spans; ``uses`` says which encoder outputs these
+    take; ``drops`` are keys of outputs that are forgotten after the step."""
+
+    encodes: list[Encode] = []
+    uses: list[MediaUse] = []
+    drops: list[int] = []
 
 
 class RowDraft(msgspec.Struct, frozen=True, array_like=True):
@@ -94,7 +121,18 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     failed: list[int] = []
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepSpans(msgspec.Struct, frozen=True, array_like=True):
+    """The positions that a step computes; see `StepPlan`."""
+
+    step_id: int
+    num_decodes: int
+    rows: list[int]  # [R]
+    begins: list[int]  # [R], positions
+    lengths: list[int]  # [R], tokens
+    samples: list[int]  # [R], tokens
+
+
+class StepPlan(StepSpans, frozen=True, array_like=True):
     """What one step shall do. Applied in this order: moves are started, adapter loads, releases, starts, appends,
     drafts; then the spans are computed. A plan without spans starts its moves, and its result waits a moment for some
     to arrive.
@@ -119,14 +157,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     ``num_proposals``: how many drafts per row a device drafter makes after this step; it does not run for 0.
     ``replica_tokens``: where replicas divide experts, how many tokens each of them has in this step; a plan without
     spans then computes those of the others alone.
+
+    ``media``: encoders' part of the step.
     """
 
-    step_id: int
-    num_decodes: int
-    rows: list[int]  # [R]
-    begins: list[int]  # [R], positions
-    lengths: list[int]  # [R], tokens
-    samples: list[int]  # [R], tokens
     releases: list[int] = []  # rows
     starts: list[RowStart] = []
     appends: list[PageAppend] = []
@@ -136,6 +170,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     replica_tokens: list[int] = []  # [replicas]
     adapter_loads: list[AdapterLoad] = []
     moves: list[PageMove] = []
+    media: MediaPlan = MediaPlan()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -119,7 +119,10 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
         groups = inputs.decode_groups(decodes)
         carried, proposer = inputs.handover.view(self.size), self._proposer
-        batch = ForwardBatch(decodes.token_ids, decodes.positions, groups, carried=carried)
+        batch = ForwardBatch(
+            decodes.token_ids, decodes.positions, groups, carried=carried,
+            rope_positions=inputs.media.find_positions(self.entries[0], decodes.positions),
+        )
         if proposer is not None:
             batch.features = proposer.ask_features()
         hidden = self._model.forward(batch)
@@ -204,7 +207,7 @@ class DraftGraphs:
 class DecodeGraphPath:
     """Decodes alone: replays the smallest graph that holds the requests."""
 
-    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.DRAFTING
+    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
     is_greedy_sampler = True
 
     def __init__(
@@ -269,7 +272,7 @@ class MixedGraphPath:
 
     covers = (
         StepFeature.PREFILL | StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS
-        | StepFeature.POOLING | StepFeature.DRAFTING
+        | StepFeature.POOLING | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
     )
     is_greedy_sampler = False
 

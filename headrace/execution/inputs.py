@@ -14,6 +14,7 @@ import torch
 from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.step import MAX_ENTRIES
 from headrace.execution.adapters import AdapterInputs
+from headrace.execution.media import MediaState
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
@@ -37,6 +38,7 @@ class StaticInputs:
         groups, rows = len(layout.groups), layout.max_rows + min(MAX_ENTRIES, max_tokens)
         self.token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.rope_positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         # [G, T] and [G, R, entries]: one slice per cache group. A slot is page * page_size + offset.
@@ -53,9 +55,11 @@ class InputBuilder:
     """
 
     def __init__(
-        self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int
+        self, layout: CacheLayout, rows: Rows, tables: PageTables, backends: list[AttentionBackend], max_tokens: int,
+        media: MediaState,
     ):
         self.layout, self.rows, self.tables, self.backends = layout, rows, tables, backends
+        self.media = media
         self.max_tokens = max(max_tokens, layout.max_rows)
         self.static = StaticInputs(layout, self.max_tokens, tables.num_entries, rows.tensors.last_token.device)
         self.max_requests = layout.max_rows
@@ -102,6 +106,8 @@ class InputBuilder:
             assert self.adapters is not None, "a row has an adapter, and none are served"
             self.adapters.pack(step, upload, size)
             self.adapters.pack_outputs(step, upload)
+        if StepFeature.MEDIA in step.features:
+            self.media.pack(step, upload)
 
     def _following(self, shape: StepShape) -> np.ndarray:
         """[T]: the token behind each token, 0 where the host does not know it: it is sampled in this step."""
@@ -132,7 +138,8 @@ class InputBuilder:
         groups = [self._prepare_group(g, shape) for g in range(len(self.backends))]
         batch = ForwardBatch(
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
-            sent.get("text_kinds"), carried=self.handover.view(num_tokens)
+            sent.get("text_kinds"), carried=self.handover.view(num_tokens),
+            rope_positions=self._rope_positions(num_tokens),
         )
         if pruned is not None:
             inputs = [self._prune(group.inputs, shape.ends[pruned], sent["sample_requests"]) for group in groups]
@@ -190,8 +197,12 @@ class InputBuilder:
             backend.prepare(inputs)
             groups.append(GroupStep(inputs, backend))
         return ForwardBatch(
-            static.token_ids[:size], static.positions[:size], groups, carried=self.handover.view(size)
+            static.token_ids[:size], static.positions[:size], groups, carried=self.handover.view(size),
+            rope_positions=self._rope_positions(size),
         )
+
+    def _rope_positions(self, size: int) -> torch.Tensor | None:
+        return None if self.media.offsets is None else self.static.rope_positions[:size]
 
     def decode_groups(self, decodes: DecodeInputs) -> list[GroupStep]:
         """Every cache group over these decodes, its backend prepared. Of lengths the host knows bounds only, for the
@@ -226,6 +237,9 @@ class InputBuilder:
             torch.add(positions[:count], 1, out=kv_lens[:count])
         token_ids[count:] = sent["prefill_tokens"]
         static.positions[:num_tokens] = positions
+        rotated_by = self.media.find_positions(sent["token_rows"], positions)
+        if rotated_by is not None:
+            static.rope_positions[:num_tokens] = rotated_by
         static.query_start[: num_requests + 1] = sent["query_start"]
         static.kv_lens[:num_requests] = kv_lens
         num_entries = self._num_entries(shape)

@@ -19,6 +19,7 @@ from torch import nn
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
+from headrace.base.media import MediaFacts
 from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
@@ -447,7 +448,13 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: Mo
         sampling_sources={name: default.source for name, default in sampling.items()},
         parsers=FamilyParsers(loaded.family.tool_parser, loaded.family.reasoning_parser),
         pooling=loaded.pooling.facts(loaded.spec.hidden_size) if loaded.pooling else None,
+        media=_read_media(loaded),
     )
+
+
+def _read_media(loaded: LoadedModel) -> MediaFacts | None:
+    facts = loaded.family.media and loaded.family.media(loaded.source.config)
+    return facts and msgspec.structs.replace(facts, element_bytes=loaded.dtype.itemsize)
 
 
 def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:

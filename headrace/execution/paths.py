@@ -91,6 +91,8 @@ class PlainPath:
         batch.replica_tokens = step.plan.replica_tokens
         if StepFeature.ADAPTERS in step.features and self._inputs.adapters is not None:
             batch.adapters = self._inputs.adapters.view(step, sent)
+        if StepFeature.MEDIA in step.features:
+            self._inputs.media.fill(batch, step, sent)
         is_drafting = StepFeature.DRAFTING in step.features
         if is_drafting and self._proposer is not None:
             batch.features = self._proposer.ask_features()

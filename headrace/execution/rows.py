@@ -31,6 +31,9 @@ IS_POOLED, HAS_SECOND_TEXT = 1 << 7, 1 << 8
 HAS_ADAPTER, HAS_ADAPTER_EXTRAS = 1 << 9, 1 << 10
 """More bits: the row has an adapter; one that changes more than captured steps compute."""
 
+HAS_MEDIA, HAS_ROPE_OFFSET = 1 << 11, 1 << 12
+"""More bits: its prompt has media; its tokens are rotated by other numbers than their positions."""
+
 
 OutputsOf = Callable[[np.ndarray], AbstractContextManager[None]]
 """``with outputs_of(rows)``: in the body a head or classifier is called with what belongs to these rows, one each."""

@@ -18,6 +18,7 @@ from headrace.execution.captures import Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.logprobs import PromptScorer
+from headrace.execution.media import MediaState
 from headrace.execution.paths import FusedPath, Launch, PlainPath, Sent, StepOutput, StepPath
 from headrace.execution.pooling import Pooler
 from headrace.execution.proposing import Proposer
@@ -64,7 +65,8 @@ class Runner:
         self._grammars: GrammarRows | None = None
         self._step: Step | None = None  # the latest, from which the next is derived when the same rows decode again
         self._open: PendingSample | None = None  # the latest step with a grammar: its sampling may not be launched yet
-        self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens)
+        self._media = MediaState(model, self._rows)
+        self._inputs = InputBuilder(layout, self._rows, self._tables, backends, max_tokens, self._media)
         if model.adapters is not None:
             self._inputs.adapters = AdapterInputs(model.adapters, self._rows, device)
         outputs_of = self._inputs.outputs_of
@@ -141,7 +143,9 @@ class Runner:
             self._rows.take_known(sent["known"].view(3, -1))
         if plan.drafts:
             self._rows.place_drafts(sent["guesses"], len(plan.drafts))
+        self._media.encode(plan.media.encodes)
         output = launch(sent)
+        self._media.drop(plan.media.drops)
         # Behind the launch: a fill may wait for the previous step's tokens, and by now the device has work.
         fill = self._begin_fill(step, sent)
         pending = PendingSample(
@@ -162,6 +166,7 @@ class Runner:
         """Drop the state of failed steps. Rows and page tables are left: the scheduler starts every row anew, which
         overwrites both, before it computes it again."""
         self._open = self._step = None
+        self._media.reset()
         if self._grammars is not None:
             self._grammars.reset()
 
@@ -273,6 +278,7 @@ class Runner:
             if known.sampling.grammar is not None and self._samples:
                 assert self._grammars is not None, "the row has a grammar, and grammars are not served"
                 self._grammars.start(start.row, known)
+        self._media.start(plan.starts, upload)
         # Rows given back as well as rows taken: a write beyond a request's pages then lands in the null page.
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:
@@ -283,6 +289,7 @@ class Runner:
             upload.add("append_pages", pages)
 
     def _apply_pages(self, sent: Sent) -> None:
+        self._media.apply(sent)
         # Clear before write: a row started by this plan gets its first pages in the same upload.
         if "cleared" in sent:
             self._tables.clear(sent["cleared"])

@@ -17,7 +17,9 @@ from headrace.execution.rows import (
     HAS_ADAPTER,
     HAS_ADAPTER_EXTRAS,
     HAS_GRAMMAR,
+    HAS_MEDIA,
     HAS_PENALTIES,
+    HAS_ROPE_OFFSET,
     HAS_RULES,
     HAS_SECOND_TEXT,
     IS_POOLED,
@@ -46,6 +48,10 @@ class StepFeature(IntFlag):
     """A row has an adapter."""
     ADAPTER_EXTRAS = auto()
     """A row's adapter changes more than products by low-rank additions."""
+    MEDIA = auto()
+    """A span that is no decode is of a row with media."""
+    ROPE_OFFSETS = auto()
+    """A row's tokens are rotated by other numbers than their positions."""
 
 
 OF_LAST_STAGE = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING
@@ -235,4 +241,8 @@ def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeat
         features |= StepFeature.ADAPTERS
     if (flags & HAS_ADAPTER_EXTRAS).any():
         features |= StepFeature.ADAPTER_EXTRAS
+    if (flags[shape.num_decodes :] & HAS_MEDIA).any():
+        features |= StepFeature.MEDIA
+    if (flags & HAS_ROPE_OFFSET).any():
+        features |= StepFeature.ROPE_OFFSETS
     return features

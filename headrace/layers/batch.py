@@ -95,6 +95,15 @@ class StepContext:
 
 
 @dataclass(slots=True)
+class MediaVectors:
+    """Encoder outputs of a step: ``vectors`` [N, W] take the places ``indices`` [N] int64 among the T tokens. W is the
+    hidden size, or several times that for models that add further parts behind their first layers."""
+
+    indices: torch.Tensor
+    vectors: torch.Tensor
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
@@ -104,7 +113,10 @@ class ForwardBatch:
     ``features``: hidden states to copy for a drafter, for models with ``captures_features``. ``carried`` [T, W]: what
     the pipeline stage before computed, in the model's dtype; None in the first stage.
     ``replica_tokens``: how many tokens each of the replicas that divide experts has in this step; empty where only
-    this one is concerned. ``adapters``: which of the T tokens have which adapter; None where none has."""
+    this one is concerned. ``adapters``: which of the T tokens have which adapter; None where none has.
+    ``media``: encoder outputs in place of embeddings. ``rope_positions``: what is rotated by in place of ``positions``,
+    [T] int64, or [3, T] where tokens have positions in time, height and width. ``rotations`` [T, E] float32: rows of
+    cosines and sines made of the latter, of which ``rope_positions`` then are the numbers."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -117,6 +129,9 @@ class ForwardBatch:
     carried: torch.Tensor | None = None
     replica_tokens: list[int] = field(default_factory=list)
     adapters: SlotRows | None = None
+    media: MediaVectors | None = None
+    rope_positions: torch.Tensor | None = None
+    rotations: torch.Tensor | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

@@ -14,6 +14,7 @@ from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.lora.contract import AdapterSites
 from headrace.layers.lora.sites import AdapterBanks
+from headrace.layers.media import MediaModel
 from headrace.layers.narrowing import Narrowing
 from headrace.layers.pooling import PoolingHead
 from headrace.layers.quantization.storage import StorableModel
@@ -38,15 +39,16 @@ class ServedModel(StorableModel):
     CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_features``: `forward`
     fills ``ForwardBatch.features``, which drafters that read hidden states need. ``supports_stages``: it is built with
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
-    others pass on ``carried_width`` numbers per token. ``scores``: the classifier, [S, D]
-    to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader of a pooling
-    model. ``adapters``: its banks, set by the loader where adapters are served.
+    others pass on ``carried_width`` numbers per token. ``media``: its encoders, None for text alone. ``scores``: the
+    classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
+    of a pooling model. ``adapters``: its banks, set by the loader where adapters are served.
     """
 
     is_capturable: bool = True
     captures_features: bool = False
     supports_stages: bool = False
     carried_width: int = 0
+    media: MediaModel | None = None
 
     def __init__(self) -> None:
         super().__init__()

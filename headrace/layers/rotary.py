@@ -11,6 +11,7 @@ import math
 import torch
 from torch import nn
 
+from headrace.layers.batch import ForwardBatch
 from headrace.layers.spec import RopeScaling, RopeSpec
 
 TWO_PI = 2 * math.pi
@@ -31,6 +32,28 @@ class RotaryTable(nn.Module):
         )
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
         self.cos_sin[:, half:] = angles.sin_().mul_(factor)  # in place: angles are not needed any more
+        # [rotary_dim / 2], empty for tokens of one position each
+        self.axes = nn.Buffer(
+            torch.tensor(axis_of_frequencies(spec), dtype=torch.int64, device=device), persistent=False
+        )
+
+    def find(self, batch: ForwardBatch) -> torch.Tensor:
+        """The rows to rotate by, which the batch's rope positions number."""
+        return self.cos_sin if batch.rotations is None else batch.rotations
+
+    def combine(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows [T, rotary_dim] float32 of tokens with ``positions`` [3, T] in time, height and width."""
+        half = self.axes.shape[0]
+        rows = positions.index_select(0, self.axes).T  # [T, half]
+        columns = torch.arange(half, device=positions.device)
+        return torch.cat((self.cos_sin[rows, columns], self.cos_sin[rows, columns + half]), dim=-1)
+
+
+def axis_of_frequencies(spec: RopeSpec) -> list[int]:
+    """Which axis of positions each frequency rotates by. Contiguous: Qwen2-VL, arXiv:2409.12191, section 2.1."""
+    if not spec.alternates_sections:
+        return [axis for axis, count in enumerate(spec.sections) for _ in range(count)]
+    return [i % 3 if i < 3 * spec.sections[i % 3] else 0 for i in range(spec.rotary_dim // 2)]
 
 
 def _plain_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:

@@ -140,11 +140,12 @@ class Attention(AttentionLayer):
         if self._norm_over_ranks is not None:
             qkv = self._norm_over_ranks(qkv)
         step = batch.groups[self.group]
-        cos_sin = self.rotary.cos_sin if self.rotary else None
+        cos_sin = self.rotary.find(batch) if self.rotary else None
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.
-        q = self._rope_write(qkv, batch.positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
+        q = self._rope_write(qkv, positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
         if batch.queries is not None:
             q = q.index_select(0, batch.queries)
         return step.backend.attend(q, pages, self.params).flatten(1)

@@ -43,12 +43,18 @@ class RopeScaling:
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of the first ``rotary_dim`` dims of each head. ``interleaved`` rotates the pairs (0, 1), (2,
-    3)... instead of (0, rotary_dim / 2), (1, rotary_dim / 2 + 1)... Layers with equal specs share one table."""
+    3)... instead of (0, rotary_dim / 2), (1, rotary_dim / 2 + 1)... Layers with equal specs share one table.
+
+    ``sections``: how many frequencies rotate by a token's position in time, height and width (none: it has one
+    position), one axis after the other or, with ``alternates_sections``, in turn as long as an axis has any, time then
+    having the rest."""
 
     theta: float
     rotary_dim: int
     interleaved: bool = False
     scaling: RopeScaling | None = None
+    sections: tuple[int, ...] = ()
+    alternates_sections: bool = False
 
 
 class AttentionKind(Protocol):

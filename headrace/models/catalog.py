@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2ForSequenceClassification": "qwen2",
     "Qwen2Model": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3ForSequenceClassification": "qwen3",
     "Qwen3Model": "qwen3",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.cache import CacheSpec
+from headrace.base.media import MediaFacts
 from headrace.base.registry import PLUGIN_API, load_target
 from headrace.layers.names import CheckpointNames, GgufNaming
 from headrace.layers.spec import decoder_cache_specs
@@ -36,6 +37,9 @@ class Family:
     ``chat_encoder`` is ``"module:Class"`` for a family whose chat format is code: built with the model's folder, it
     renders as ``service.tokenization.chat_template.ChatTemplates`` does. Torch-free; used when the model brings no
     template.
+
+    ``media(config)`` says what media a model of that config.json takes; its model class is then a
+    `headrace.layers.decoder.multimodal.MultimodalModel`. None: text alone.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Family:
     reasoning_parser: str | None = None
     generates: bool = True
     chat_encoder: str | None = None
+    media: Callable[[dict[str, Any]], MediaFacts | None] | None = None
     plugin_api: int = PLUGIN_API
 
     def build_model(self, spec: Any, build: Build) -> ServedModel:

@@ -126,6 +126,7 @@ class Admission:
                 f"the prompt has {request.prompt_len} tokens; max_model_len is {self._max_model_len}, output included",
                 param="prompt"
             )
+        self._running.encoders.check(request)
         lack = self._ledger.find_lack(request.limit_len)
         if lack is not None:
             raise OutOfPages(
@@ -201,7 +202,7 @@ class Admission:
         if not ledger.use_prefixes or request.needs_all_tokens:
             return PrefixMatch(request.namespace, None, 0)
         whole = (request.known_len - 1) // ledger.page_size * ledger.page_size
-        return ledger.match(request.namespace, request.token_bytes(0, whole))
+        return ledger.match(request.namespace, request.key_bytes(0, whole))
 
     def hit_pages(self, request: Request) -> int:
         """Length of the hit, looked up again only when the tree has gained something since the last time."""

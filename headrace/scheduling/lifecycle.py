@@ -93,7 +93,7 @@ class Lifecycle:
         holding, page_size = request.holding, self._ledger.page_size
         begin, end = holding.stored, request.computed_len // page_size
         if end > begin and self._ledger.use_prefixes:
-            run = request.token_bytes(begin * page_size, end * page_size)
+            run = request.key_bytes(begin * page_size, end * page_size)
             # The tree had some of these tokens, from another request: the table now refers to those pages instead.
             if self._ledger.store(holding, run):
                 self._running.rewired[request] = None

@@ -108,7 +108,7 @@ class Planner:
         self._admission = admission
         self._retraction = retraction
         self._drafting = drafting
-        self._limit = limit
+        self._limit, self._encoders = limit, running.encoders
         self._max_running, self._num_stages = max_running, limit.num_stages
         self._next_step_id = 0
         self._is_blocked = False  # whether the next in line had no pages in the last step
@@ -140,11 +140,12 @@ class Planner:
         for request in self._running.adapters.wake(is_alone=self._running.num_running == 0):
             self._queue.push(request, keeps_turn=True)
         sketch = Sketch()
+        self._encoders.begin_step()
         self._add_decodes(sketch)
         budget = self._limit.tokens - sketch.num_tokens
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
-            share = min(budget, shares.get(request.path, budget))
+            share = self._limit_chunk(request, min(budget, shares.get(request.path, budget)), budget)
             if share <= 0:
                 continue
             length = self._add_chunk(sketch, request, share)
@@ -266,15 +267,18 @@ class Planner:
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
         ledger.trim(holding, begin)
         end = min(request.goal_len, begin + min(budget, self._most_of(request)))
+        end = self._encoders.align(request, begin, end)
         if end > holding.capacity:
             # A prefill takes only unpromised pages, and gets shorter for it; it retracts nobody.
             end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
+            end = self._encoders.align(request, begin, end)
             if end <= begin:
                 return 0
             has_pages = ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))  # may evict
             assert has_pages
             ledger.grow(holding, end)
         ledger.take_appends(holding, request.row, sketch.appends)
+        self._encoders.take(request, begin, end)
         request.planned_len = end
         is_last = end == request.goal_len
         # At planning, not at commit: the next plan decodes it, with the token that this step samples on the device. A
@@ -286,6 +290,14 @@ class Planner:
         sketch.lengths.append(end - begin)
         sketch.samples.append(int(is_last and request.pooling is None))
         return end - begin
+
+    def _limit_chunk(self, request: Request, share: int, budget: int) -> int:
+        """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
+        if share <= 0 or not request.media:
+            return share
+        begin = request.planned_len
+        end = min(request.goal_len, begin + min(share, self._most_of(request)))
+        return self._encoders.limit(request, begin, end, hard_end=begin + budget) - begin
 
     def _most_of(self, request: Request) -> int:
         """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then
@@ -310,9 +322,11 @@ class Planner:
                 self._is_blocked = True
                 break
             if verdict is Verdict.ADMITTED:
-                length = self._add_chunk(sketch, request, budget)
-                assert length > 0, f"{request} was admitted without a page to start with"
-                budget -= length
+                share = self._limit_chunk(request, budget, budget)
+                if share > 0:  # else it runs, and waits for encoders
+                    length = self._add_chunk(sketch, request, share)
+                    assert length > 0 or request.media, f"{request} was admitted without a page to start with"
+                    budget -= length
             room -= verdict is not Verdict.FOLLOWS
         queue.end_step()
 
@@ -342,6 +356,7 @@ class Planner:
             last_tokens=[request.tokens[-1] for request in decodes],
             moves=self._transfers.take_moves(),
             adapter_loads=running.adapters.take_loads(),
+            media=self._encoders.take_plan(),
         )
         self._next_step_id += 1
         self._limit.count_step()

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass
 from enum import IntEnum
 
+from headrace.base.media import key_ids
 from headrace.base.messages import EngineRequest
 from headrace.scheduling.cache.ledger import Holding
 
@@ -57,8 +58,8 @@ class Request:
     __slots__ = (
         "adapter", "arrived_at", "awaits_until", "cached_len", "charged_len", "computed_len", "deadline", "epoch",
         "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len",
-        "max_output_len", "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits",
-        "num_unsure", "origin", "page_keys", "path", "planned_len", "pooling", "priority", "prompt_len",
+        "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits",
+        "num_unsure", "origin", "page_keys", "path", "places", "planned_len", "pooling", "priority", "prompt_len",
         "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages",
         "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
     )  # fmt: skip
@@ -72,6 +73,8 @@ class Request:
         self.tokens = _pack(submitted.prompt_token_ids)
         self.sampling = submitted.sampling
         self.pooling = submitted.pooling
+        self.media = submitted.media
+        self.places = [item.place for item in submitted.media]
         self.namespace = submitted.namespace
         self.adapter = adapter  # 0: the base model
         self.priority = submitted.priority
@@ -137,8 +140,10 @@ class Request:
         """Prompt and output; the caller must not change the list."""
         return self.prompt_token_ids if self.output_len == 0 else self.tokens.tolist()
 
-    def token_bytes(self, begin: int, end: int) -> bytes:
-        """Tokens ``[begin, end)`` in the form the prefix tree is keyed by."""
+    def key_bytes(self, begin: int, end: int) -> bytes:
+        """Tokens ``[begin, end)`` in the form the prefix tree is keyed by: with digests in place of placeholders."""
+        if self.places:
+            return key_ids(self.tokens, begin, end, self.places).tobytes()
         return self.tokens[begin:end].tobytes()
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from headrace.base.step import RowStart
 from headrace.scheduling.adapters import AdapterSlots
+from headrace.scheduling.encoding import EncoderAccount
 from headrace.scheduling.request import Request, State
 
 
@@ -20,9 +21,10 @@ class RunningSet:
     it starts requests in them. Sets of requests are dicts with None values, for O(1) removal in a fixed order.
     """
 
-    def __init__(self, num_rows: int, num_adapter_slots: int = 0):
+    def __init__(self, num_rows: int, encoders: EncoderAccount, num_adapter_slots: int = 0):
         self.num_rows = num_rows
         self.adapters = AdapterSlots(num_adapter_slots)
+        self.encoders = encoders  # holds what running requests still need of encoders
         self.requests: dict[str, Request] = {}
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
@@ -96,6 +98,7 @@ class RunningSet:
         if request.is_running:
             del self._members(request.state)[request]
             self.rewired.pop(request, None)
+            self.encoders.leave(request)
             self._count_shares(request, -1)
             self._free_rows.append(request.row)
             self._released.append(request.row)
@@ -135,7 +138,7 @@ class RunningSet:
         starts = [
             RowStart(
                 request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,
-                request.pooling, self.adapters.slot_of(request.adapter)
+                request.pooling, self.adapters.slot_of(request.adapter), request.places
             )
             for request in self._newcomers
         ]

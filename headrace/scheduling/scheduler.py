@@ -11,11 +11,13 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from headrace.base.cache import CacheLayout
 from headrace.base.config import DEVICE_DEFAULTS, CacheConfig, SchedulerConfig
 from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
 from headrace.base.hooks import Hooks
+from headrace.base.media import MediaFacts
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission, QueueLimits
@@ -24,6 +26,7 @@ from headrace.scheduling.audit import audit_pages, audit_requests
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
 from headrace.scheduling.drafting import Drafting
+from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
 from headrace.scheduling.lifecycle import Lifecycle, Retraction
 from headrace.scheduling.planner import Flight, Planner, StepLimit
 from headrace.scheduling.queue import POLICIES, WaitingQueue
@@ -38,8 +41,18 @@ from headrace.scheduling.transfers import Transfers
 _DEFAULTS = DEVICE_DEFAULTS["cpu"]
 
 
+@dataclass(frozen=True)
+class Features:
+    """What the executor can do: its pipeline stages, which compute a step each; adapters that are on the device at a
+    time; the media that its model takes."""
+
+    num_stages: int = 1
+    num_adapter_slots: int = 0
+    media: MediaFacts | None = None
+
+
 class Scheduler:
-    """Up to ``depth`` plans may be in flight: ``overlap_depth``, or one for each of ``num_stages`` pipeline stages.
+    """Up to ``depth`` plans may be in flight: ``overlap_depth``, or one for each pipeline stage.
     Every request added ends with exactly one output that carries ``finish``, whether from `commit`, `abort`, `expire`,
     `refuse` or `fail`."""
 
@@ -48,13 +61,12 @@ class Scheduler:
         drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
         hooks: Hooks | None = None,
-        num_stages: int = 1,
-        num_adapter_slots: int = 0,
+        features: Features = Features(),
     ):
         self._clock = clock
         self._layout = layout
         self._default_deadline_s = config.default_deadline_s
-        self.depth = max(config.overlap_depth or _DEFAULTS["overlap_depth"], num_stages)
+        self.depth = max(config.overlap_depth or _DEFAULTS["overlap_depth"], features.num_stages)
         max_step_tokens = config.max_step_tokens or _DEFAULTS["max_step_tokens"]
         # A decode takes one token of a step's budget: with no more requests than tokens, all decodes fit every step.
         max_running = min(config.max_running_requests or layout.max_rows, layout.max_rows, max_step_tokens)
@@ -63,7 +75,10 @@ class Scheduler:
         self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._tiers = Tiers(self._ledger, Transfers(), layout, clock)
-        self._running = RunningSet(layout.max_rows, num_adapter_slots)
+        encoders = EncoderAccount(
+            features.media, _encoder_limits(config, cache, features.media, max_step_tokens - max_running)
+        )
+        self._running = RunningSet(layout.max_rows, encoders, features.num_adapter_slots)
         self.adapters = self._running.adapters
         self._queue = WaitingQueue(
             # Late-bound: admission is built with the queue, below.
@@ -87,7 +102,7 @@ class Scheduler:
             ledger=self._ledger, running=self._running, lifecycle=self._lifecycle, forecast=forecast,
             by_priority=config.policy == "priority",
         )
-        self._limit = StepLimit(max_step_tokens, num_stages)
+        self._limit = StepLimit(max_step_tokens, features.num_stages)
         self._planner = Planner(
             tiers=self._tiers, running=self._running, queue=self._queue, admission=self._admission,
             retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
@@ -227,6 +242,7 @@ class Scheduler:
         self._tiers.transfers.forget()
         self._running.forget_device()
         self.adapters.reload()
+        self._running.encoders.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id
 
@@ -292,3 +308,13 @@ class Scheduler:
         audit_requests(self._running, self._queue)
         audit_pages(self._ledger, self._running)
         self._tiers.check()
+        self._running.encoders.audit(set(self._running))
+
+
+def _encoder_limits(
+    config: SchedulerConfig, cache: CacheConfig, media: MediaFacts | None, model_tokens: int
+) -> EncoderLimits:
+    """Limits of a model's encoders in tokens."""
+    bytes_per_token = 1 if media is None else media.vector_size * media.element_bytes
+    step_tokens = config.max_encoder_tokens or _DEFAULTS["max_encoder_tokens"]
+    return EncoderLimits(step_tokens, cache.encoder_cache_mib * 2**20 // bytes_per_token, max(1, model_tokens))

@@ -42,7 +42,7 @@ class SharedPrefills:
         end = begin + self._page_size
         if end >= request.known_len:  # one token must be computed, so this page cannot be a hit
             return None
-        return self._leaders.get((match.node, request.token_bytes(begin, end)))
+        return self._leaders.get((match.node, request.key_bytes(begin, end)))
 
     def follow(self, request: Request, leader: Request) -> None:
         """Take a request out of the queue until the leader has stored all that they share, or stopped prefilling."""
@@ -64,7 +64,7 @@ class SharedPrefills:
             begin = holding.stored * self._page_size
             end = begin + self._page_size
             if end <= request.goal_len:
-                claim = (holding.node, request.token_bytes(begin, end))
+                claim = (holding.node, request.key_bytes(begin, end))
                 # Another running request may have the same claim already; that one keeps leading.
                 if self._leaders.setdefault(claim, request) is request:
                     self._claims[request] = claim
@@ -105,7 +105,7 @@ class SharedPrefills:
         while low < high:
             middle = (low + high + 1) // 2
             begin, end = low * self._page_size, middle * self._page_size
-            if request.tokens[begin:end] == leader.tokens[begin:end]:
+            if request.key_bytes(begin, end) == leader.key_bytes(begin, end):
                 low = middle
             else:
                 high = middle - 1

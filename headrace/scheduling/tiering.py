@@ -180,6 +180,6 @@ class Tiers:
         keys = request.page_keys
         if len(keys) < num_pages:
             size = self._page_size
-            tokens = request.token_bytes(len(keys) * size, num_pages * size)
+            tokens = request.key_bytes(len(keys) * size, num_pages * size)
             extend_keys(keys, request.namespace, tokens, size * TOKEN_BYTES)
         return keys

@@ -20,7 +20,7 @@ from headrace.base.step import StepPlan
 from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
-from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.scheduler import Features, Scheduler
 from headrace.service.engine import Engine
 from headrace.service.executor import Executor, Pace, Progress
 
@@ -83,8 +83,9 @@ def assemble_engine(executor: Executor, pace: Pace | None = None) -> Engine:
     drafting = build_drafting(executor.config.speculation.options, executor.speculation)
     scheduler = Scheduler(
         executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks,
-        num_stages=executor.config.parallel.pipeline_parallel_size,
-        num_adapter_slots=executor.config.adapters.max_loras,
+        features=Features(
+            executor.config.parallel.pipeline_parallel_size, executor.config.adapters.max_loras, executor.facts.media
+        ),
     )
     engine = Engine(scheduler, executor, hooks, pace)
     engine.adapters.load_modules(executor.config.adapters)

@@ -58,7 +58,7 @@ def capture_all(runner: Runner, executor: LocalExecutor) -> Counter[str]:
     proposer = runner._proposer
     assert proposer is not None
     runner._backends = [OpenAttention(backend.geometry, torch.device("cpu")) for backend in runner._backends]
-    runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64)
+    runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64, runner._media)
     runner.draft_with(proposer.draft, hidden_size=32, dtype=torch.float32, max_tokens=64)
     runner.capture(GraphSizes([4, 64], [8, 40, 64]), PretendedRecorder())
     taken: Counter[str] = Counter()

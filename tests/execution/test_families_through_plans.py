@@ -86,7 +86,7 @@ def open_steps(runner: Runner, recorder: PretendedRecorder) -> None:
     device."""
     geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), 4, 2, 8, 8, PAGE_SIZE)
     runner._backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
-    runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64)
+    runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64, runner._media)
     runner.capture(GraphSizes([4], [4, 8, 40]), recorder)
 
 

@@ -46,12 +46,14 @@ def test_the_plain_path_covers_everything():
 
 def test_paths_of_decodes_cover_no_prefill():
     assert FusedPath.covers == StepFeature.SAMPLING | StepFeature.GRAMMAR
-    assert DecodeGraphPath.covers == FusedPath.covers | StepFeature.DRAFTING
+    assert DecodeGraphPath.covers == FusedPath.covers | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
 
 
-def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters():
+def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_media():
     left = [feature for feature in EVERY if feature not in MixedGraphPath.covers]
-    assert left == [StepFeature.TEXT_PAIRS, StepFeature.ADAPTERS, StepFeature.ADAPTER_EXTRAS]
+    assert left == [
+        StepFeature.TEXT_PAIRS, StepFeature.ADAPTERS, StepFeature.ADAPTER_EXTRAS, StepFeature.MEDIA
+    ]
 
 
 def test_the_first_that_covers_the_features_wins():

@@ -67,7 +67,9 @@ def capture_all(runner: Runner) -> Counter[str]:
     """Let every step run as one that is captured, and count the paths."""
     handover = runner._inputs.handover
     runner._backends = [OpenAttention(backend.geometry, CPU) for backend in runner._backends]
-    inputs = runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64)
+    inputs = runner._inputs = InputBuilder(
+        runner.layout, runner._rows, runner._tables, runner._backends, 64, runner._media
+    )
     inputs.handover = handover
     runner.paths[-1] = PlainPath(runner._model, inputs)
     runner.capture(GraphSizes([4, 64], [8, 40]), PretendedRecorder())

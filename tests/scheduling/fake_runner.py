@@ -15,7 +15,7 @@ from headrace.base.grammar import Grammar
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import Arrival, PageMove, PromptLogprobs, RowDraft, StepPlan, StepResult, TokenLogprobs
-from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.scheduler import Features, Scheduler
 
 MODULUS = 2**61 - 1
 
@@ -425,7 +425,8 @@ def make_engine(
     options = {"max_step_tokens": 16, "overlap_depth": 1, "max_running_requests": layout.max_rows} | options
     config = SchedulerConfig(**options)
     scheduler = Scheduler(
-        config, CacheConfig(prefix_cache=prefix_cache), layout, clock=clock, num_stages=num_stages
+        config, CacheConfig(prefix_cache=prefix_cache), layout, clock=clock,
+        features=Features(num_stages),
     )
     return FakeEngine(scheduler, layout, vocab=vocab, num_stages=num_stages)
 

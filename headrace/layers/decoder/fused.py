@@ -60,13 +60,15 @@ def fuse_layers(layers: Iterable[Any]) -> LayerTable | None:
 
 def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
     """The residual after all layers, from the embedded tokens ``x`` [T, D], which is overwritten; [S, D] if S tokens
-    are wanted. None, with ``x`` unchanged, if the kernel does not take this step: more than `MOST_TOKENS` tokens, or an
-    attention backend that it cannot replace."""
+    are wanted. None, with ``x`` unchanged, if the kernel does not take this step: more than `MOST_TOKENS` tokens, an
+    attention backend that it cannot replace, or media."""
     # query_start, kv_lens and the number of tokens are equal in all groups; slots and page tables are not
     first = batch.groups[0].inputs if batch.groups else None
     if first is None or not 0 < first.num_tokens <= MOST_TOKENS:
         return None
     if not all(group.backend.fuses_layers for group in batch.groups):
+        return None
+    if batch.rotations is not None or batch.media is not None:
         return None
     # the kernel takes raw addresses: the batch keeps these tensors alive during the call
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
@@ -74,7 +76,8 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
     if batch.wanted is not None:
         alone = batch.wanted.inputs[table.last_group]
         wanted = (batch.wanted.indices, alone.query_start, alone.kv_lens, alone.page_table)
-    out = table.run(x, batch.positions, groups, (first.query_start, first.kv_lens), wanted)
+    positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+    out = table.run(x, positions, groups, (first.query_start, first.kv_lens), wanted)
     return None if out is None else Residual(stream=out[1], pending=out[0])
 
 

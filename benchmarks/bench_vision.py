@@ -1,0 +1,123 @@
+"""Images through the engine on a GPU, on a model of Qwen2.5-VL-7B's shape with random weights: requests of one 1024 x
+1024 image and 128 tokens out; the encoder's speed alone; first token of a repeated image.
+
+python benchmarks/bench_vision.py [--requests 64] [--layers 28]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.base.config import engine_config
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.build import build_engine
+from headrace.service.engine import Engine
+
+GRID, MERGE = (1, 74, 74), 2
+IMAGE_ID = 151655
+TEXT = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vocab_size": 152064,
+    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "torch_dtype": "bfloat16",
+    "image_token_id": IMAGE_ID, "video_token_id": 151656,
+}
+VISION = {
+    "depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 3584,
+    "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
+
+def make_image(seed: int) -> MediaItem:
+    """An item of ``GRID``; its placeholders begin at 10."""
+    count = GRID[0] * GRID[1] * GRID[2]
+    values = np.random.default_rng(seed).standard_normal((count, 1176), dtype=np.float32)
+    place = MediaPlace("image", digest_of("image", "", [values.tobytes()]), [(10, count // MERGE**2)], GRID)
+    return MediaItem(place, {"pixel_values": MediaArray.of(values)})
+
+
+def make_request(name: str, item: MediaItem, num_tokens: int) -> EngineRequest:
+    """Ten tokens, the image, ten tokens."""
+    ids = [*range(100, 110), *[IMAGE_ID] * item.place.num_tokens, *range(110, 120)]
+    return EngineRequest(name, ids, SamplingSpec(), StopSpec(num_tokens), media=[item])
+
+
+def run(engine: Engine, requests: list[EngineRequest]) -> tuple[float, list[float]]:
+    """Seconds in all, and to each request's first token."""
+    begin, firsts = time.perf_counter(), {}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish is None or output.finish.error is None, output.finish
+            if output.token_ids:
+                firsts.setdefault(output.request_id, time.perf_counter() - begin)
+    return time.perf_counter() - begin, sorted(firsts.values())
+
+
+def count_flops() -> float:
+    """FLOPs of the encoder for one image: products, and attention in windows and in whole."""
+    patches, size, inner = GRID[1] * GRID[2], VISION["hidden_size"], VISION["intermediate_size"]
+    products = 2 * patches * (4 * size**2 + 3 * size * inner) * VISION["depth"]
+    full = len(VISION["fullatt_block_indexes"])
+    attention = 4 * patches * size * (patches * full + 64 * (VISION["depth"] - full))
+    merged = 2 * patches / 4 * ((4 * size) ** 2 + 4 * size * VISION["out_hidden_size"])
+    return products + attention + merged + 2 * patches * 1176 * size
+
+
+def time_encoder(engine: Engine, num_images: int) -> float:
+    """Seconds of one call of the encoder for so many images already on the device."""
+    model = engine.executor._model._loaded.model
+    items = [item for _ in range(num_images) for item in model.media.example(GRID[1] * GRID[2] // MERGE**2)]
+    with torch.inference_mode():
+        for _ in range(2):
+            model.media.encode(items)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(5):
+            model.media.encode(items)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=28)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(
+        json.dumps({**TEXT, "num_hidden_layers": options.layers, "vision_config": VISION})
+    )
+    engine = build_engine(engine_config(
+        model=str(folder), load_format="dummy", skip_tokenizer=True, device="cuda", max_model_len=4096,
+        max_running_requests=max(64, options.requests), graphs="lazy", encoder_cache_mib=1024,
+    ))
+    for count in (1, 4, 16):
+        seconds = time_encoder(engine, count)
+        speed = count * count_flops() / seconds / 1e12
+        print(f"encoder, {count:2} images: {seconds * 1e3:7.2f} ms, {speed:5.0f} TFLOP/s")
+    run(engine, [make_request("warm", make_image(10_000), 8)])
+    images = [make_image(seed) for seed in range(options.requests)]
+    seconds, firsts = run(engine, [make_request(f"r{i}", image, 128) for i, image in enumerate(images)])
+    print(
+        f"{options.requests} requests: {seconds:.2f} s, {options.requests / seconds:.1f} images/s, first token "
+        f"median {firsts[len(firsts) // 2]:.2f} s, last {firsts[-1]:.2f} s"
+    )
+    _, fresh = run(engine, [make_request("fresh", make_image(20_000), 4)])
+    _, again = run(engine, [make_request("again", make_image(20_000), 4)])
+    print(f"one image: first token {fresh[0] * 1e3:.1f} ms, again {again[0] * 1e3:.1f} ms")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Images, videos and audio of a prompt: `MediaItem` as a processor made it, `MediaFacts` as a model takes it, and the
+`key_ids` under which prompts with media share prefixes. Torch-free.
+
+In a prompt an item stands as *placeholders*: positions whose embedding is not the token's but the encoder's output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from headrace.base.errors import RequestError
+
+MediaKind = Literal["image", "video", "audio"]
+
+DIGEST_BYTES = 32
+DTYPES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+"""Of arrays, with the bytes of an element; processors compute in float32."""
+
+
+class Array(Protocol):
+    """What is used of numpy's arrays."""
+
+    @property
+    def dtype(self) -> NamedType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def tobytes(self) -> bytes:
+        """The elements in C order."""
+
+
+class NamedType(Protocol):
+    """What is used of numpy's dtypes."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class MediaArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array as bytes: C order, little-endian; ``dtype`` is numpy's name, one of `DTYPES`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, values: Array) -> MediaArray:
+        """Copy an array of numpy."""
+        assert values.dtype.name in DTYPES, f"no media array has dtype {values.dtype.name}"
+        return cls(values.dtype.name, tuple(values.shape), values.tobytes())
+
+    def check(self) -> None:
+        """Raise `RequestError` where bytes, dtype and shape do not belong together."""
+        size = DTYPES.get(self.dtype)
+        if size is None or any(length < 0 for length in self.shape) or math.prod(self.shape) * size != len(self.data):
+            raise RequestError(
+                f"a media array of {len(self.data)} bytes cannot have dtype {self.dtype!r} and shape {self.shape}",
+                param="media",
+            )
+
+
+class MediaPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an item stands in a prompt, and what positions depend on. ``runs``: ``(offset, count)`` of consecutive
+    placeholders, ascending; there are several where a format puts other tokens between them (rows of an image, time
+    stamps of a video). The i-th placeholder takes row i of the encoder's output.
+
+    ``digest``: `DIGEST_BYTES` that differ whenever the content or the settings of its processor do. ``grid``: patches
+    as (time, height, width) before merging, for families that have it (``image_grid_thw``, ``video_grid_thw``), else
+    the item's size as the family says. ``numbers``: further values by name, such as ``second_per_grid_ts``."""
+
+    kind: MediaKind
+    digest: bytes
+    runs: list[tuple[int, int]]
+    grid: tuple[int, ...] = ()
+    numbers: dict[str, float] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders, which is how many vectors the encoder makes."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def offset(self) -> int:
+        """The first placeholder's position in the prompt."""
+        return self.runs[0][0]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last placeholder."""
+        return self.runs[-1][0] + self.runs[-1][1]
+
+
+class MediaItem(msgspec.Struct, frozen=True, array_like=True):
+    """One item of a request's prompt: its place, and its ``arrays`` by the names that the processor gives them
+    (``pixel_values``, ``pixel_values_videos``, ``input_features``), of this item alone."""
+
+    place: MediaPlace
+    arrays: dict[str, MediaArray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(len(each.data) for each in self.arrays.values())
+
+
+class MediaFacts(msgspec.Struct, frozen=True):
+    """What media a model takes. By kind: ``token_ids``, the token that is repeated as placeholder; ``texts``, what
+    stands for one item in a prompt before the processor expands it. ``vector_size``: elements of an encoder's output
+    per placeholder, of ``element_bytes`` each. ``is_whole``: the tokens of an item attend to one another in both
+    directions, so that a step must compute all of them together."""
+
+    token_ids: dict[str, int]
+    texts: dict[str, str]
+    vector_size: int
+    is_whole: bool = False
+    element_bytes: int = 4
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of media, in a fixed order."""
+        return tuple(self.token_ids)
+
+
+def digest_of(kind: str, settings: str, parts: Iterable[bytes]) -> bytes:
+    """The digest of an item's content; ``settings`` names the processor and all that changes what it makes."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (kind.encode(), settings.encode(), *parts):
+        digest.update(len(part).to_bytes(8, "little"))  # or two lists of parts could be the same bytes
+        digest.update(part)
+    return digest.digest()
+
+
+def find_runs(token_ids: Sequence[int], token_id: int, counts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The runs of each item, given how many placeholders each has, in order; raises `RequestError` where the prompt
+    has more or fewer."""
+    places = [at for at, token in enumerate(token_ids) if token == token_id]
+    if len(places) != sum(counts):
+        raise RequestError(
+            f"the prompt has {len(places)} placeholders of media (token {token_id}), its items need {sum(counts)}",
+            param="prompt",
+        )
+    found: list[list[tuple[int, int]]] = []
+    end = 0
+    for count in counts:
+        runs: list[tuple[int, int]] = []
+        for at in places[end : end + count]:
+            if runs and sum(runs[-1]) == at:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((at, 1))
+        found.append(runs)
+        end += count
+    return found
+
+
+def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: MediaFacts | None) -> None:
+    """Raise `RequestError` unless each item stands in the prompt where it says, and no placeholder is left over."""
+    if facts is None:
+        if items:
+            raise RequestError("this model takes text alone; serve a model that takes images", param="media")
+        return
+    covered: dict[int, int] = dict.fromkeys(facts.token_ids.values(), 0)
+    end = 0
+    for item in items:
+        place = item.place
+        token_id = facts.token_ids.get(place.kind)
+        if token_id is None:
+            raise RequestError(
+                f"this model takes no {place.kind}; it takes {', '.join(facts.kinds)}", param="media"
+            )
+        if len(place.digest) != DIGEST_BYTES or not place.runs:
+            raise RequestError("an item has no digest or no placeholders", param="media")
+        for values in item.arrays.values():
+            values.check()
+        for offset, count in place.runs:
+            if count < 1 or offset < end or offset + count > len(token_ids):
+                raise RequestError("placeholders of media overlap or lie outside of the prompt", param="media")
+            if any(token != token_id for token in token_ids[offset : offset + count]):
+                raise RequestError(f"the prompt has no placeholders at {offset}", param="media")
+            end = offset + count
+        covered[token_id] += place.num_tokens
+    for token_id, count in covered.items():
+        found = sum(token == token_id for token in token_ids)
+        if found != count:
+            raise RequestError(
+                f"the prompt has {found} placeholders of media (token {token_id}), its items have {count}; send the "
+                "items with it, or remove the token from the text", param="prompt",
+            )
+
+
+def key_ids(tokens: array[int], begin: int, end: int, media: Sequence[MediaPlace]) -> array[int]:
+    """What the prefix tree is keyed by: tokens ``[begin, end)`` (int32), with words of the digest, as negative numbers,
+    in place of placeholders. Equal prompts with other images never share keys from the eighth placeholder on, and
+    before it with the probability of 31 equal bits each."""
+    keys = tokens[begin:end]
+    for place in media:
+        if place.offset >= end or place.end <= begin:
+            continue
+        words = _words(place.digest)
+        number = 0
+        for offset, count in place.runs:
+            for at in range(max(begin, offset), min(end, offset + count)):
+                keys[at - begin] = words[(number + at - offset) % len(words)]
+            number += count
+    return keys
+
+
+def _words(digest: bytes) -> list[int]:
+    """The digest as negative int32."""
+    return [word | -(2**31) for word in array("i", digest)]

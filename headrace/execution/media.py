@@ -1,0 +1,150 @@
+"""`MediaState`: encoder outputs on the device, and what rows with media are rotated by. T tokens, N placeholders.
+
+Refuses: deciding what is encoded or forgotten; plans say that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.base.media import MediaPlace
+from headrace.base.step import Encode, MediaUse, RowStart
+from headrace.execution.rows import HAS_MEDIA, HAS_ROPE_OFFSET, Rows
+from headrace.execution.step import Step, StepFeature, StepShape
+from headrace.execution.upload import Upload, to_device
+from headrace.layers.batch import ForwardBatch, MediaVectors
+from headrace.layers.media import EncoderInput
+from headrace.layers.model import ServedModel
+
+
+class MediaState:
+    """State of one runner. ``offsets`` [max_rows + 1] int64 is added to positions of output tokens to find what these
+    are rotated by; None for models whose tokens have one position each."""
+
+    def __init__(self, model: ServedModel, rows: Rows):
+        self._model, self._rows = model.media, rows
+        self._rope_length = 0 if model.media is None else model.media.rope_length
+        device = rows.tensors.last_token.device
+        self._device = device
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._positions: dict[int, np.ndarray] = {}  # by row, [3, prompt_len + 1], of rows with media
+        self._places: dict[int, list[MediaPlace]] = {}
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.offsets: torch.Tensor | None = None
+        if self._rope_length:
+            self.offsets = torch.zeros(rows.tensors.last_token.shape[0], dtype=torch.int64, device=device)
+
+    def start(self, starts: list[RowStart], upload: Upload) -> None:
+        """Rows were started: find positions of prompts with media."""
+        offsets = []
+        for start in starts:
+            row, offset = start.row, 0
+            self._positions.pop(row, None)
+            self._places.pop(row, None)
+            if start.media:
+                self._rows.flags_np[row] |= HAS_MEDIA
+                self._places[row] = start.media
+                if self.offsets is not None and self._model is not None:
+                    # one more than the prompt has: output goes on from there
+                    found = self._positions[row] = self._model.find_positions(start.prompt_len + 1, start.media)
+                    offset = int(found[0, -1]) - start.prompt_len
+                    self._rows.flags_np[row] |= HAS_ROPE_OFFSET
+            offsets.append(offset)
+        if self.offsets is not None and starts:
+            upload.add("offset_rows", [start.row for start in starts])
+            upload.add("offsets_of_rows", offsets)
+
+    def apply(self, sent: dict[str, torch.Tensor]) -> None:
+        """Write what `start` has added to the upload."""
+        if "offset_rows" in sent and self.offsets is not None:
+            self.offsets.index_copy_(0, sent["offset_rows"], sent["offsets_of_rows"])
+
+    def encode(self, encodes: list[Encode]) -> None:
+        """Compute encoder outputs, all in one call."""
+        if not encodes:
+            return
+        assert self._model is not None, "media for a model that takes text alone"
+        items = [EncoderInput(each.item.place, self._send(each)) for each in encodes]
+        for each, vectors in zip(encodes, self._model.encode(items), strict=True):
+            assert len(vectors) == each.item.place.num_tokens, "as many vectors as placeholders"
+            self._outputs[each.key] = vectors.clone()  # a view would keep the outputs of the whole call alive
+
+    def _send(self, each: Encode) -> dict[str, torch.Tensor]:
+        arrays = {}
+        for name, array in each.item.arrays.items():
+            values = np.frombuffer(array.data, dtype=array.dtype).reshape(array.shape)
+            arrays[name] = to_device(values.copy(), self._device)  # torch takes no read-only memory
+        return arrays
+
+    def drop(self, keys: list[int]) -> None:
+        """Forget outputs; steps that read them are in flight at most, and their memory is used again behind them."""
+        for key in keys:
+            self._outputs.pop(key, None)
+
+    def reset(self) -> None:
+        """Forget all outputs."""
+        self._outputs.clear()
+
+    def pack(self, step: Step, upload: Upload) -> None:
+        """Add the places of placeholders, and the positions of a step with rows with media."""
+        shape = step.shape
+        if step.plan.media.uses:
+            upload.add("media_indices", np.concatenate([p for p, _ in self._find(step)]))
+        if self.offsets is not None and StepFeature.MEDIA in step.features:
+            upload.add("axes", self._find_axes(shape).ravel())
+
+    def fill(self, batch: ForwardBatch, step: Step, sent: dict[str, torch.Tensor]) -> None:
+        """Give a batch the vectors of its placeholders, and positions in three axes where it needs them."""
+        if step.plan.media.uses:
+            parts = [self._outputs[key][begin:end] for _, slices in self._find(step) for key, begin, end in slices]
+            batch.media = MediaVectors(sent["media_indices"], torch.cat(parts))
+        if "axes" in sent and batch.rope_positions is not None:
+            axes, count = sent["axes"].view(3, -1), step.shape.num_decodes
+            axes[:, :count] = batch.rope_positions[:count]
+            batch.rope_positions = axes
+
+    def find_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """What tokens at ``positions`` [T] of ``rows`` [T] are rotated by, outside of prompts with media."""
+        if self.offsets is None:
+            return None
+        found = positions + self.offsets.index_select(0, rows)
+        return found.clamp_(max=self._rope_length - 1)
+
+    def _find(self, step: Step) -> list[tuple[np.ndarray, list[tuple[int, int, int]]]]:
+        """Of each use: the tokens of the step that are placeholders, and the slices ``(key, begin, end)`` of vectors
+        they take."""
+        shape, found = step.shape, []
+        number_of = {int(row): i for i, row in enumerate(shape.rows)}
+        for use in step.plan.media.uses:
+            i = number_of[use.row]
+            begin, end = int(shape.begins[i]), int(shape.ends[i])
+            found.append(self._find_one(use, begin, end, int(shape.query_start[i])))
+        return found
+
+    def _find_one(
+        self, use: MediaUse, begin: int, end: int, first: int
+    ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+        places, slices, number = [], [], 0
+        for offset, count in self._places[use.row][use.index].runs:
+            low, high = max(begin, offset), min(end, offset + count)
+            if low < high:
+                places.append(np.arange(low, high) - begin + first)
+                slices.append((use.key, number + low - offset, number + high - offset))
+            number += count
+        return np.concatenate(places), slices
+
+    def _find_axes(self, shape: StepShape) -> np.ndarray:
+        """[3, T]: positions of the prefill's tokens; 0 for decodes, whose positions the device knows."""
+        axes = np.zeros((3, shape.num_tokens), dtype=np.int64)
+        for i in range(shape.num_decodes, len(shape.rows)):
+            begin, end, first = int(shape.begins[i]), int(shape.ends[i]), int(shape.query_start[i])
+            plain, known = np.arange(begin, end), self._positions.get(int(shape.rows[i]))
+            if known is None:
+                axes[:, first : first + end - begin] = plain
+                continue
+            inside = known[:, begin : min(end, known.shape[1])]
+            axes[:, first : first + inside.shape[1]] = inside
+            offset = int(known[0, -1]) - (known.shape[1] - 1)
+            axes[:, first + inside.shape[1] : first + end - begin] = plain[inside.shape[1] :] + offset
+        return np.minimum(axes, self._rope_length - 1)

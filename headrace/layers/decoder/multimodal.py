@@ -1,0 +1,114 @@
+"""`MultimodalDecoder`: a decoder whose placeholders take the output of an encoder. T tokens, D hidden size, N
+placeholders.
+
+What is special to an encoder is in the class that ``EncoderKind.tower`` names. Every rank has the whole encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.base.media import MediaPlace
+from headrace.base.registry import load_target
+from headrace.layers.batch import ForwardBatch
+from headrace.layers.build import Build
+from headrace.layers.decoder.decoder import HARMLESS, Decoder
+from headrace.layers.loading import Targets, find_targets
+from headrace.layers.media import EncoderInput, MediaModel, grid_positions
+from headrace.layers.media_spec import MultimodalSpec
+from headrace.layers.names import CheckpointNames
+from headrace.layers.residual import Residual
+from headrace.layers.rotary import RotaryTable
+from headrace.parallel.group import Group
+
+
+class Tower(nn.Module):
+    """An encoder, built as ``Class(spec, hidden_size, build)``; ``hidden_size`` is the decoder's."""
+
+    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+        """Vectors [N, parts * D] of each item."""
+        raise NotImplementedError
+
+    def example(self, num_tokens: int) -> list[EncoderInput]:
+        """Items of about so many placeholders."""
+        raise NotImplementedError
+
+
+class OneTower(MediaModel):
+    """A model with one encoder."""
+
+    def __init__(self, tower: Tower, spec: MultimodalSpec, rope_length: int):
+        self._tower, self._spec, self.rope_length = tower, spec, rope_length
+
+    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+        """See `MediaModel`."""
+        return self._tower.encode(items)
+
+    def example(self, num_tokens: int) -> list[EncoderInput]:
+        """See `MediaModel`."""
+        return self._tower.example(num_tokens)
+
+    def find_positions(self, num_tokens: int, places: Sequence[MediaPlace]) -> np.ndarray:
+        """See `MediaModel`."""
+        return grid_positions(num_tokens, places, self._spec.merge, self._spec.tokens_per_second)
+
+
+class MultimodalDecoder(Decoder):
+    """See `ServedModel`."""
+
+    supports_stages = False
+
+    def __init__(self, spec: MultimodalSpec, names: CheckpointNames, build: Build):
+        super().__init__(spec, names, build)
+        self.spec: MultimodalSpec = spec
+        self.encoder: Tower = load_target(spec.encoder.tower)(
+            spec.encoder, spec.hidden_size, replace(build, tensor=Group())
+        )
+        tables = {id(found): found for found in self.modules() if isinstance(found, RotaryTable)}
+        self._axial = next((table for table in tables.values() if len(table.axes)), None)
+        if self._axial is not None:
+            assert len(tables) == 1, "layers of a model with several axes of positions rotate alike"
+        self.media = OneTower(self.encoder, spec, 0 if self._axial is None else self._axial.cos_sin.shape[0])
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `ServedModel`."""
+        super().load_weights(_flatten_convolutions(tensors))
+
+    def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
+        modules, harmless = self.names.modules, HARMLESS
+        if self.spec.vocabulary.tied or self.head is None:
+            harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
+            modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
+        return find_targets(self, modules, max(self.spec.num_layers, self.spec.encoder.num_layers)), harmless
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `ServedModel`."""
+        positions = batch.rope_positions
+        if positions is not None and positions.dim() == 2 and self._axial is not None:
+            numbers = torch.arange(positions.shape[1], device=positions.device)
+            batch = replace(batch, rope_positions=numbers, rotations=self._axial.combine(positions))
+        return super().forward(batch)
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        x = super()._enter(batch)
+        if batch.media is not None:
+            x.index_copy_(0, batch.media.indices, batch.media.vectors[:, : x.shape[1]])
+        return x
+
+    def _after_layer(self, i: int, residual: Residual, batch: ForwardBatch) -> None:
+        # DeepStack, arXiv:2406.04334: part i + 1 of the vectors is added behind layer i
+        if batch.media is not None and i + 1 < self.spec.encoder.num_parts:
+            size = self.spec.hidden_size
+            part = batch.media.vectors[:, (i + 1) * size : (i + 2) * size]
+            residual.add_pending().index_add_(0, batch.media.indices, part)
+
+
+def _flatten_convolutions(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Kernels of patch embeddings as matrices: a convolution whose stride is its size is a product."""
+    for name, tensor in tensors:
+        yield name, tensor.flatten(1) if isinstance(tensor, torch.Tensor) and tensor.dim() >= 4 else tensor

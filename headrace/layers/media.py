@@ -1,0 +1,78 @@
+"""What encoders take, and the positions of tokens among media. Not here: encoders (``vision.py`` and families)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.base.media import MediaPlace
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """An item on the device: its ``arrays`` by the processor's names."""
+
+    place: MediaPlace
+    arrays: dict[str, torch.Tensor]
+
+    def pixels(self) -> torch.Tensor:
+        """The pixels, whether of an image or a video."""
+        return self.arrays["pixel_values_videos" if self.place.kind == "video" else "pixel_values"]
+
+
+class MediaModel(ABC):
+    """The encoders of a model. ``rope_length``: above 0, `find_positions` says what tokens of requests with media are
+    rotated by, numbers below it."""
+
+    rope_length: int = 0
+
+    @abstractmethod
+    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+        """The output of each item [N, W], for `headrace.layers.batch.MediaVectors`; N is its number of placeholders."""
+
+    @abstractmethod
+    def example(self, num_tokens: int) -> list[EncoderInput]:
+        """Media of about so many placeholders, to measure what encoding takes."""
+
+    @abstractmethod
+    def find_positions(self, num_tokens: int, places: Sequence[MediaPlace]) -> np.ndarray:
+        """Positions [3, num_tokens] int64 in time, height and width of a prompt with media."""
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Integers on the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def grid_positions(num_tokens: int, places: Sequence[MediaPlace], merge: int, tokens_per_second: float) -> np.ndarray:
+    """Positions [3, num_tokens] in time, height and width. Text counts on all three axes. The placeholders of a run
+    have the coordinates of their ``merge`` x ``merge`` patches from the next number on, and text goes on behind the
+    longer side. ``tokens_per_second``: how far apart moments of a video are, where the item says how many seconds lie
+    between them; else consecutive. Qwen2-VL, arXiv:2409.12191, section 2.1."""
+    found = np.empty((3, num_tokens), dtype=np.int64)
+    at = position = 0
+
+    def add_text(end: int) -> None:
+        nonlocal at, position
+        found[:, at:end] = np.arange(position, position + end - at)
+        position, at = position + end - at, end
+
+    for place in places:
+        _, height, width = place.grid
+        height, width = height // merge, width // merge
+        interval = tokens_per_second * place.numbers.get("second_per_grid_ts", 1.0) if place.kind == "video" else 1.0
+        for offset, count in place.runs:
+            add_text(offset)
+            moments = np.arange(count // (height * width))
+            axes = np.meshgrid(
+                (moments * np.float32(interval)).astype(np.int64), np.arange(height), np.arange(width), indexing="ij"
+            )
+            found[:, offset : offset + count] = np.stack([axis.ravel() for axis in axes]) + position
+            position, at = position + max(height, width), offset + count
+    add_text(num_tokens)
+    return found

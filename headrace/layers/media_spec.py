@@ -1,0 +1,58 @@
+"""Specs of decoders with encoders. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from headrace.layers.spec import DecoderSpec, MlpSpec, NormSpec
+
+
+class EncoderKind(Protocol):
+    """A spec of an encoder. ``tower`` is ``"module:Class"`` of a `headrace.layers.decoder.multimodal.Tower`;
+    ``num_layers`` how many layers it has. ``num_parts``: parts of its vectors, each of the decoder's hidden size: the
+    embedding, and what is added behind the decoder's first layers."""
+
+    @property
+    def tower(self) -> str: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_parts(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalSpec(DecoderSpec):
+    """A decoder with an encoder. ``merge`` and ``tokens_per_second``: see `headrace.layers.media.grid_positions`, for
+    models whose rotary embedding has sections."""
+
+    encoder: EncoderKind
+    merge: int = 1
+    tokens_per_second: float = 1.0
+
+    @classmethod
+    def of(cls, text: DecoderSpec, encoder: EncoderKind, **special: Any) -> MultimodalSpec:
+        """A text model's spec with an encoder."""
+        return cls(**{each.name: getattr(text, each.name) for each in fields(text)}, encoder=encoder, **special)
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """A vision transformer whose norms come before the branches. ``input_size``: numbers of a patch, flat;
+    ``patch_bias``: its projection has one. ``qkv_bias`` and ``output_bias`` are those of attention."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    input_size: int
+    mlp: MlpSpec
+    norm: NormSpec
+    patch_bias: bool = True
+    qkv_bias: bool = True
+    output_bias: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads

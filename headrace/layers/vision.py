@@ -1,0 +1,91 @@
+"""Parts of vision encoders: transformer blocks with bidirectional attention within spans, rotary positions in two axes.
+
+N patches, D hidden size of the encoder, H heads, E head dim. Towers of families put them together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
+from headrace.layers.build import Build
+from headrace.layers.linear import Linear
+from headrace.layers.media import upload
+from headrace.layers.media_spec import VisionSpec
+from headrace.layers.mlp import GatedMlp, Mlp
+from headrace.layers.norm import make_norm
+
+
+class VisionBlock(nn.Module):
+    """Attention and MLP, each added to its input. ``x`` [N, D] is overwritten."""
+
+    def __init__(self, spec: VisionSpec, build: Build):
+        super().__init__()
+        size, self.num_heads, self.scale = spec.hidden_size, spec.num_heads, spec.head_dim**-0.5
+        self.attention_norm = make_norm(spec.norm, size, build)
+        self.qkv = Linear(build, size, {"q": size, "k": size, "v": size}, bias=spec.qkv_bias)
+        self.output = Linear(build, size, size, bias=spec.output_bias)
+        self.mlp_norm = make_norm(spec.norm, size, build)
+        self.mlp = (GatedMlp if spec.mlp.gated else Mlp)(spec.mlp, size, build)
+        self._attend = SPAN_ATTENTION.choose(build.query(head_dim=spec.head_dim))
+
+    def forward(self, x: torch.Tensor, spans: Spans, cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        """``cos_sin`` [N, E] float32: half cosines, half sines, None for no rotation."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        if cos_sin is not None:
+            q, k = rotate_halves(q, cos_sin), rotate_halves(k, cos_sin)
+        x = x.add_(self.output(self._attend(q, k, v, spans, self.scale).flatten(1)))
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+
+def rotate_halves(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [N, H, E] by ``cos_sin`` [N, E], in float32; a new tensor in x's dtype."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def place_patches(grids: list[tuple[int, ...]], merge: int) -> np.ndarray:
+    """Row and column [2, N] of each patch of images and videos with grids (time, height, width), in the order of
+    processors that put the ``merge`` x ``merge`` patches of a merged one together."""
+    found = []
+    for time, height, width in grids:
+        blocks = (height // merge, merge, width // merge, merge)
+        rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+        places = [axis.reshape(blocks).transpose(0, 2, 1, 3).ravel() for axis in (rows, columns)]
+        found.append(np.tile(np.stack(places), time))
+    return np.concatenate(found, axis=1)
+
+
+def rotate_by_places(places: torch.Tensor, head_dim: int, theta: float) -> torch.Tensor:
+    """Cosines and sines [N, E] float32 for ``places`` [2, N]: a quarter of the dims turns with the row, the next with
+    the column, and the upper half as the lower."""
+    quarter = head_dim // 2
+    frequencies = theta ** -(torch.arange(0, quarter, 2, dtype=torch.float32, device=places.device) / quarter)
+    angles = torch.cat([axis[:, None] * frequencies for axis in places.float()], dim=-1)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def make_spans(lengths: list[int], device: torch.device) -> Spans:
+    """Spans of these lengths."""
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return Spans(lengths, upload(starts, device))
+
+
+class PatchMerger(nn.Module):
+    """``[N, D] -> [N / merge^2, O]``: patches of a block together through two products. The norm is that of single
+    patches or, with ``norms_merged``, of blocks."""
+
+    def __init__(self, spec: VisionSpec, merge: int, output_size: int, build: Build, *, norms_merged: bool = False):
+        super().__init__()
+        self.size, self._norms_merged = spec.hidden_size * merge**2, norms_merged
+        self.norm = make_norm(spec.norm, self.size if norms_merged else spec.hidden_size, build)
+        self.up = Linear(build, self.size, self.size, bias=True)
+        self.down = Linear(build, self.size, output_size, bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.reshape(-1, self.size)) if self._norms_merged else self.norm(x).reshape(-1, self.size)
+        return self.down(F.gelu(self.up(x)))

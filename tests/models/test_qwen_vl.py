@@ -1,0 +1,146 @@
+"""Qwen's models for text, images and videos through the engine, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from media_rig import (
+    END_ID,
+    IMAGE_ID,
+    START_ID,
+    VIDEO_ID,
+    VOCAB,
+    Prompt,
+    ask_oracle,
+    compare,
+    run,
+    save_model,
+    start_engine,
+    to_tensor,
+    tokens_of,
+)
+
+PATCH, MERGE = 4, 2
+IDS = {
+    "image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID, "vision_start_token_id": START_ID,
+    "vision_end_token_id": END_ID,
+}
+
+
+def make_qwen2_5(folder: Path) -> transformers.PreTrainedModel:
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+        "patch_size": PATCH, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2,
+    }
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    save_model(model, folder)
+    return model
+
+
+MAKERS = {"qwen2_5_vl": make_qwen2_5}
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(request.param)
+    return MAKERS[request.param](folder), folder
+
+
+def pixels(grid: tuple[int, int, int], seed: int) -> np.ndarray:
+    size = 3 * 2 * PATCH**2
+    return np.random.default_rng(seed).standard_normal((grid[0] * grid[1] * grid[2], size)).astype(np.float32)
+
+
+def add_image(prompt: Prompt, grid: tuple[int, int, int], seed: int) -> Prompt:
+    count = grid[0] * grid[1] * grid[2] // MERGE**2
+    return prompt.text(START_ID).add("image", pixels(grid, seed), count, grid=grid).text(END_ID)
+
+
+def add_video(prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float = 1.0) -> Prompt:
+    count = grid[0] * grid[1] * grid[2] // MERGE**2
+    return prompt.text(START_ID).add(
+        "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos",
+        second_per_grid_ts=seconds,
+    ).text(END_ID)
+
+
+def oracle_inputs(prompt: Prompt) -> dict[str, Any]:
+    """What transformers' processor would give beside the ids."""
+    ids = torch.tensor([prompt.ids])
+    inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE_ID).int() + 2 * (ids == VIDEO_ID).int()}
+    for kind, name, grid in (
+        ("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw")
+    ):
+        items = [item for item in prompt.items if item.place.kind == kind]
+        if items:
+            inputs[name] = torch.cat([to_tensor(item.arrays[name]) for item in items])
+            inputs[grid] = torch.tensor([item.place.grid for item in items])
+            if kind == "video":
+                inputs["second_per_grid_ts"] = [item.place.numbers["second_per_grid_ts"] for item in items]
+    return inputs
+
+
+def expect(model: transformers.PreTrainedModel, prompt: Prompt, num_tokens: int = 8) -> tuple[list[int], torch.Tensor]:
+    return ask_oracle(model, prompt, num_tokens, **oracle_inputs(prompt))
+
+
+def prompts() -> list[Prompt]:
+    """Mixed sizes, several images, text alone."""
+    two = add_image(add_image(Prompt().text(5, 6, 7), (1, 4, 6), 1).text(8, 9), (1, 10, 6), 2).text(10, 11, 12)
+    return [
+        add_image(Prompt().text(3), (1, 8, 12), 0).text(4, 5, 6, 7), two, Prompt().text(*range(1, 20)),
+        add_image(Prompt(), (1, 2, 2), 4).text(9),
+    ]
+
+
+@pytest.mark.parametrize("step_tokens", [8, 13, 256])
+def test_images_in_chunks_of_any_size(served: Any, step_tokens: int):
+    model, folder = served
+    engine = start_engine(folder, max_step_tokens=step_tokens)
+    for outputs, prompt in zip(run(engine, prompts()), prompts(), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def test_video(served: Any):
+    model, folder = served
+    prompt = add_video(add_image(Prompt().text(3), (1, 4, 4), 0).text(4), (3, 4, 6), 7, 1.5).text(5, 6)
+    engine = start_engine(folder, max_step_tokens=16)
+    compare(run(engine, [prompt])[0], expect(model, prompt))
+    engine.close()
+
+
+def test_hits_are_of_the_same_image_only(served: Any):
+    model, folder = served
+    first, other = (add_image(Prompt().text(3), (1, 8, 8), seed).text(4, 5, 6, 7, 8) for seed in (0, 1))
+    engine = start_engine(folder)
+    run(engine, [first])
+    again, different = run(engine, [first, other])
+    compare(again, expect(model, first))
+    compare(different, expect(model, other))
+    assert again[-1].num_cached_tokens >= 16
+    assert different[-1].num_cached_tokens == 0
+    engine.close()
+
+
+def test_retractions_change_nothing(served: Any):
+    model, folder = served
+    asks = [add_image(Prompt().text(3 + i), (1, 8, 8), i % 3).text(4, 5) for i in range(6)]
+    engine = start_engine(folder, kv_pages=26, max_model_len=96, max_step_tokens=24)
+    engine._scheduler._admission.forecast.share = 0.05  # too many are let in
+    outputs = run(engine, asks, 24, logprobs=False)
+    assert engine.stats().retracted_total > 0
+    for found, prompt in zip(outputs, asks, strict=True):
+        assert tokens_of(found) == expect(model, prompt, 24)[0]
+    engine.close()
