@@ -20,7 +20,8 @@ from headrace.kernels.operation import KernelQuery
 from headrace.layers.lora.rows import count_blocks, pack_rows, view_rows
 
 SHAPES = {
-    "qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336)), "down": (14336, (4096,)),
+    "qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
 }
 RANK, LAYERS, REPEATS = 16, 8, 30
 CUDA = torch.device("cuda")

@@ -120,7 +120,8 @@ class Assembly:
         the largest; what the driver takes for each graph comes on top. The same for lazy and eager capture."""
         if not self.has_graphs:
             return 0
-        return captured + len(self.graph_sizes()) * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
+        num_graphs = len(self.graph_sizes()) * (1 if self.loaded.model.adapters is None else 2)
+        return captured + num_graphs * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 
     def layout_of(self, plan: CachePlan) -> CacheLayout:
         """The layout of a planned cache."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ import torch
 from headrace.base.cache import NULL_PAGE
 from headrace.base.speculation import StepTimes, Times
 from headrace.base.step import MAX_DRAFTS
+from headrace.execution.adapters import AdapterInputs
 from headrace.execution.captures import B, Buckets, Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
@@ -84,14 +86,18 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. In pipeline
     stages before the last it returns hidden states [B, W] and its input instead, and leaves the state alone. Outputs
     may be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
-    before that run."""
+    before that run. ``adapter_rows``: which entries have which adapter (`AdapterInputs`), of a graph that was made for
+    ``adapters``."""
 
     def __init__(
-        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None
+        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
+        adapters: AdapterInputs | None = None,
     ):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
         device = inputs.rows.tensors.last_token.device
+        self._adapters = adapters
+        self.adapter_rows = None if adapters is None else adapters.make_static(size)
         self.entries = torch.empty((2, size), dtype=torch.int64, device=device)
         query = row_query(device)
         self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
@@ -125,10 +131,15 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         )
         if proposer is not None:
             batch.features = proposer.ask_features()
+        outputs: AbstractContextManager[None] = nullcontext()
+        if self._adapters is not None and self.adapter_rows is not None:
+            batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
+            outputs = self._adapters.outputs(batch.adapters)
         hidden = self._model.forward(batch)
         if not inputs.handover.is_last:
             return hidden, self.entries
-        logits = self._model.compute_logits(hidden)
+        with outputs:
+            logits = self._model.compute_logits(hidden)
         greedy = rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
         if proposer is not None:
             proposer.keep_features(batch.features)
@@ -205,15 +216,19 @@ class DraftGraphs:
 
 
 class DecodeGraphPath:
-    """Decodes alone: replays the smallest graph that holds the requests."""
+    """Decodes alone: replays the smallest graph that holds the requests. With ``adapters`` the graphs are those of
+    steps with adapters, behind which no drafter runs."""
 
     covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
     is_greedy_sampler = True
 
     def __init__(
         self, buckets: Buckets[DecodeGraph], handover: Handover, drafting: DraftGraphs | None = None,
+        adapters: AdapterInputs | None = None,
     ):
-        self._buckets, self._handover, self._drafting = buckets, handover, drafting
+        self._buckets, self._handover, self._drafting, self._adapters = buckets, handover, drafting, adapters
+        if adapters is not None:
+            self.covers = with_adapters(self.covers)
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
@@ -221,12 +236,16 @@ class DecodeGraphPath:
         if graph is None:
             return None
         upload.add("decodes", graph.pack(step.shape.entries))
+        if self._adapters is not None:
+            self._adapters.pack(step, upload, graph.size)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
             self._drafting.pack(step, upload)
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: DecodeGraph, sent: Sent) -> StepOutput:
         graph.entries.view(-1).copy_(sent["decodes"])
+        if graph.adapter_rows is not None:
+            graph.adapter_rows.copy_(sent["adapter_rows"])
         self._handover.receive(step.shape.num_tokens)
         logits, greedy = graph.run()
         if self._handover.pass_on(logits[: step.shape.num_tokens]):
@@ -243,13 +262,17 @@ class DecodeGraphPath:
 
 class MixedGraph(Capture[torch.Tensor]):
     """Steps with prefill of one bucket of T tokens. It reads what `InputBuilder.fill` wrote to the static tensors, and
-    returns hidden states [T, D], which the next run of any bucket may overwrite."""
+    returns hidden states [T, D], which the next run of any bucket may overwrite. ``adapter_rows``: as in `DecodeGraph`.
+    """
 
     def __init__(
-        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None
+        self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
+        adapters: AdapterInputs | None = None,
     ):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
+        self._adapters = adapters
+        self.adapter_rows = None if adapters is None else adapters.make_static(size)
 
     def record(self) -> None:
         """See `Bucket`."""
@@ -258,6 +281,8 @@ class MixedGraph(Capture[torch.Tensor]):
 
     def _compute(self) -> torch.Tensor:
         batch, proposer = self._inputs.padded_batch(self.size), self._proposer
+        if self._adapters is not None and self.adapter_rows is not None:
+            batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
         if proposer is None:
             return self._model.forward(batch)
         batch.features = proposer.ask_features()
@@ -278,9 +303,11 @@ class MixedGraphPath:
 
     def __init__(
         self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder,
-        drafting: DraftGraphs | None = None,
+        drafting: DraftGraphs | None = None, *, has_adapters: bool = False
     ):
         self._buckets, self._model, self._inputs, self._drafting = buckets, model, inputs, drafting
+        if has_adapters:
+            self.covers = with_adapters(self.covers)
 
     def find(self, shape: StepShape) -> MixedGraph | None:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
@@ -297,22 +324,30 @@ class MixedGraphPath:
         graph = self.find(step.shape)
         if graph is None:
             return None
-        self._inputs.pack(step, upload)
+        self._inputs.pack(step, upload, graph.size)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
             self._drafting.pack(step, upload)
         return partial(self._launch, step, graph)
 
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
         self._inputs.fill(step.shape, sent, graph.size)
+        if graph.adapter_rows is not None:
+            graph.adapter_rows.copy_(sent["adapter_rows"])
         hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
         if self._inputs.handover.pass_on(hidden):
             return StepOutput()
         # Logits are computed outside of the graph: S varies, and is far below the bucket's size.
-        logits = compute_sampled_logits(self._model, hidden, step, sent)
+        with self._inputs.sampled_outputs(step, sent):
+            logits = compute_sampled_logits(self._model, hidden, step, sent)
         output = StepOutput(logits, self._inputs.find_positions(sent), hidden=hidden)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
             output.propose = partial(self._drafting.propose_behind_mixed, graph.size, step, sent)
         return output
+
+
+def with_adapters(covers: StepFeature) -> StepFeature:
+    """What graphs of steps with adapters cover."""
+    return (covers | StepFeature.ADAPTERS) & ~StepFeature.DRAFTING
 
 
 class CapturedSteps:
@@ -335,11 +370,22 @@ class CapturedSteps:
             self._kinds += [self._drafting.follows, self._drafting.mixed_follows, self._drafting.chains]
         self.decodes = DecodeGraphPath(decodes, inputs.handover, self._drafting)
         self.mixed = MixedGraphPath(mixed, model, inputs, self._drafting)
-
-    @property
-    def paths(self) -> list[StepPath]:
+        self.paths: list[StepPath] = [self.decodes, self.mixed]
         """Fastest first."""
-        return [self.decodes, self.mixed]
+        if inputs.adapters is not None:
+            self._add_adapters(sizes, model, inputs, recorder, inputs.adapters)
+
+    def _add_adapters(
+        self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records, adapters: AdapterInputs
+    ) -> None:
+        """Graphs of their own for steps with adapters, so that the others do not pay for any."""
+        decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder, adapters=adapters))
+        mixed = Buckets(sizes.tokens, lambda size: MixedGraph(size, model, inputs, recorder, adapters=adapters))
+        self._kinds += [decodes, mixed]
+        self.paths += [
+            DecodeGraphPath(decodes, inputs.handover, adapters=adapters),
+            MixedGraphPath(mixed, model, inputs, has_adapters=True),
+        ]
 
     def measure(self) -> StepTimes:
         """Times of some sizes, over padding, which has hardly any keys. Waits for the device."""

@@ -26,8 +26,12 @@ class Driver:
         self.computed, self.known, self.output, self.held = {}, {}, {}, {}
         self.starts, self.releases, self.appends = [], [], []
 
-    def start(self, row: int, prompt: list[int], sampling: SamplingSpec, *, output: tuple[int, ...] = ()) -> None:
-        self.starts.append(RowStart(row, f"r{row}", [*prompt, *output], len(prompt), sampling))
+    def start(
+        self, row: int, prompt: list[int], sampling: SamplingSpec, *, output: tuple[int, ...] = (),
+        adapter_slot: int = -1
+    ) -> None:
+        known = [*prompt, *output]
+        self.starts.append(RowStart(row, f"r{row}", known, len(prompt), sampling, adapter_slot=adapter_slot))
         self.computed[row], self.known[row], self.output[row] = 0, len(prompt) + len(output), list(output)
         self.held[row] = [[] for _ in range(self.num_groups)]
 

@@ -21,6 +21,8 @@ from headrace.execution.runner import Runner
 from headrace.layers.attention.contract import AttentionGeometry
 from headrace.layers.attention.triton import TritonAttention
 from headrace.layers.build import Build
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.sites import AdapterBanks
 from headrace.memory.plan import CacheDemand, plan_cache
 from headrace.models.catalog import find_family
 
@@ -44,15 +46,17 @@ CONFIGS = {
 }
 
 
-def build(name: str) -> tuple[torch.nn.Module, Runner]:
+def build(name: str, adapters: BankSizes | None = None) -> tuple[torch.nn.Module, Runner]:
     """transformers' model, and a runner over ours with the same weights."""
     config, architecture = CONFIGS[name]
     torch.manual_seed(3)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     family = find_family(architecture)
     spec = family.read_config({**config.to_dict(), "architectures": [architecture]})
-    where = Build(device=CPU, dtype=torch.float32)
+    where = Build(device=CPU, dtype=torch.float32, adapters=adapters)
     ours = family.build_model(spec, where)
+    if adapters is not None:
+        ours.adapters = AdapterBanks(ours, ours.find_adapter_sites(), adapters.num_slots, where.step)
     ours.load_weights(theirs.state_dict().items())
     specs = family.cache_specs(spec, "float32")
     chosen = choose_backends((ours,), group_layers(specs), where, CacheConfig(page_size=PAGE_SIZE), "auto")
@@ -86,7 +90,9 @@ def open_steps(runner: Runner, recorder: PretendedRecorder) -> None:
     device."""
     geometry = AttentionGeometry("cpu", "float32", "float32", (0, 0), 4, 2, 8, 8, PAGE_SIZE)
     runner._backends = [TritonAttention(geometry, CPU) for _ in runner._backends]
+    adapters = runner._inputs.adapters
     runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64, runner._media)
+    runner._inputs.adapters = adapters
     runner.capture(GraphSizes([4], [4, 8, 40]), recorder)
 
 

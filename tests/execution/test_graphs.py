@@ -22,7 +22,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(max_requests=300, handover=Handover())
+    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None)
     return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 

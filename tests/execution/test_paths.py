@@ -6,7 +6,7 @@ from driver import Driver
 from toy import toy_runner
 
 from headrace.base.sampling import SamplingSpec
-from headrace.execution.graphs import DecodeGraphPath, MixedGraphPath
+from headrace.execution.graphs import DecodeGraphPath, MixedGraphPath, with_adapters
 from headrace.execution.paths import FusedPath, Launch, PlainPath, StepPath
 from headrace.execution.runner import Runner
 from headrace.execution.step import Step, StepFeature
@@ -54,6 +54,11 @@ def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_media():
     assert left == [
         StepFeature.TEXT_PAIRS, StepFeature.ADAPTERS, StepFeature.ADAPTER_EXTRAS, StepFeature.MEDIA
     ]
+
+
+def test_graphs_of_steps_with_adapters_leave_extras_and_drafters_to_the_plain_path():
+    left = [feature for feature in EVERY if feature not in with_adapters(MixedGraphPath.covers)]
+    assert left == [StepFeature.DRAFTING, StepFeature.TEXT_PAIRS, StepFeature.ADAPTER_EXTRAS]
 
 
 def test_the_first_that_covers_the_features_wins():

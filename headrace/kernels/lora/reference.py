@@ -1,4 +1,4 @@
-"""Low-rank additions in torch, an adapter at a time: the oracle and the fallback. Needs the host's segments."""
+"""Low-rank additions in torch, an adapter at a time: the oracle and the fallback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.kernels.lora import LowRankBank, SlotRows
 
 def add_low_rank(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
     """See `ADD_LOW_RANK`."""
-    for slot, first, count in rows.segments:
+    for slot, first, count in rows.segments or rows.blocks.t().tolist():
         own = rows.order[first : first + count]
         inputs, ranks = x.index_select(0, own), bank.ranks[slot].tolist()
         begin = 0

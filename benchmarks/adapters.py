@@ -1,0 +1,147 @@
+"""LoRA adapters on one GPU: what they cost beside the base model. ``python -m benchmarks.adapters [--model FOLDER]``.
+
+Rank 16 on all linears of Llama-3.1-8B with dummy weights: `offline256` with 0, 1, 8 and 64 adapters in the batch, one
+request alone, base requests beside adapters, and the first token of an adapter that is on disk. Every cell is compared
+with the same engine without adapters in the batch; prefix caches are emptied before each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.base.adapters import AdapterConfig, LoadAdapter
+from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.execution.adapters import ReadAdapter
+from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
+from headrace.service.build import build_engine
+from headrace.service.engine import Engine
+from headrace.serving.bench import offline as workloads
+
+HERE = Path(__file__).parent
+RANK = 16
+
+
+def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int) -> AdapterWeights:
+    """Random additions to every linear, so small that dummy weights stay sane; stands for reading a file."""
+    parts = []
+    for site in sites.sites.values():
+        if site.kind == "linear":
+            a, b = random_matrix(RANK, site.in_features), random_matrix(site.out_features, RANK)
+            parts.append(AdaptedPart(site.module, site.part, a=a, b=b))
+    return AdapterWeights(parts, RANK, call.name, [])
+
+
+@lru_cache
+def random_matrix(rows: int, columns: int) -> torch.Tensor:
+    """The same for the same shape: what is timed does not depend on values."""
+    return torch.randn(rows, columns, dtype=torch.bfloat16) * 0.01
+
+
+def run(engine: Engine, prompts: list[list[int]], output_lens: list[int], adapters: list[str]) -> float:
+    """Seconds for all prompts at once, whose adapters are given in turns."""
+    engine.reset_prefix_cache()
+    requests = [
+        EngineRequest(
+            f"r{i}", prompt, SamplingSpec(), StopSpec(max_tokens=length),
+            adapter=adapters[i % len(adapters)] if adapters else "",
+        )
+        for i, (prompt, length) in enumerate(zip(prompts, output_lens, strict=True))
+    ]
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request)
+    num_tokens = 0
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish is None or output.finish.error is None, output.finish
+            num_tokens += len(output.token_ids)
+    seconds = time.perf_counter() - began
+    assert num_tokens == sum(output_lens)
+    return seconds
+
+
+def write_adapter(engine: Engine, folder: Path) -> None:
+    """An adapter of PEFT on disk."""
+    sites, tensors = engine.executor.adapters._own_banks.sites, {}
+    for name, site in sites.sites.items():
+        if site.kind == "linear":
+            shapes = {"A": (RANK, site.in_features), "B": (site.out_features, RANK)}
+            for letter, shape in shapes.items():
+                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = random_matrix(*shape).clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.rpartition(".")[2] for name, site in sites.sites.items() if site.kind == "linear"})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def measure_cold(engine: Engine, read: ReadAdapter, vocab_size: int) -> None:
+    """The first token of an adapter that must be read from the page cache, against the base model's."""
+    prompt = [[(7 * i) % vocab_size for i in range(200)]]
+    base = min(run(engine, prompt, [1], []) for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(engine, Path(folder))
+        engine.executor.adapters._read = read
+        times = []
+        for turn in range(3):
+            began = time.perf_counter()
+            engine.adapters.load(LoadAdapter(f"cold{turn}", folder))
+            loaded = time.perf_counter() - began
+            times.append((loaded, run(engine, prompt, [1], [f"cold{turn}"])))
+    for loaded, first in times:
+        told = (f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("read", loaded), ("first", first), ("base", base)))
+        print("cold:", ", ".join(told), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--graphs", default="on")
+    parser.add_argument("--most", type=int, default=256, help="requests of a workload")
+    args = parser.parse_args()
+    vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    began = time.perf_counter()
+    engine = build_engine(EngineConfig(
+        model=ModelConfig(model=str(args.model), load_format="dummy", dtype="bfloat16", skip_tokenizer=True),
+        device=DeviceConfig(device=args.device, graphs=args.graphs),
+        adapters=AdapterConfig(enable_lora=True, max_loras=args.slots, max_lora_rank=RANK),
+    ))
+    for line in engine.executor.memory:
+        print(f"{line.name:24s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}", flush=True)
+    store = engine.executor.adapters
+    read, store._read = store._read, make_weights
+    names = [f"a{i:0{i}d}" for i in range(args.slots)]
+    for name in names:
+        engine.adapters.load(LoadAdapter(name))
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    cells = {"base": [], "1 adapter": names[:1], "8 adapters": names[:8], f"{args.slots} adapters": names,
+             "half base, 8 adapters": [part for name in names[:8] for part in (name, "")]}
+    for workload in ("offline256", "latency1"):
+        prompts, output_lens = (part[: args.most] for part in workloads.ALL[workload](vocab_size))
+        seconds: dict[str, float] = {}
+        for cell, adapters in cells.items():
+            if workload == "latency1" and cell not in ("base", "1 adapter"):
+                continue
+            run(engine, prompts, [min(4, length) for length in output_lens], adapters)  # loads, and warms up
+            seconds[cell] = statistics.median(run(engine, prompts, output_lens, adapters) for _ in range(args.repeats))
+            share = seconds["base"] / seconds[cell]
+            print(f"{workload:12s} {cell:24s} {seconds[cell]:8.3f} s  {100 * share:6.1f} % of base", flush=True)
+    measure_cold(engine, read, vocab_size)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Captured steps with adapters say the same as plain ones, and steps without adapters use other graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from driver import Driver
+from test_families_through_plans import NUM_PAGES, PAGE_SIZE, VOCAB_SIZE, PretendedRecorder, build, open_steps
+
+from headrace.base.sampling import SamplingSpec
+from headrace.execution.runner import Runner
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.contract import AdaptedPart, AdapterWeights
+from headrace.layers.lora.sites import PreparedAdapter
+
+SLOTS = 3
+
+
+def make_adapter(runner: Runner, seed: int, rank: int, kinds: tuple[str, ...] = ("linear", "head")) -> PreparedAdapter:
+    banks, generator = runner._inputs.adapters.banks, torch.Generator().manual_seed(seed)
+    parts = []
+    for site in banks.sites.sites.values():
+        if site.kind in kinds:
+            a = torch.randn(rank, site.in_features, generator=generator) * 0.3
+            b = torch.randn(site.out_features, rank, generator=generator) * 0.3
+            parts.append(AdaptedPart(site.module, site.part, a=a, b=b))
+    return banks.prepare(AdapterWeights(parts, rank, "", []))
+
+
+def run(runner: Runner, slots: dict[int, int], adapters: dict[int, PreparedAdapter]) -> dict[int, list[int]]:
+    """Prefills in chunks beside decodes, then decodes alone."""
+    for slot, adapter in adapters.items():
+        runner._inputs.adapters.banks.load(slot, adapter)
+    driver = Driver(runner, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    for row, length in ((0, 5), (1, 20), (2, 1)):
+        prompt = random.Random(row).choices(range(1, VOCAB_SIZE), k=length)
+        driver.start(row, prompt, SamplingSpec(), adapter_slot=slots[row])
+    for chunks in ({0: 8, 1: 6}, {1: 13, 2: 1}, {1: 1}, {}, {}, {}):
+        driver.step(chunks)
+    return driver.output
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("slots", [{0: 0, 1: 2, 2: -1}, {0: 1, 1: 1, 2: 0}, {0: -1, 1: -1, 2: -1}], ids=str)
+def test_captured_steps_with_adapters_compute_the_same(slots: dict[int, int]):
+    outputs = []
+    for is_captured in (False, True):
+        _, runner = build("gemma3", BankSizes(SLOTS, 20))
+        recorder = PretendedRecorder()
+        if is_captured:
+            open_steps(runner, recorder)
+        adapters = {slot: make_adapter(runner, slot, 3 + 8 * slot) for slot in range(SLOTS)}
+        outputs.append(run(runner, slots, adapters))
+        assert bool(recorder.num_recorded) == is_captured
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.interpreted
+def test_an_adapter_with_more_than_additions_runs_as_written():
+    """An embedding's addition is none that a captured step computes; steps of other rows still replay."""
+    outputs = []
+    for is_captured in (False, True):
+        _, runner = build("llama", BankSizes(SLOTS, 4))
+        recorder = PretendedRecorder()
+        if is_captured:
+            open_steps(runner, recorder)
+        adapters = {0: make_adapter(runner, 1, 4, ("linear", "embedding"))}
+        outputs.append(run(runner, {0: 0, 1: -1, 2: 0}, adapters))
+        assert not recorder.num_recorded
+    assert outputs[0] == outputs[1]
