@@ -93,6 +93,29 @@ def test_experts_in_four_bits_are_their_matrices_dequantised(
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("largest", [125, 130])
+def test_experts_in_four_bits_are_put_in_order_of_kernels_once(largest: int):
+    """As loaded, dequantised; after moves and after other weights were loaded too. A scale of more than 2 is kept as a
+    float."""
+    draw = torch.Generator().manual_seed(1)
+    spec, build = MlpSpec(128, clamp=SwigluClamp(0.7)), Build(CPU, torch.float32)
+    kept, plain = Mxfp4ExpertWeights(3, spec, 256, build), ExpertWeights(3, spec, 256, build)
+    experts = EXPERTS.load("mxfp4_fused")(kept, spec, build)
+    tokens = ChosenTokens(torch.randn(5, 256, generator=draw), torch.tensor([[0, 2]] * 5), torch.rand(5, 2), 3)
+    for _ in range(2):
+        for name in ("gate_up", "down"):
+            stacked = getattr(kept, name)
+            stacked.randomise(0.3, draw)
+            stacked.scales.random_(largest - 8, largest + 1, generator=draw)
+            getattr(plain, name).weight.copy_(dequantise_mxfp4(stacked.codes, stacked.scales, torch.float32))
+        expected = EXPERTS.load("reference")(plain, spec, build).run(tokens)
+        for _ in range(2):
+            torch.testing.assert_close(experts.run(tokens), expected, atol=1e-4, rtol=1e-4)
+            kept.gate_up.codes.data = kept.gate_up.codes.data.clone()
+    narrow = KernelQuery("cuda", "bfloat16", (9, 0), {"width": 96, "expert_width": 128, "mxfp4": 1})
+    assert "steps of 128" in EXPERTS.reason_against("mxfp4_fused", narrow)
+
+
 @pytest.mark.parametrize("experts", ["reference", "grouped", "stored"])
 def test_nobody_adds_nothing(experts: str):
     """Choices masked, all of a token's or one of them; what others get is what they got. Rows of nobody may come out as

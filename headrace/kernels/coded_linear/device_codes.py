@@ -160,6 +160,14 @@ def _pair_halves(codes: torch.Tensor) -> torch.Tensor:
     return (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1)
 
 
+def reorder_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., I / 2] of two neighbouring inputs each, as checkpoints have MXFP4, in the order of this layout; I a
+    multiple of `BLOCK`."""
+    blocks = codes.unflatten(-1, (-1, HALF))
+    inputs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return (inputs[..., :HALF] | inputs[..., HALF:] << 4).flatten(-2)
+
+
 def read_codes(blocks: WeightBlocks, device: torch.device) -> CodedMatrix:
     """A weight [O, I] from blocks of a GGUF file, decoded on ``device``: in 4 bits where the type has them, else in 8.
     A zero point is ``-min / scale``."""

@@ -4,7 +4,8 @@ each supports. The predicates run before a plug-in is imported; the shape of the
 
 from __future__ import annotations
 
-from headrace.kernels.moe import RUN_EXPERTS
+from headrace.kernels.coded_linear.device_codes import BLOCK
+from headrace.kernels.moe import CODED_EXPERTS, RUN_EXPERTS
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.layout import PANEL
 from headrace.layers.moe.contract import ADAPTERS, CHOICES, DISPATCHERS, EXPERTS, GROUPED, adapter_name
@@ -39,6 +40,15 @@ def reason_against_encoded(query: KernelQuery) -> str | None:
 def reason_against_plain(query: KernelQuery) -> str | None:
     """For experts that take MXFP4 only."""
     return None if query.shape.get("mxfp4") else "takes experts that are kept in MXFP4"
+
+
+def reason_against_fused_mxfp4(query: KernelQuery) -> str | None:
+    """For kernels that multiply codes: their order is of blocks of `BLOCK` inputs."""
+    if query.device != "cuda" or CODED_EXPERTS.reason_against("triton", query):
+        return "has no kernels for this device and dtype"
+    if any(query.shape.get(width, 0) % BLOCK for width in ("width", "expert_width")):
+        return f"takes widths in steps of {BLOCK}"
+    return reason_against_plain(query)
 
 
 def reason_against_fused(query: KernelQuery) -> str | None:
@@ -95,6 +105,10 @@ EXPERTS.add(
 EXPERTS.add(
     "mxfp4", "headrace.layers.moe.mxfp4:Mxfp4Experts", speaks=GROUPED, supports=reason_against_plain,
     doc="experts kept in MXFP4, dequantised a few at a time",
+)
+EXPERTS.add(
+    "mxfp4_fused", "headrace.layers.moe.mxfp4:FusedMxfp4Experts", supports=reason_against_fused_mxfp4, priority=20,
+    doc="on a GPU: experts kept in MXFP4, few kernels from choices to sums",
 )
 ADAPTERS.add(
     adapter_name(CHOICES, GROUPED), "headrace.layers.moe.grouped:group_choices",

@@ -1,4 +1,4 @@
-"""Experts kept in MXFP4, at about a quarter of bfloat16's memory; matrices are dequantised at use, a few at a time.
+"""Experts kept in MXFP4, at about a quarter of bfloat16's memory: multiplied in codes, or dequantised a few at a time.
 
 X experts, O outputs, I inputs, F expert intermediate size, D hidden size, N pairs of token and expert.
 """
@@ -12,10 +12,15 @@ from torch import nn
 
 from headrace.base.errors import ConfigError
 from headrace.kernels.block_scaled import DEQUANTISE_MXFP4, MXFP4_BLOCK
+from headrace.kernels.block_scaled.reference import powers_of_two
+from headrace.kernels.coded_linear.codes import TABLES, Code
+from headrace.kernels.coded_linear.device_codes import LIFT, DeviceCodes, reorder_pairs
+from headrace.kernels.moe import CODED_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
 from headrace.layers.mlp import choose_activation
-from headrace.layers.moe.contract import GroupedTokens
+from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
+from headrace.layers.moe.weights import describe_gate
 from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
 
@@ -25,6 +30,9 @@ CHUNK_ELEMENTS = 2**28
 FEW_PAIRS = 64
 """Up to so many pairs, each dequantises its own copy of its expert's matrix: few share one, and the device need not be
 asked for row counts."""
+
+MOST_EXPONENT = 128
+"""The largest e8m0 scale that kernels keep in a byte: 2."""
 
 CODE_RMS = 2.926
 """Root mean square of the 16 E2M1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives)."""
@@ -49,7 +57,35 @@ class Mxfp4Linear(EncodedWeight):
             )
             for columns in (in_features // 2, in_features // MXFP4_BLOCK)  # two codes to a byte, a scale per block
         )
+        self._view: DeviceCodes | None = None
+        self.unpack()
         self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=out_features))
+
+    def pack(self) -> DeviceCodes:
+        """Codes and scales in the layout of GPU kernels, in the same memory. The first call after they are complete
+        puts them in order."""
+        if not self.is_packed:
+            for matrix in self.codes:
+                matrix.copy_(reorder_pairs(matrix))
+            if int(self.scales.amax()) <= MOST_EXPONENT:  # what kernels keep in a byte
+                self.scales.clamp_(min=1).add_(LIFT)
+                self.has_bytes = True
+            self.is_packed, self._view = True, None
+        view = self._view
+        if view is None or view.codes.data_ptr() != self.codes.data_ptr():  # else they were moved
+            codes, scales = self.codes.flatten(0, 1), self.scales.flatten(0, 1)
+            if not self.has_bytes:
+                scales = powers_of_two(torch.float32, scales.device)[scales.int()]
+            values = torch.tensor(TABLES[Code.E2M1], device=codes.device)
+            view = self._view = DeviceCodes(
+                Code.E2M1, 2 * codes.shape[1], codes, scales, MXFP4_BLOCK, values=values, has_whole_zeros=True
+            )
+        return view
+
+    def unpack(self) -> None:
+        """Called before codes and scales are filled again."""
+        self.is_packed = self.has_bytes = False
+        self._view = None
 
     @property
     def num_at_once(self) -> int:
@@ -58,12 +94,14 @@ class Mxfp4Linear(EncodedWeight):
 
     def randomise(self, std: float, generator: torch.Generator) -> None:
         """See `EncodedWeight`. Codes are uniformly random; all scales are one power of two, E8M0 with a bias of 127."""
+        self.unpack()
         # 8 bytes at a time, over the full range of int64 (None: up to its maximum)
         self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
     def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
         """Dequantised matrices of some experts, by index or range: [n, O, I]."""
+        assert not self.is_packed, "codes are in another order once they are packed"
         return self._dequantise(self.codes[experts], self.scales[experts], dtype)
 
 
@@ -82,6 +120,7 @@ class Mxfp4ExpertWeights(nn.Module):
         that they fill. ``matrices`` has the checkpoint's names of ``gate``, ``up`` and ``down``."""
         places: dict[str, torch.Tensor] = {}
         for linear in (self.gate_up, self.down):
+            linear.unpack()
             for part, rows in linear.rows.items():
                 for x in range(self.num_experts):
                     name = f"{prefix}.{x}.{matrices[part]}"
@@ -103,6 +142,19 @@ class Mxfp4Experts:
             return _multiply_pairs(down, x, tokens.experts)
         ends = tokens.ends.tolist()  # waits for the device
         return _multiply_groups(down, self._activate(_multiply_groups(gate_up, tokens.hidden, ends)), ends)
+
+
+class FusedMxfp4Experts:
+    """See `Experts`; speaks `CHOICES`. On a GPU: codes are multiplied as they are, from choices to sums."""
+
+    def __init__(self, weights: Mxfp4ExpertWeights, spec: MlpSpec, build: Build):
+        self._weights, self._gate = weights, describe_gate(spec)
+        self._run = CODED_EXPERTS.choose(build.query())
+
+    def run(self, tokens: ChosenTokens) -> torch.Tensor:
+        """`ChosenTokens` to weighted sums [T, D]. The first call, which captures and serves nothing, packs codes."""
+        gate_up, down = (linear.pack() for linear in (self._weights.gate_up, self._weights.down))
+        return self._run(tokens.hidden, tokens.ids, tokens.weights, (gate_up, None), (down, None), self._gate)
 
 
 def _multiply_pairs(linear: Mxfp4Linear, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
