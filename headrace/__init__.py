@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from headrace.base import VERSION
 
 __version__ = VERSION
-__all__ = ["LLM", "AsyncLLM", "Grammar", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Grammar", "LoRARequest", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from headrace.base.adapters import LoRARequest
     from headrace.base.grammar import Grammar
     from headrace.base.sampling import SamplingParams
     from headrace.serving.offline import LLM, AsyncLLM
@@ -20,6 +21,7 @@ _HOMES = {
     "LLM": "headrace.serving.offline",
     "AsyncLLM": "headrace.serving.offline",
     "SamplingParams": "headrace.base.sampling",
+    "LoRARequest": "headrace.base.adapters",
     "Grammar": "headrace.base.grammar",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -32,8 +32,9 @@ class AdapterConfig(Section):
     enable_lora: bool = option(False, "serve LoRA adapters of the model; memory for max_loras of them is set aside")
     lora_modules: str = option(
         "",
-        "adapters to load at the start: name=path, several divided by blanks, or a JSON list of {\"name\", \"path\"}",
-        metavar="NAME=PATH"
+        "adapters to load at the start, each as name=path or as JSON, {\"name\": ..., \"path\": ...}; a path is a "
+        "folder of PEFT, a GGUF file or a name on the Hugging Face hub",
+        metavar="NAME=PATH ..."
     )
     max_loras: int = option(
         8, "adapters on the device at a time, and so different ones in a step; others wait in host memory", low=1,
@@ -45,7 +46,9 @@ class AdapterConfig(Section):
         "if that is more", low=1
     )
     lora_folders: str = option(
-        "", "comma-separated folders from which adapters may be loaded while the server runs; default: none",
+        "",
+        "comma-separated folders from which adapters may be loaded while the server runs; the word hub allows names on "
+        "the Hugging Face hub; default: none",
         metavar="FOLDERS"
     )
 
@@ -75,12 +78,25 @@ class AdapterConfig(Section):
         """Adapters in host memory at a time."""
         return max(self.max_loras, self.max_cpu_loras or DEFAULT_CPU_LORAS)
 
+    @property
+    def num_slots(self) -> int:
+        """Adapters on the device at a time; 0 where none are served."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
+    def folders(self) -> list[str]:
+        """The entries of ``lora_folders``."""
+        return [folder.strip() for folder in self.lora_folders.split(",") if folder.strip()]
+
 
 def _read_json(text: str) -> list[LoRARequest]:
     try:
-        stated = json.loads(text)
-        entries = stated if isinstance(stated, list) else [stated]
-        return [LoRARequest(entry["name"], entry["path"]) for entry in entries]
+        entries: list[Any] = []
+        while text:  # several objects, as several arguments of a command line
+            stated, end = json.JSONDecoder().raw_decode(text)
+            entries += stated if isinstance(stated, list) else [stated]
+            text = text[end:].strip()
+        return [msgspec.convert({"name": entry["name"], "path": entry["path"]}, LoRARequest) for entry in entries]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"lora_modules takes name=path or JSON objects with \"name\" and \"path\": {error}", param="lora_modules"

@@ -306,6 +306,7 @@ class ServerConfig(ToleranceConfig):
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
     "parallel": ParallelConfig, "nodes": NodesConfig, "speculation": SpeculationConfig,
+    "adapters": AdapterConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -361,7 +362,7 @@ class ServeConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation")
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters")
 
 
 def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:
@@ -384,11 +385,13 @@ def build_sections(options: dict[str, Any], sections: tuple[str, ...] = tuple(SE
 
 def engine_config(**options: Any) -> EngineConfig:
     """`EngineConfig` from flat keyword options, e.g. ``engine_config(model="x", page_size=32)``. Options that are JSON
-    text may be given as dicts."""
-    takes_json = {info.name for info in all_options(ENGINE_SECTIONS) if info.metavar == "JSON"}
-    for name in takes_json & options.keys():
-        if isinstance(options[name], dict):
-            options[name] = json.dumps(options[name])
+    text may be given as dicts, and those that take several values as lists."""
+    for info in all_options(ENGINE_SECTIONS):
+        value = options.get(info.name)
+        if info.metavar == "JSON" and isinstance(value, dict):
+            options[info.name] = json.dumps(value)
+        elif info.takes_many and isinstance(value, (list, tuple)):
+            options[info.name] = " ".join(one if isinstance(one, str) else json.dumps(one) for one in value)
     return EngineConfig(**build_sections(options, ENGINE_SECTIONS))
 
 

@@ -23,7 +23,8 @@ def option(
     alias: str | None = None
 ) -> Any:
     """A dataclass field with its help text and bounds. ``low`` and ``high`` are inclusive. ``letter``: of a short flag.
-    ``alias``: a second long flag, without its dashes.
+    ``alias``: a second long flag, without its dashes. With a ``metavar`` that ends with ``...`` the flag takes several
+    arguments, joined by blanks.
     """
     return dataclasses.field(
         default=default,
@@ -50,6 +51,11 @@ class OptionInfo:
     metavar: str | None
     letter: str | None = None
     alias: str | None = None
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether the flag takes several arguments."""
+        return self.metavar is not None and self.metavar.endswith("...")
 
     @property
     def flag(self) -> str:

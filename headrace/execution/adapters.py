@@ -24,6 +24,7 @@ from headrace.kernels.lora import SlotRows
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
 from headrace.layers.lora.rows import Segments, count_blocks, pack_rows, view_rows
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
+from headrace.models.adapters.gguf import GgufForm
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ ReadAdapter = Callable[[LoadAdapter, AdapterSites, int], AdapterWeights]
 """From a call, the model's sites and the largest rank to weights; raises typed errors."""
 
 
-def read_call(call: LoadAdapter, sites: AdapterSites, max_rank: int) -> AdapterWeights:
-    """Read the adapter of a call."""
+def read_call(
+    call: LoadAdapter, sites: AdapterSites, max_rank: int, *, gguf: GgufForm | None = None
+) -> AdapterWeights:
+    """Read the adapter of a call; ``gguf``: what GGUF files of the family are like."""
     source = AdapterSource(call.name, call.path, call.tensors, call.config)
-    return read_adapter(source, sites, max_rank=max_rank)
+    return read_adapter(source, sites, max_rank=max_rank, gguf=gguf)
 
 
 @dataclass

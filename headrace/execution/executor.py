@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from traceback import clear_frames
 
 import msgspec
@@ -55,7 +56,9 @@ class LocalExecutor:
         self._profiler = Profiler(model.device)
         self._grammars: GrammarStore | None = None
         self._tiers = build_tiers(model)
-        self.adapters = AdapterStore(model.adapters, model.config.adapters, read_call)
+        self.adapters = AdapterStore(
+            model.adapters, model.config.adapters, partial(read_call, gguf=model.gguf_form)
+        )
         model.equips.append(self._serve_adapters)
         if model.runner is not None:
             self._serve_adapters(model.runner)

@@ -23,6 +23,7 @@ from headrace.execution.runner import Runner
 from headrace.execution.warmup import measure_steps, run_tiny_steps
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.balancing import ExpertBalancer
+from headrace.models.adapters.gguf import find_gguf_form
 
 HOST = torch.device("cpu")
 RETRY_AFTER_S = 5.0
@@ -37,6 +38,7 @@ class DeviceModel:
         self.released: frozenset[DevicePart] = frozenset()
         self.equips: list[Callable[[Runner], None]] = []
         self.ranks, self._stage = assembly.loaded.ranks, assembly.loaded.stage
+        self.gguf_form = find_gguf_form(assembly.loaded.family, assembly.loaded.spec)
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = assembly.build_runner(layout)
         self._run_first_steps(self.runner, assembly)

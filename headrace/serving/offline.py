@@ -9,29 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypedDict, Unpack
 
 from msgspec.structs import replace
 
 from headrace.base import env
+from headrace.base.adapters import AdapterInfo, LoRARequest
 from headrace.base.config import engine_config
 from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingFacts, unpack_floats
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job
 from headrace.service.client.local import LocalClient
 from headrace.service.client.outputs import Collector, GenerationOutput, first_error
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
-from headrace.service.client.prompts import require_tokenizer
+from headrace.service.client.prompts import RequestTags, require_tokenizer
 from headrace.service.client.replicated import ReplicatedClient
 from headrace.service.parsing.choice import AUTO, Formats, formats_of
 from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
+from headrace.serving.offline_adapters import LoRARequests, OfflineAdapters
 
 OWN_VARIABLES = frozenset(
     {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
@@ -50,6 +53,7 @@ class Running(TypedDict, total=False):
 
     progress: bool
     errors: str
+    lora_request: LoRARequests
 
 
 class LLM:
@@ -58,9 +62,9 @@ class LLM:
 
     ``options`` are the engine options of ``headrace serve``: ``device``, ``dtype``, ``load_format``, ``tokenizer``,
     ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
-    ``memory_fraction``, ``kv_pages``, ``seed`` and others, documented by ``headrace serve --help``. Raises
-    `ConfigError` for an unknown one. Use it as a context manager, or call `close`. Thread-safe: calls of several
-    threads take turns.
+    ``memory_fraction``, ``kv_pages``, ``seed``, ``enable_lora`` and others, documented by ``headrace serve --help``.
+    Raises `ConfigError` for an unknown one. Use it as a context manager, or call `close`. Thread-safe: calls of
+    several threads take turns.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
@@ -72,6 +76,8 @@ class LLM:
         self._client: LocalClient | ReplicatedClient = (
             LocalClient(config) if has_one_device else ReplicatedClient(config)
         )
+        self.adapters = OfflineAdapters(self._client)
+        """The LoRA adapters: `OfflineAdapters.unload`, and what the engine says of them."""
 
     def __enter__(self) -> LLM:
         return self
@@ -92,7 +98,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt] | None = None, sampling_params: Params = None, *,
         prompt_token_ids: Sequence[list[int]] | None = None, add_special_tokens: bool = True, priority: int = 0,
-        progress: bool = False, errors: str = "raise",
+        progress: bool = False, errors: str = "raise", lora_request: LoRARequests = None,
     ) -> list[GenerationOutput]:
         """Complete prompts; outputs are in the order of the prompts.
 
@@ -100,14 +106,15 @@ class LLM:
         for all, one per prompt, or None for the model's defaults. An invalid prompt raises and aborts the others, as
         prompts are checked while the first ones run. A request that fails (``finish_reason`` "error") raises after all
         others have ended, or is returned with ``.error`` set if ``errors`` is "return". Ctrl-C aborts all prompts; the
-        model stays usable.
+        model stays usable. ``lora_request``: the adapter of all prompts, or a list with one or None for each.
         """
         chosen = _one_of(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
         # A generator: `LocalClient.run` prepares later prompts while the first ones run.
+        adapters = self.adapters.choose(lora_request, len(chosen))
         jobs = (
-            self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority)
-            for prompt, p in zip(chosen, params, strict=True)
+            self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter)
+            for prompt, p, adapter in zip(chosen, params, adapters, strict=True)
         )
         return self._run(jobs, len(chosen), progress, errors)
 
@@ -155,18 +162,18 @@ class LLM:
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None, progress: bool = False,
+        truncate_prompt_tokens: int | None = None, progress: bool = False, lora_request: LoRARequests = None,
     ) -> list[list[float]]:
         """Embeddings of texts, in their order. ``dimensions`` keeps the first values of each, at unit length.
         ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's limit; None refuses them."""
         self._require("embed")
         encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress)
+        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress, lora_request)
         return [shorten(unpack_floats(packed), dimensions) for packed in results]
 
     def score(
         self, queries: str | list[str], documents: str | list[str], *, instruct: str | None = None,
-        truncate_prompt_tokens: int | None = None, progress: bool = False,
+        truncate_prompt_tokens: int | None = None, progress: bool = False, lora_request: LoRARequest | None = None,
     ) -> list[float]:
         """Relevance of each document to the query, or to the query at the same position. The number depends on the
         model: the score of a cross-encoder, the cosine of two embeddings, or, of a generative model, the probability
@@ -181,20 +188,30 @@ class LLM:
             )
         encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
         plan = plan_scores(list(zip(lefts, rights, strict=True)), encoder, instruct=instruct)
-        return plan.finish(self._read(plan.inputs, progress))
+        return plan.finish(self._read(plan.inputs, progress, lora_request))
 
     def classify(
         self, texts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
-        truncate_prompt_tokens: int | None = None, progress: bool = False,
+        truncate_prompt_tokens: int | None = None, progress: bool = False, lora_request: LoRARequests = None,
     ) -> list[dict[str, float]]:
         """The probability of each class by name, for each text; ``use_activation`` False returns raw logits."""
         pooling = self._require("classify")
         encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress)
+        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress, lora_request)
         activation = pooling.activation if use_activation else "identity"
         return [
             dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results
         ]
+
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str] | None = None, *,
+        tensors: bytes | Mapping[str, Any] | None = None, config: str | Mapping[str, Any] | None = None,
+        is_pinned: bool = False, replaces: bool = False
+    ) -> AdapterInfo:
+        """Load a LoRA adapter from ``path``, or from ``tensors`` by name and ``config``; see `OfflineAdapters.load`."""
+        return self.adapters.load(
+            name, path, tensors=tensors, config=config, is_pinned=is_pinned, replaces=replaces
+        )
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -224,8 +241,12 @@ class LLM:
             )
         return pooling
 
-    def _read(self, inputs: list[PoolingInput], progress: bool) -> list[bytes]:
-        jobs = (self._client.prepare(item.token_ids, item.spec) for item in inputs)
+    def _read(self, inputs: list[PoolingInput], progress: bool, lora_request: LoRARequests) -> list[bytes]:
+        adapters = self.adapters.choose(lora_request, len(inputs))
+        jobs = (
+            self._client.prepare(item.token_ids, item.spec, adapter=adapter)
+            for item, adapter in zip(inputs, adapters, strict=True)
+        )
         return [output.outputs[0].pooled or b"" for output in self._run(jobs, len(inputs), progress, "raise")]
 
     def _run(self, jobs: Iterable[Job], num_jobs: int, progress: bool, errors: str) -> list[GenerationOutput]:
@@ -246,6 +267,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         self._client = EngineClient(engine_config(model=_plain_name(model), **options))
+        self.adapters = AdapterCatalog(self._client)
+        """The LoRA adapters: loading and unloading them."""
         self._starting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> AsyncLLM:
@@ -274,15 +297,18 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-        priority: int = 0,
+        priority: int = 0, lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Complete one prompt; yields the whole output so far whenever it grows. Leaving the loop or cancelling it
-        aborts the request. Raises typed errors, also for failures midway."""
+        aborts the request. Raises typed errors, also for failures midway. ``lora_request``: the adapter to use, which
+        is loaded unless it is."""
         await self.start()
+        adapter = await self.adapters.make_ready(lora_request)
         plain, facts = _plain_prompt(prompt), self._client.facts
         assert facts is not None  # known once started
         (params,) = _params_for_each(sampling_params, 1, facts)
-        stream = self._client.submit(plain, params, request_id=request_id, priority=priority)
+        tags = RequestTags(adapter=adapter)
+        stream = self._client.submit(plain, params, request_id=request_id, priority=priority, tags=tags)
         text = plain if isinstance(plain, str) else None
         collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
         # Closed at once when the caller leaves the loop; the garbage collector would abort the request later.

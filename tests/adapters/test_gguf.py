@@ -14,7 +14,7 @@ import transformers
 
 from headrace.base.errors import HeadraceError
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
-from headrace.models.adapters.gguf import GgufBase
+from headrace.models.adapters.gguf import GgufForm
 from headrace.models.catalog import find_family
 
 PARTS = {
@@ -74,13 +74,13 @@ def test_a_converted_adapter_is_that_of_peft(tmp_path: Path, arch: str):
     heads = {"q": 4, "k": 2} if arch == "llama" else {}
     convert(wanted, sites, tmp_path / "a.gguf", alpha=6, arch=arch, heads=heads)
     family = find_family(type(model).__name__)
-    base = GgufBase(family.gguf_architectures, family.gguf_naming, 8)
-    found = rig.read(tmp_path / "a.gguf", sites, base=base)
+    form = GgufForm(family.gguf_architectures, family.gguf_naming, 8)
+    found = rig.read(tmp_path / "a.gguf", sites, gguf=form)
     assert found.rank == wanted.rank and found.modules == wanted.modules
     assert found.digest == wanted.digest
 
 
-BASE = GgufBase(("llama",), find_family("LlamaForCausalLM").gguf_naming, 8)
+FORM = GgufForm(("llama",), find_family("LlamaForCausalLM").gguf_naming, 8)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_wrong_file_is_refused(
     weights, sites = small
     convert(weights, sites, tmp_path / "a.gguf", **{"alpha": 6, "arch": "llama", **options})
     with pytest.raises(HeadraceError, match=message):
-        rig.read(tmp_path / "a.gguf", sites, base=BASE)
+        rig.read(tmp_path / "a.gguf", sites, gguf=FORM)
 
 
 def test_a_family_without_gguf(tmp_path: Path, small: tuple[AdapterWeights, AdapterSites]):
@@ -121,4 +121,4 @@ def test_a_family_without_gguf(tmp_path: Path, small: tuple[AdapterWeights, Adap
     for size in range(0, len(whole), 97):
         (tmp_path / "b.gguf").write_bytes(whole[:size])
         with pytest.raises(HeadraceError):
-            rig.read(tmp_path / "b.gguf", sites, base=BASE)
+            rig.read(tmp_path / "b.gguf", sites, gguf=FORM)

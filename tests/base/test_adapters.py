@@ -16,13 +16,17 @@ from headrace.base.errors import ConfigError
     ("sql=/data/sql", [LoRARequest("sql", "/data/sql")]),
     ("a=x  b=y=z", [LoRARequest("a", "x"), LoRARequest("b", "y=z")]),
     ('{"name": "a", "path": "with blank", "base_model_name": "b"}', [LoRARequest("a", "with blank")]),
+    ('{"name": "a", "path": "x"} {"name": "b", "path": "y z"}', [LoRARequest("a", "x"), LoRARequest("b", "y z")]),
     ('[{"name": "a", "path": "x"}, {"name": "b", "path": "y"}]', [LoRARequest("a", "x"), LoRARequest("b", "y")]),
 ])
 def test_modules_are_pairs_or_json(text: str, expected: list[LoRARequest]):
     assert AdapterConfig(lora_modules=text).modules == expected
 
 
-@pytest.mark.parametrize("text", ["a", "=x", "a=", "[", '[{"name": "a"}]', "[3]", "a=x a=y"])
+@pytest.mark.parametrize("text", [
+    "a", "=x", "a=", "[", '[{"name": "a"}]', "[3]", "a=x a=y", '{"name": "a", "path": 3}',
+    '{"name": "a", "path": "x"} b=y',
+])
 def test_modules_that_make_no_sense_are_refused(text: str):
     with pytest.raises(ConfigError, match="lora_modules"):
         AdapterConfig(lora_modules=text)

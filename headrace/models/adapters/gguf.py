@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from headrace.base.errors import AdapterError
+from headrace.base.errors import AdapterError, UnsupportedFeature
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterSites
 from headrace.layers.names import GgufNaming
+from headrace.layers.spec import AttentionSpec, DecoderSpec
 from headrace.models.adapters.naming import last_parts, list_names
+from headrace.models.family import Family
 from headrace.models.weights.gguf_file import GgufTensor, read_gguf_header
 from headrace.models.weights.gguf_naming import BLOCK_PARTS, GLOBAL_PARTS, NamedTensor, deinterleaved_rows
 from headrace.models.weights.gguf_tensors import read_tensors
@@ -26,18 +28,30 @@ _ENDINGS = (".lora_a", ".lora_b")
 
 
 @dataclass(frozen=True)
-class GgufBase:
-    """What converting the base model's family to GGUF does: its names of ``general.architecture``, the tensors' names
-    and row order, and the dims of a head."""
+class GgufForm:
+    """What converting a family's adapters to GGUF does: the values of ``general.architecture``, the tensors' names and
+    row order, and the dims of a head (0: rows keep their order)."""
 
     architectures: tuple[str, ...]
     naming: GgufNaming
-    head_dim: int
+    head_dim: int = 0
 
 
-def read_gguf_parts(path: Path, sites: AdapterSites, base: GgufBase) -> tuple[list[AdaptedPart], list[str]]:
+def find_gguf_form(family: Family, spec: Any) -> GgufForm | None:
+    """What GGUF adapters of a family are like; None if it reads no GGUF files."""
+    attention = spec.attention if isinstance(spec, DecoderSpec) else None
+    head_dim = attention.head_dim if isinstance(attention, AttentionSpec) else 0
+    is_ordered = head_dim or not family.gguf_naming.is_rotary_interleaved
+    if not family.gguf_architectures or not is_ordered:
+        return None
+    return GgufForm(family.gguf_architectures, family.gguf_naming, head_dim)
+
+
+def read_gguf_parts(path: Path, sites: AdapterSites, base: GgufForm | None) -> tuple[list[AdaptedPart], list[str]]:
     """The parts of a GGUF adapter, and the last parts of the names of adapted modules. Raises `AdapterError` or
     `WeightError`."""
+    if base is None:
+        raise UnsupportedFeature("the model's family reads no GGUF files; give a folder of PEFT", param="lora_path")
     header = read_gguf_header(path)
     alpha = _read_alpha(path, header.metadata, base)
     pairs: dict[str, dict[str, GgufTensor]] = {}
@@ -63,7 +77,7 @@ def read_gguf_parts(path: Path, sites: AdapterSites, base: GgufBase) -> tuple[li
     return parts, sorted({module.rpartition(".")[2] for module in targets.values() if module})
 
 
-def _read_alpha(path: Path, metadata: dict[str, Any], base: GgufBase) -> float:
+def _read_alpha(path: Path, metadata: dict[str, Any], base: GgufForm) -> float:
     """``adapter.lora.alpha``; 0 for a scale of 1."""
     architecture, alpha = metadata.get("general.architecture"), metadata.get("adapter.lora.alpha", 0.0)
     if metadata.get(KIND) != "adapter" or metadata.get("adapter.type") != "lora":
@@ -96,7 +110,7 @@ def _first_expert(name: str) -> str:
 
 
 def _read_pair(
-    name: str, module: str, pair: dict[str, GgufTensor], sites: AdapterSites, base: GgufBase, alpha: float
+    name: str, module: str, pair: dict[str, GgufTensor], sites: AdapterSites, base: GgufForm, alpha: float
 ) -> list[AdaptedPart]:
     stem, _, last = module.rpartition(".")
     own = [sites.sites[module]] if module in sites.sites else []

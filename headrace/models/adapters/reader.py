@@ -17,7 +17,7 @@ from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterSites
 from headrace.models.adapters.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
 from headrace.models.adapters.experts import read_experts
 from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, find_adapter
-from headrace.models.adapters.gguf import GgufBase, read_gguf_parts
+from headrace.models.adapters.gguf import GgufForm, read_gguf_parts
 from headrace.models.adapters.naming import LOW_RANK, SiteNames, group_tensors, last_parts, list_names
 from headrace.models.adapters.tensors import AdapterTensors, check_parts
 
@@ -36,24 +36,22 @@ class AdapterSource:
 
 
 def read_adapter(
-    source: AdapterSource, sites: AdapterSites, *, max_rank: int, base: GgufBase | None = None
+    source: AdapterSource, sites: AdapterSites, *, max_rank: int, gguf: GgufForm | None = None
 ) -> AdapterWeights:
-    """Read an adapter for a model with these sites; ``base``: what its GGUF files are like. Raises `AdapterError`,
+    """Read an adapter for a model with these sites; ``gguf``: what its GGUF files are like. Raises `AdapterError`,
     `UnsupportedFeature` or `ModelError`, which name the adapter and the field, module or tensor."""
     try:
-        return _read(source, sites, max_rank, base)
+        return _read(source, sites, max_rank, gguf)
     except HeadraceError as error:
         raise type(error)(
             f"adapter {source.name!r}: {error.message}", param=error.param or "lora_path"
         ) from error
 
 
-def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, base: GgufBase | None) -> AdapterWeights:
+def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufForm | None) -> AdapterWeights:
     path = find_adapter(source.path) if source.path else None
     if path is not None and path.suffix == ".gguf" and not path.is_dir():
-        if base is None:
-            raise UnsupportedFeature("the model's family reads no GGUF files; give a folder of PEFT", param="lora_path")
-        parts, modules = read_gguf_parts(path, sites, base)
+        parts, modules = read_gguf_parts(path, sites, gguf)
     else:
         config, tensors = _open(source, path)
         reader = _PeftReader(config, tensors, sites, max_rank)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
-
-import msgspec
 
 from headrace.base.admin import AdminCall, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
@@ -24,7 +22,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.balancing import RoutedRequest, create_policy
 from headrace.service.client.boards import Boards
 from headrace.service.client.outputs import ReplicaStatus
-from headrace.service.client.prompts import encode_prompt, new_request_id, open_request, with_seed
+from headrace.service.client.prompts import RequestTags, encode_prompt, new_request_id, open_request, with_seed
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Notices, Replica, Supervision
 from headrace.service.client.replicas import call_all, join_facts, join_memory, sum_stats
 from headrace.service.client.stream import Assembler, RequestStream
@@ -35,6 +33,7 @@ from headrace.service.tokenization.loading import open_tokenizer
 STATES = ("ready", "asleep", "restarting", "starting", "stopped")
 """States of replicas; the first that any of them has is the client's."""
 CACHE_CALLS = (ReleaseMemory, ReplaceWeights)
+NO_TAGS = RequestTags()
 
 
 class EngineClient:
@@ -58,6 +57,9 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         self.is_held = False
         """Whether new requests are refused as by a sleeping engine; set while it is put to sleep."""
+        self.on_restart: Callable[[Replica], None] = lambda _: None
+        """Called when a replica is ready again after its engine was restarted."""
+        self._started: set[int] = set()  # replicas that were ready once
         self._config = config
         self._policy = create_policy(config.parallel.data_parallel_policy) if count > 1 else None
         spawned = [*engines, *[None] * count]
@@ -170,9 +172,9 @@ class EngineClient:
         self, prompt: str | Sequence[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
         namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
-        origin: tuple[str, ...] = (),
+        tags: RequestTags = NO_TAGS,
     ) -> RequestStream:
-        """Check a request and send it to the engine. ``origin`` is as of `EngineRequest`. Raises typed errors:
+        """Check a request and send it to the engine. Raises typed errors:
         `RequestError` for what is wrong with it, `EngineUnavailable` when the engine takes none now. What the engine
         refuses (`QueueFull`) is the first delta."""
         facts = self._require_ready()
@@ -188,9 +190,7 @@ class EngineClient:
             request_id, prompt_ids, params, facts=facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
-        if origin:
-            requests = [msgspec.structs.replace(request, origin=origin) for request in requests]
-        return self.send(request_id, requests, assembler)
+        return self.send(request_id, tags.mark(requests), assembler)
 
     def send(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler) -> RequestStream:
         """Send the checked choices of a request to one engine: they share its prompt. Raises as `submit`."""
@@ -258,6 +258,10 @@ class EngineClient:
             self._boards.note_end(replica, self.replicas)
         if self._policy is not None and not replica.is_up:
             self._policy.forget(replica.index)
+        if replica.state == "ready":
+            if replica.index in self._started:
+                self.on_restart(replica)
+            self._started.add(replica.index)
         known = [one for one in self.replicas if one.facts is not None]
         if replica.is_up and len(known) == len(self.replicas):
             self.facts = join_facts([one.facts for one in known if one.facts])
@@ -291,7 +295,8 @@ class EngineClient:
         """A replica for the request, and how many prompt tokens it probably has cached."""
         if self._policy is None:
             return offered[0], 0
-        routed = RoutedRequest(request.prompt_token_ids, request.namespace)
+        # an adapter has a prefix cache of its own
+        routed = RoutedRequest(request.prompt_token_ids, f"{request.adapter}\0{request.namespace}")
         choice = self._policy.choose(routed, [replica.load for replica in offered])
         return self.replicas[choice.replica], choice.cached_len
 

@@ -17,7 +17,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.assembler import OutputAssembler, PooledAssembler
 from headrace.service.client.outputs import Collector
-from headrace.service.client.prompts import encode_prompt, open_request, with_seed
+from headrace.service.client.prompts import RequestTags, encode_prompt, open_request, with_seed
 from headrace.service.tokenization import Tokenizer
 from headrace.service.tokenization.loading import open_tokenizer
 
@@ -51,9 +51,10 @@ class JobMaker:
 
     def make(
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, facts: ModelFacts, *,
-        add_special_tokens: bool = True, priority: int = 0
+        add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
     ) -> Job:
-        """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
+        """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
+        one."""
         text = prompt if isinstance(prompt, str) else None
         makes_text = isinstance(params, SamplingParams) and params.detokenize
         tokenizer = self.tokenizer if text is not None or makes_text else None
@@ -64,6 +65,7 @@ class JobMaker:
         requests, assembler = open_request(
             request_id, ids, params, facts=facts, tokenizer=tokenizer, priority=priority
         )
+        requests = RequestTags(adapter=adapter).mark(requests)
         return Job(requests, assembler, Collector(request_id, text, ids, len(requests)))
 
 

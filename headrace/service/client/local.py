@@ -9,8 +9,11 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from headrace.base.adapters import AdapterCall, ListAdapters, LoadAdapter, PinAdapter, UnloadAdapter
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts, RequestOutput
@@ -108,10 +111,13 @@ class LocalClient:
 
     def prepare(
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
-        priority: int = 0
+        priority: int = 0, adapter: str = ""
     ) -> Job:
-        """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
-        return self._maker.make(prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority)
+        """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
+        one."""
+        return self._maker.make(
+            prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
+        )
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.
@@ -139,6 +145,21 @@ class LocalClient:
         """Forget all cached prefixes; False when some are in use and stayed."""
         with self._touch:
             return self._engine.reset_prefix_cache()
+
+    def administer(self, call: AdapterCall) -> Any:
+        """Make a call that concerns adapters, and wait for it; returns its result as builtins."""
+        with self._touch:
+            adapters = self._engine.adapters
+            match call:
+                case LoadAdapter():
+                    result: object = adapters.load(call)
+                case UnloadAdapter():
+                    result = adapters.unload(call)
+                case PinAdapter():
+                    result = adapters.pin(call)
+                case ListAdapters():
+                    result = adapters.describe_all()
+            return msgspec.to_builtins(result)
 
     def check(self) -> None:
         """Raise `AssertionError` when a page or row is not accounted for."""

@@ -9,6 +9,7 @@ import logging
 import random
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,6 +22,21 @@ from headrace.service.client.requests import build_pooling_request, build_reques
 from headrace.service.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTags:
+    """What a request carries beside its prompt and parameters: ``origin`` as of `EngineRequest`, and the name of its
+    adapter."""
+
+    origin: tuple[str, ...] = ()
+    adapter: str = ""
+
+    def mark(self, requests: list[EngineRequest]) -> list[EngineRequest]:
+        """The requests with these."""
+        if self == RequestTags():
+            return requests
+        return [msgspec.structs.replace(one, origin=self.origin, adapter=self.adapter) for one in requests]
 
 
 def new_request_id() -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
@@ -94,6 +96,8 @@ def _undo(method: Method, config: EngineConfig) -> Method | None:
             return AcquireMemory(parts)
         case StartProfile():
             return StopProfile()
+        case LoadAdapter(name, replaces=False):
+            return UnloadAdapter(name)
         case ReplaceWeights():
             return ReplaceWeights(config.model.model, config.model.load_format)
     return None
@@ -135,10 +139,23 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     # replicas that divide experts see the same loads
     experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
     speculation, host = _sum_speculation([one.speculation for one in stats]), _sum_tiers([one.host for one in stats])
-    return EngineStats(**sums, speculation=speculation, experts=experts, host=host)
+    adapters = _sum_adapters([one.adapters for one in stats])
+    return EngineStats(**sums, speculation=speculation, experts=experts, host=host, adapters=adapters)
 
 
 _NUMBERS = tuple(field.name for field in msgspec.structs.fields(EngineStats) if field.type is int)
+
+
+def _sum_adapters(stats: Sequence[AdapterStats]) -> AdapterStats:
+    """Each replica has loaded all adapters, and has its own of them on the device."""
+    running, waiting = (
+        sum((Counter(counts) for counts in every), Counter[str]())
+        for every in ([one.running for one in stats], [one.waiting for one in stats])
+    )
+    return AdapterStats(
+        max(one.num_loaded for one in stats), sum(one.num_resident for one in stats),
+        sum(one.loads_total for one in stats), sum(one.evictions_total for one in stats), dict(running), dict(waiting)
+    )
 
 
 def _sum_tiers(stats: Sequence[TierStats]) -> TierStats:

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from headrace.base.adapters import AdapterCall
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.adapters import LOADING_TIMEOUT_S
 from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
@@ -141,10 +143,13 @@ class ReplicatedClient:
 
     def prepare(
         self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
-        priority: int = 0
+        priority: int = 0, adapter: str = ""
     ) -> Job:
-        """Tokenize and check one prompt; raises `RequestError` naming what is wrong."""
-        return self._maker.make(prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority)
+        """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
+        one."""
+        return self._maker.make(
+            prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
+        )
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """As `LocalClient.run`; ``on_finish`` is called on another thread."""
@@ -167,6 +172,10 @@ class ReplicatedClient:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and stayed."""
         return self._await(self._client.reset_prefix_cache())
+
+    def administer(self, call: AdapterCall) -> Any:
+        """Make a call that concerns adapters on all replicas; returns the result of the first, as builtins."""
+        return self._await(self._client.control(call, timeout_s=LOADING_TIMEOUT_S))
 
     def check(self) -> None:
         """Raise `AssertionError` when a page or row is not accounted for."""

@@ -143,6 +143,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read_value(info: OptionInfo, text: Any) -> Any:
     """A flag's text converted to the option's type."""
+    if info.takes_many and isinstance(text, list):
+        return " ".join(text)
     if not isinstance(text, str) or info.type is str:
         return text
     if info.optional and text.lower() == "none":
@@ -252,8 +254,10 @@ def _add_flag(group: Any, info: OptionInfo) -> None:
     if info.type is bool:
         group.add_argument(*names, dest=info.name, action=argparse.BooleanOptionalAction, help=help_text)
     else:
-        action = "append" if info.type is list else "store"
-        group.add_argument(*names, dest=info.name, action=action, metavar=value_name(info), help=help_text)
+        action = "append" if info.type is list else "extend" if info.takes_many else "store"
+        name = value_name(info).removesuffix("...").rstrip()
+        count = "+" if info.takes_many else None
+        group.add_argument(*names, dest=info.name, action=action, nargs=count, metavar=name, help=help_text)
 
 
 def value_name(info: OptionInfo) -> str:

@@ -14,6 +14,7 @@ from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.openapi import document_handler
 from headrace.serving.http.pages import add_pages
 from headrace.serving.http.routes import (
+    adapters,
     admin,
     chat,
     completions,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 # Starlette tries routes in this order, so the busiest come first.
-_MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, native, control, admin)
+_MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, native, control, admin, adapters)
 ENDPOINTS = tuple(each for module in _MODULES for endpoint in module.ENDPOINTS for each in endpoint.expand())
 
 

@@ -23,6 +23,9 @@ _TOKENIZE, _DETOKENIZE = {"prompt": "The mill wheel turns."}, {"tokens": [504, 2
 _RERANK = {"query": "What turns a mill?", "documents": ["Water turns the wheel.", "Bread is baked."], "top_n": 1}
 _SCORE = {"text_1": "What turns a mill?", "text_2": ["Water turns the wheel.", "Bread is baked."]}
 _INPUT = {"input": ["The mill wheel turns."]}
+_ADAPTER_NAME = {"lora_name": "sql"}
+_ADAPTER = {"lora_name": "sql", "lora_path": "sql-lora"}
+_ADAPTER_TENSORS = {"lora_name": "sql", "tensors": "", "config_dict": {"r": 8, "lora_alpha": 16}}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16},
@@ -45,6 +48,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/detokenize": _DETOKENIZE, "/v1/detokenize": _DETOKENIZE,
     "/apply-template": {"messages": _MESSAGES},
     "/abort_request": {"abort_all": True},
+    "/v1/load_lora_adapter": _ADAPTER, "/load_lora_adapter": _ADAPTER,
+    "/v1/load_lora_adapter_from_tensors": _ADAPTER_TENSORS, "/load_lora_adapter_from_tensors": _ADAPTER_TENSORS,
+    "/v1/unload_lora_adapter": _ADAPTER_NAME, "/unload_lora_adapter": _ADAPTER_NAME,
 }
 """A small body of each route that takes one, by path."""
 
@@ -112,7 +118,15 @@ FIELDS = {
     "sampling_seed": "Another name of `seed`.",
     "deadline_s": "Seconds from arrival after which the request fails with 504.",
     # identity and scheduling
-    "model": "The served model's name; may be left out.",
+    "model": "The served model's name, or that of an adapter, also as `base:adapter`; may be left out.",
+    "lora_path": "The name of the LoRA adapter to use; elsewhere it is given as the model.",
+    "LoadAdapterRequest.lora_path": "Folder or GGUF file of the adapter, inside `--lora-folders`.",
+    "lora_name": "The adapter's name, by which requests choose it as their model.",
+    "lora_int_id": _WITHOUT_EFFECT,
+    "load_inplace": "Replace a loaded adapter of this name; running requests end with the old one.",
+    "pinned": "Keep the adapter on the device.",
+    "LoadTensorsRequest.tensors": "Content of adapter_model.safetensors, in base64.",
+    "config_dict": "Content of adapter_config.json.",
     "stream": "Send the response as it is made.",
     "stream_options": "What streams tell besides.",
     "include_usage": "Send token counts in a last chunk.",

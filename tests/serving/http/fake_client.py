@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, UnloadAdapter
 from headrace.base.admin import VITAL_PARTS, AcquireMemory, ReleaseMemory, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
@@ -26,6 +27,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
+from headrace.service.client.client import NO_TAGS
 from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 from headrace.service.client.prompts import open_request
 from headrace.service.client.requests import refuse_generation
@@ -197,6 +199,7 @@ class FakeClient:
     submitted: list[tuple[str, SamplingParams, str, int]] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     origins: list[tuple[str, ...]] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     last_stats: EngineStats = field(default_factory=EngineStats)
     default_sampling: dict[str, float] = field(default_factory=dict)
     is_flushable: bool = True
@@ -245,9 +248,10 @@ class FakeClient:
 
     def submit(
         self, prompt, params, *, request_id=None, namespace="", priority=0, deadline_s=None, add_special_tokens=True,
-        origin=(),
+        tags=NO_TAGS,
     ) -> RequestStream:
-        self.origins.append(origin)
+        self.origins.append(tags.origin)
+        self.adapters.append(tags.adapter)
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
         if isinstance(params, PoolingSpec):
@@ -389,6 +393,10 @@ class FakeClient:
             )
             self.is_held = self._is_held
             return sorted(self.released)
+        if isinstance(method, LoadAdapter | UnloadAdapter):
+            return msgspec.to_builtins(AdapterInfo(method.name, getattr(method, "path", ""), "d" * 64, 8, 2_000_000))
+        if isinstance(method, ListAdapters):
+            return [msgspec.to_builtins(AdapterInfo("sql", "sql", "d" * 64, 8, 2_000_000, modules=["q_proj"]))]
         return "a.trace.json" if isinstance(method, StopProfile) else None
 
     async def close(self, drain_s: float = 0.0) -> None:

@@ -3,7 +3,7 @@ Every API that answers conversations is converted to `ChatRequest` and comes thr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import msgspec
@@ -220,13 +220,14 @@ async def prepare_chat(
     """Render the conversation of ``body``, check it, and plan its output. ``fits``: ``max_tokens`` beyond the room
     in the context is lowered instead of refused. ``prompt_field`` is named in errors. Submits nothing. Raises typed
     errors for what cannot be served."""
-    context.check_request(body.model)
+    adapter = context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
-    return await compute(
+    chat = await compute(
         request,
         lambda: _prepare(request, context, body, params, id_prefix=id_prefix, fits=fits, prompt_field=prompt_field),
         size=render_size(body)
     )
+    return replace(chat, request=replace(chat.request, adapter=adapter))
 
 
 def _prepare(

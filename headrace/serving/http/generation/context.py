@@ -15,6 +15,7 @@ from headrace.base import VERSION
 from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of
 from headrace.serving.http.generation.background import BackgroundRuns
@@ -37,6 +38,8 @@ UNAVAILABLE = {
     "starting": "the model is still loading", "restarting": "the engine is restarting",
     "draining": "the server is shutting down",
 }
+MOST_NAMED = 8
+"""Adapters that an error lists."""
 DEFAULT_MODEL = "default"
 """Names the served model, whatever it is called."""
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
@@ -68,7 +71,7 @@ class AppContext:
     _formats: Formats | None = None
 
     def __post_init__(self) -> None:
-        self.admin = EngineAdmin(self.client)
+        self.admin, self.adapters = EngineAdmin(self.client), AdapterCatalog(self.client)
         self.tracing = open_tracing(self.operations)
         limit = self.operations.dump_limit_mib * 2**20
         self.dump = DumpFolder(self.operations.dump_requests, limit) if self.operations.dump_requests else None
@@ -127,18 +130,24 @@ class AppContext:
             reason += f" ({self.client.progress[0]})"
         raise EngineUnavailable(reason, retry_after=RETRY_AFTER_S)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ModelNotFound` for another model's name; None and "default" mean the served model. Raises
-        `EngineUnavailable` while the model loads and has no name yet."""
+    def check_model(self, name: str | None, *, field: str = "model") -> str:
+        """The adapter that a request names as its model, by its name or as ``base:name``; empty for the served model,
+        which None and "default" mean too. Raises `ModelNotFound` for another name, and `EngineUnavailable` while the
+        model loads and has no name yet."""
         if name and not self.model_name:
             self.facts()
-        if name and name not in (self.model_name, DEFAULT_MODEL):
-            raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
+        if not name or name in (self.model_name, DEFAULT_MODEL):
+            return ""
+        adapter = self.adapters.find(name, self.model_name)
+        if adapter is None:
+            served = ", ".join(repr(known) for known in (self.model_name, *self.adapters.names[:MOST_NAMED]))
+            raise ModelNotFound(f"the model {name!r} is not served here; {served} is", param=field)
+        return adapter
 
-    def check_request(self, model: str | None) -> None:
+    def check_request(self, model: str | None) -> str:
         """`check_available` and `check_model`."""
         self.check_available()
-        self.check_model(model)
+        return self.check_model(model)
 
     def formats(self) -> Formats:
         """The formats in which the served model writes tool calls and reasoning."""

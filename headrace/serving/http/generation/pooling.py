@@ -36,6 +36,11 @@ class PooledOutputs:
     generation: Generation
 
     @property
+    def model_name(self) -> str:
+        """The model that answered."""
+        return self.generation.model_name
+
+    @property
     def usage(self) -> PoolingUsage:
         """Prompt tokens of all texts."""
         prompt_tokens = self.generation.usage().prompt_tokens
@@ -103,8 +108,9 @@ async def run_pooling(
 ) -> PooledOutputs:
     """Submit all texts and wait for their results; when one is refused, none runs."""
     request_id = fields.request_id or fields.rid or new_request_id(id_prefix)
+    adapter = context_of(request).check_model(fields.model)
     generation, outputs = await collect_generation(request, GenerationRequest(
         request_id=request_id, prompts=[text.token_ids for text in texts], params=[text.spec for text in texts],
-        namespace=fields.cache_salt or "", priority=fields.priority or 0,
+        namespace=fields.cache_salt or "", priority=fields.priority or 0, adapter=adapter,
     ))
     return PooledOutputs(request_id, [output.outputs[0].pooled or b"" for output in outputs], generation)

@@ -19,6 +19,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import ChoiceDelta, Collector, GenerationOutput, first_error
 from headrace.service.client.prompts import (
+    RequestTags,
     encode_prompt,
     encode_prompt_begin,
     encode_prompt_end,
@@ -53,7 +54,7 @@ class GenerationRequest:
     ``discards_output``: the client wants prompt logprobs only; the engine must sample one token, which is removed.
     ``truncate``: keep at most this many tokens at the end of each prompt (at the begin if ``keeps_begin``); -1: as many
     as leave room for the output.
-    ``deadline_s``: seconds.
+    ``deadline_s``: seconds. ``adapter``: the one to use, empty for none.
     ``grammar_field`` returns the request field that holds the grammar, and ``prompt_field`` is that of the prompts, for
     errors.
     """
@@ -71,6 +72,7 @@ class GenerationRequest:
     keeps_begin: bool = False
     grammar_field: Callable[[], str] | None = None
     prompt_field: str = "prompt"
+    adapter: str = ""
 
     def ids(self) -> list[str]:
         """The id of each prompt's engine request."""
@@ -128,7 +130,12 @@ class Generation:
         is_first_close = self._context.running.pop(self.request.request_id, None) is not None
         tracing = self._context.tracing
         if is_first_close and self._span is not None and tracing is not None:
-            tracing.add_generation(self._span, self.request.request_id, self._context.model_name, self.timers)
+            tracing.add_generation(self._span, self.request.request_id, self.model_name, self.timers)
+
+    @property
+    def model_name(self) -> str:
+        """The model that answers, as clients call it: the adapter, else the served model."""
+        return self.request.adapter or self._context.model_name
 
     def usage(self) -> Usage:
         """Token counts so far."""
@@ -333,7 +340,7 @@ async def _submit_all(http_request: Request, request: GenerationRequest, *, is_d
             stream = context.client.submit(
                 prompt, params, request_id=request_id, namespace=request.namespace, priority=request.priority,
                 deadline_s=request.deadline_s, add_special_tokens=request.add_special_tokens,
-                origin=(*client, request.request_id),
+                tags=RequestTags((*client, request.request_id), request.adapter),
             )
             # if a later prompt is refused, or the task is cancelled in `sleep`
             undo.callback(stream.abort)

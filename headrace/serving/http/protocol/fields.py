@@ -222,7 +222,7 @@ REASONING = (
     "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or "
     "chat_template_kwargs"
 )
-ADAPTERS = "adapters are not supported yet"
+ADAPTERS = "name the adapter as the model, alone or as base:name"
 INTERNALS = "model internals are not returned"
 PLACEMENT = "requests cannot be placed by hand"
 

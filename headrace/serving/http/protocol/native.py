@@ -51,7 +51,7 @@ class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
 class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be single values or
     lists with one entry per prompt. ``logprob_start_len`` -1 returns logprobs of the output only.
-    ``token_ids_logprob``: tokens whose logprobs are told at every position."""
+    ``token_ids_logprob``: tokens whose logprobs are told at every position. ``lora_path``: the name of an adapter."""
 
     text: str | Annotated[list[str], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
@@ -65,6 +65,7 @@ class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_timings: bool | None = None
+    lora_path: ModelName | None = None
 
 
 class FinishReason(Struct):

@@ -235,7 +235,7 @@ class OllamaCard(Struct):
 
 
 class OllamaList(Struct):
-    """The served model."""
+    """The served model and its adapters."""
 
     models: list[OllamaCard]
 

@@ -64,7 +64,8 @@ PromptLogprobsJson = dict[str, PromptLogprob]
 
 
 class ModelCard(Struct):
-    """A served model and its ``task``."""
+    """A served model and its ``task``. An adapter has its ``parent``, the model that it changes; ``root`` is then its
+    path."""
 
     id: str
     created: int
@@ -73,6 +74,7 @@ class ModelCard(Struct):
     task: Literal["generate", "embed", "classify"] = "generate"
     object: Literal["model"] = "model"
     owned_by: str = "headrace"
+    parent: str | None = None
 
 
 class ModelList(Struct):

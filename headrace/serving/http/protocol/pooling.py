@@ -175,7 +175,7 @@ class RerankResponse(Struct):
 
 
 class EncodeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """SGLang's form: one text or a batch, as ``text`` or ``input_ids``."""
+    """SGLang's form: one text or a batch, as ``text`` or ``input_ids``. ``lora_path``: the name of an adapter."""
 
     text: str | Texts | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
@@ -184,6 +184,7 @@ class EncodeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     rid: RequestId | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    lora_path: ModelName | None = None
 
 
 class EncodeInfo(Struct):

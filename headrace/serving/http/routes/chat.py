@@ -131,7 +131,7 @@ class ChatEvents(Events):
     ):
         self._generation = generation
         self._plan = plan
-        self._model, self._fingerprint = context.model_name, context.system_fingerprint
+        self._model, self._fingerprint = generation.model_name, context.system_fingerprint
         self._names = names
         self._created = int(time.time())
         self._choices: dict[int, _ChoiceReader] = {}
@@ -212,7 +212,7 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
         return await start_stream(request, chat.request, lambda g: ChatEvents(body, g, plan, context, names))
     generation, (output,) = await collect_generation(request, chat.request)
     return await generation.respond(lambda: ChatCompletion(
-        id=chat.request.request_id, created=int(time.time()), model=context.model_name,
+        id=chat.request.request_id, created=int(time.time()), model=generation.model_name,
         choices=[whole_choice(c, plan, names, has_ids=bool(body.return_token_ids)) for c in output.outputs],
         usage=generation.usage(), system_fingerprint=context.system_fingerprint,
         prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, names) if output.prompt_logprobs else UNSET,

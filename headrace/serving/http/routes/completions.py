@@ -76,7 +76,7 @@ async def _surround_gap(
 async def create_completion(request: Request) -> JsonResponse | EventStream:
     """Continue prompts."""
     context, body = await read_request(request, BODY)
-    context.check_request(body.model)
+    adapter = context.check_request(body.model)
     check_stream_options(body)
     prompts = split_inputs(body.prompt, context.server.max_batch_prompts, "prompt", noun="prompts")
     if body.suffix:
@@ -86,7 +86,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         params=[_params(body, context)] * len(prompts), namespace=body.cache_salt or "", priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=body.add_special_tokens is not False,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
-        discards_output=body.max_tokens == 0,
+        discards_output=body.max_tokens == 0, adapter=adapter,
         grammar_field=lambda: grammar_field(body),
     )
     if body.stream:
@@ -94,7 +94,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     generation, outputs = await collect_generation(request, generation_request)
     writer = ChoiceWriter(body, generation, context)
     return await generation.respond(lambda: Completion(
-        id=generation_request.request_id, created=int(time.time()), model=context.model_name,
+        id=generation_request.request_id, created=int(time.time()), model=generation.model_name,
         choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
         usage=generation.usage(), system_fingerprint=context.system_fingerprint,
         timings=generation.timings() if body.return_timings else UNSET,
@@ -177,7 +177,7 @@ class CompletionEvents(Events):
 
     def __init__(self, body: CompletionRequest, generation: Generation, context: AppContext):
         self._generation = generation
-        self._model, self._fingerprint = context.model_name, context.system_fingerprint
+        self._model, self._fingerprint = generation.model_name, context.system_fingerprint
         self._writer = ChoiceWriter(body, generation, context)
         self._created = int(time.time())
         self._has_usage, self._has_running_usage = check_stream_options(body)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base import VERSION
+from headrace.base.adapters import LoRARequest
 from headrace.base.config import flatten
 from headrace.base.errors import EngineUnavailable, RequestError
 from headrace.base.messages import EngineStats
@@ -114,7 +115,10 @@ async def show_metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
     context = context_of(request)
     stats = await current_stats(context)
-    text = context.metrics.render(stats, context.client.statuses, is_ready=context.is_ready)
+    text = context.metrics.render(
+        stats, context.client.statuses, is_ready=context.is_ready,
+        num_slots=context.client.config.adapters.num_slots,
+    )
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -131,17 +135,26 @@ def _card(context: AppContext) -> ModelCard:
     )
 
 
+def _adapter_card(context: AppContext, adapter: LoRARequest) -> ModelCard:
+    base = _card(context)
+    return msgspec.structs.replace(base, id=adapter.name, root=adapter.path or adapter.name, parent=base.id)
+
+
 async def list_models(request: Request) -> JsonResponse:
-    """The served model, as a list."""
-    return JsonResponse(ModelList([_card(context_of(request))]))
+    """The served model and its adapters."""
+    context = context_of(request)
+    return JsonResponse(ModelList([
+        _card(context), *(_adapter_card(context, adapter) for adapter in context.adapters.loaded)
+    ]))
 
 
 async def show_model(request: Request) -> JsonResponse:
     """One model; names may contain slashes."""
     context = context_of(request)
     card = _card(context)
-    context.check_model(request.path_params["model"])
-    return JsonResponse(card)
+    name = context.check_model(request.path_params["model"])
+    adapter = next((one for one in context.adapters.loaded if one.name == name), None)
+    return JsonResponse(card if adapter is None else _adapter_card(context, adapter))
 
 
 async def abort_request(request: Request) -> JsonResponse:

@@ -299,9 +299,9 @@ async def create_message(request: Request) -> JsonResponse | EventStream:
     converted = await compute(request, lambda: convert_request(body))
     chat = await prepare_chat(request, context, converted, id_prefix="msg_", fits=True)
     if body.stream:
-        return await start_stream(request, chat.request, lambda g: MessageEvents(g, chat, context.model_name))
+        return await start_stream(request, chat.request, lambda g: MessageEvents(g, chat, g.model_name))
     generation, (output,) = await collect_generation(request, chat.request)
-    return JsonResponse(whole_message(context.model_name, output.outputs[0], chat, generation.usage()))
+    return JsonResponse(whole_message(generation.model_name, output.outputs[0], chat, generation.usage()))
 
 
 async def count_tokens(request: Request) -> JsonResponse:

@@ -100,6 +100,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     """Continue one prompt or a batch."""
     context, body = await read_request(request, BODY)
     context.check_available()
+    adapter = context.check_model(body.lora_path, field="lora_path")
     for name, value in (("top_logprobs_num", body.top_logprobs_num), ("token_ids_logprob", body.token_ids_logprob)):
         if value and not body.return_logprob:
             raise RequestError(f"{name} needs return_logprob to be true", param=name)
@@ -115,7 +116,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     generation_request = GenerationRequest(
         request_id=request_id, prompts=prompts, params=params, stream_ids=stream_ids,
         namespace="/".join(filter(None, (body.cache_salt, body.extra_key))), priority=body.priority or 0,
-        deadline_s=body.deadline_s, discards_output=_discards_output(sampling),
+        deadline_s=body.deadline_s, discards_output=_discards_output(sampling), adapter=adapter,
         grammar_field=lambda: next(filter(None, (grammar_field(s, within=WITHIN) for s in sampling)), ""),
     )
     is_list = is_batch or any(p.n > 1 for p in params)

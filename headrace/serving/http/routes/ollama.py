@@ -258,28 +258,36 @@ def _details(facts: ModelFacts) -> wire.OllamaDetails:
     return wire.OllamaDetails(facts.family, [facts.family], f"{facts.num_parameters / 1e9:.1f}B", facts.dtype)
 
 
-def _card(context: AppContext, facts: ModelFacts) -> wire.OllamaCard:
-    name, size = context.model_name, sum(line.num_bytes for line in context.client.memory if line.name == "weights")
+def _cards(context: AppContext, facts: ModelFacts) -> list[wire.OllamaCard]:
+    """The served model and its adapters."""
+    return [_card(context, facts, name) for name in (context.model_name, *context.adapters.names)]
+
+
+def _card(context: AppContext, facts: ModelFacts, name: str) -> wire.OllamaCard:
+    size = sum(line.num_bytes for line in context.client.memory if line.name == "weights")
     # Clients compare digests to find out whether a model has changed; the weights are not hashed.
     digest = hashlib.sha256(name.encode()).hexdigest()
     return wire.OllamaCard(name, name, format_time(context.created), size, digest, _details(facts))
 
 
 async def list_tags(request: Request) -> JsonResponse:
-    """The served model."""
+    """The served model and its adapters."""
     context = context_of(request)
-    return JsonResponse(wire.OllamaList([_card(context, context.facts())]))
+    return JsonResponse(wire.OllamaList(_cards(context, context.facts())))
 
 
 async def list_running(request: Request) -> JsonResponse:
-    """The served model, as one that stays loaded."""
+    """The served model and its adapters, which stay loaded."""
     context = context_of(request)
     facts = context.facts()
-    card, size = _card(context, facts), sum(line.num_bytes for line in context.client.memory if line.name != "free")
-    return JsonResponse(wire.OllamaRunningList([wire.OllamaRunning(
-        card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE,
-        size_vram=0 if facts.device == "cpu" else size, context_length=facts.max_model_len,
-    )]))
+    size = sum(line.num_bytes for line in context.client.memory if line.name != "free")
+    return JsonResponse(wire.OllamaRunningList([
+        wire.OllamaRunning(
+            card.name, card.model, size, card.digest, card.details, expires_at=FAR_FUTURE,
+            size_vram=0 if facts.device == "cpu" else size, context_length=facts.max_model_len,
+        )
+        for card in _cards(context, facts)
+    ]))
 
 
 async def show(request: Request) -> JsonResponse:
@@ -314,7 +322,7 @@ async def _embed(request: Request, body: wire.OllamaEmbedRequest) -> wire.Ollama
     check_amount(len(texts), context.server.max_batch_prompts, "input")
     encoder = encoder_for(request, None if body.truncate is False else -1)
     inputs = await tokenize(request, lambda: [encoder.encode(text) for text in texts], texts)
-    outputs = await run_pooling(request, inputs, PoolingFields(), "ollama-")
+    outputs = await run_pooling(request, inputs, PoolingFields(model=plain_name(body.model)), "ollama-")
     vectors = [shorten(unpack_floats(packed), body.dimensions) for packed in outputs.packed]
     return wire.OllamaEmbeddings(body.model, vectors, time.perf_counter_ns() - began, 0, outputs.usage.prompt_tokens)
 

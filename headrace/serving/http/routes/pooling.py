@@ -14,7 +14,7 @@ from starlette.requests import Request
 from headrace.base.errors import RequestError
 from headrace.base.pooling import PoolingSpec, pack_floats, unpack_floats
 from headrace.service.client.pooling import PoolingInput, activate, plan_scores, shorten
-from headrace.serving.http.generation.context import context_of, read_request
+from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.pooling import (
     PooledOutputs,
     check_amount,
@@ -67,7 +67,7 @@ async def create_embeddings(request: Request) -> JsonResponse:
 
     data = [wire.Embedding(i, write(packed)) for i, packed in enumerate(outputs.packed)]
     created = int(time.time())
-    return JsonResponse(wire.EmbeddingResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
+    return JsonResponse(wire.EmbeddingResponse(outputs.request_id, created, outputs.model_name, data, outputs.usage))
 
 
 async def encode(request: Request) -> JsonResponse:
@@ -81,7 +81,7 @@ async def encode(request: Request) -> JsonResponse:
     inputs = split_inputs(given, context.server.max_batch_prompts, param)
     encoder = encoder_for(request, body.truncate_prompt_tokens)
     encoded = await tokenize(request, lambda: [encoder.encode(text) for text in inputs], inputs)
-    fields = wire.PoolingFields(rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
+    fields = wire.PoolingFields(model=body.lora_path, rid=body.rid, priority=body.priority, cache_salt=body.cache_salt)
     outputs = await run_pooling(request, encoded, fields, "enc-")
     generation = outputs.generation
     results = [
@@ -121,7 +121,7 @@ async def rerank(request: Request) -> JsonResponse:
     ranked = [
         wire.Ranked(i, scores[i], wire.Document(text=texts[i]) if has_documents else UNSET) for i in best
     ]
-    return JsonResponse(wire.RerankResponse(outputs.request_id, context.model_name, ranked, outputs.usage))
+    return JsonResponse(wire.RerankResponse(outputs.request_id, outputs.model_name, ranked, outputs.usage))
 
 
 async def score(request: Request) -> JsonResponse:
@@ -133,7 +133,7 @@ async def score(request: Request) -> JsonResponse:
         return await _score_labels(request, body, limit)
     scores, outputs = await _score(request, _pairs(body, limit), body, instruct=body.instruct, id_prefix="score-")
     data, created = [wire.Score(i, value) for i, value in enumerate(scores)], int(time.time())
-    return JsonResponse(wire.ScoreResponse(outputs.request_id, created, context.model_name, outputs.usage, data=data))
+    return JsonResponse(wire.ScoreResponse(outputs.request_id, created, outputs.model_name, outputs.usage, data=data))
 
 
 def _pairs(body: wire.ScoreRequest, limit: int) -> list[tuple[str, str]]:
@@ -159,7 +159,7 @@ def _pairs(body: wire.ScoreRequest, limit: int) -> list[tuple[str, str]]:
 
 async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -> JsonResponse:
     """Probabilities of label tokens after query and item (SGLang's form)."""
-    context, query, given = context_of(request), body.query, body.items
+    query, given = body.query, body.items
     if query is None or given is None or not body.label_token_ids:
         raise RequestError("query, items and label_token_ids go together", param="label_token_ids")
     items: list[Prompt] = [given] if isinstance(given, str) else list(given)
@@ -179,7 +179,7 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
     logprobs = [unpack_floats(packed) for packed in outputs.packed]
     scores = [activate(row, "softmax") if body.apply_softmax else [math.exp(x) for x in row] for row in logprobs]
     return JsonResponse(wire.ScoreResponse(
-        outputs.request_id, int(time.time()), context.model_name, outputs.usage, scores=scores, object="scoring"
+        outputs.request_id, int(time.time()), outputs.model_name, outputs.usage, scores=scores, object="scoring"
     ))
 
 
@@ -198,7 +198,7 @@ async def classify(request: Request) -> JsonResponse:
         label = facts.labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append(wire.Classification(index, label, probs, len(probs)))
     created = int(time.time())
-    return JsonResponse(wire.ClassifyResponse(outputs.request_id, created, context.model_name, data, outputs.usage))
+    return JsonResponse(wire.ClassifyResponse(outputs.request_id, created, outputs.model_name, data, outputs.usage))
 
 
 ENDPOINTS = (

@@ -67,13 +67,23 @@ TIER_COUNTERS = {
     "late_total": ("late_requests", "Requests that computed because copies from it took too long."),
 }
 
+ADAPTER_GAUGES = {
+    "num_loaded": ("adapters_loaded", "Adapters that requests may name."),
+    "num_resident": ("pool_slots_used", "Adapters on the device."),
+}
+ADAPTER_COUNTERS = {
+    "loads_total": ("loads", "Times an adapter was put on the device."),
+    "evictions_total": ("evictions", "Times an adapter had to leave the device for another."),
+}
+
 
 class EngineCollector(Collector):
     """Engine statistics as metrics, summed and by replica. ``stats`` and ``replicas`` are the latest snapshot;
-    `Metrics.render` sets them before each scrape."""
+    `Metrics.render` sets them before each scrape. ``num_adapter_slots``: 0 where no adapters are served."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
+        self.num_adapter_slots = 0
         self.replicas: list[ReplicaStatus] = [ReplicaStatus(0, "starting", EngineStats())]
 
     def collect(self) -> Iterable[Metric]:
@@ -93,6 +103,7 @@ class EngineCollector(Collector):
         yield from self._collect_speculation()
         yield from self._collect_experts()
         yield from self._collect_tiers()
+        yield from self._collect_adapters()
         yield from self._collect_replicas()
 
     def _collect_replicas(self) -> Iterable[Metric]:
@@ -124,6 +135,30 @@ class EngineCollector(Collector):
             by_position.add_metric((str(position),), count)
         yield by_position
 
+    def _collect_adapters(self) -> Iterable[Metric]:
+        stats = self.stats.adapters
+        for name, (metric, doc) in ADAPTER_GAUGES.items():
+            yield GaugeMetricFamily(f"headrace_lora_{metric}", doc, value=getattr(stats, name))
+        yield GaugeMetricFamily(
+            "headrace_lora_pool_slots", "Adapters that the device has room for.", value=self.num_adapter_slots
+        )
+        for name, (metric, doc) in ADAPTER_COUNTERS.items():
+            yield CounterMetricFamily(f"headrace_lora_{metric}", doc, value=getattr(stats, name))
+        # as vLLM: names in labels, the time as value
+        info = GaugeMetricFamily(
+            "headrace_lora_requests_info", "Adapters with running and with waiting requests; the value is the time.",
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        )
+        names = [",".join(sorted(counts)) for counts in (stats.running, stats.waiting)]
+        info.add_metric((str(self.num_adapter_slots), *names), time.time())
+        yield info
+        by_adapter = GaugeMetricFamily(
+            "headrace_lora_requests", "Requests of an adapter, running or waiting.", labels=("adapter", "state")
+        )
+        for state, counts in (("running", stats.running), ("waiting", stats.waiting)):
+            for adapter, count in sorted(counts.items()):
+                by_adapter.add_metric((adapter, state), count)
+        yield by_adapter
 
     def _collect_tiers(self) -> Iterable[Metric]:
         for name, (metric, doc) in {**TIER_GAUGES, **TIER_COUNTERS}.items():
@@ -216,9 +251,11 @@ class Metrics:
         self.registry.register(made)
         return made
 
-    def render(self, stats: EngineStats, replicas: list[ReplicaStatus], *, is_ready: bool) -> bytes:
-        """The metrics in Prometheus text format."""
-        self.engine.stats, self.engine.replicas = stats, replicas
+    def render(
+        self, stats: EngineStats, replicas: list[ReplicaStatus], *, is_ready: bool, num_slots: int = 0
+    ) -> bytes:
+        """The metrics in Prometheus text format. ``num_slots``: of adapters on the device."""
+        self.engine.stats, self.engine.replicas, self.engine.num_adapter_slots = stats, replicas, num_slots
         self.ready.set(is_ready)
         return generate_latest(self.registry)
 

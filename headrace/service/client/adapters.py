@@ -1,0 +1,176 @@
+"""`AdapterCatalog`: the LoRA adapters of a client's engines by name, and loading and unloading them. Torch-free.
+
+Refuses: reading adapters (the engines do that).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, LoRARequest, UnloadAdapter
+from headrace.base.errors import Conflict, EngineUnavailable, HeadraceError, NotFound, RequestError, UnsupportedFeature
+from headrace.models.adapters.finding import find_allowed
+
+if TYPE_CHECKING:
+    from headrace.service.client.client import EngineClient
+    from headrace.service.client.replica import Replica
+
+MAX_NAME = 256
+LOADING_TIMEOUT_S = 600.0
+RETRY_AFTER_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+def check_name(name: str, taken: Iterable[str] = ()) -> str:
+    """The name of an adapter; raises `RequestError` for one that a request could not give, or that is another's."""
+    if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        raise RequestError(
+            f"the name of an adapter is printable text of at most {MAX_NAME} characters, got {name[:80]!r}",
+            param="lora_name"
+        )
+    if name in taken:
+        raise Conflict(f"{name!r} is the served model's own name; choose another for the adapter", param="lora_name")
+    return name
+
+
+class AdapterCatalog:
+    """What adapters requests may name. Those of ``lora_modules`` are known from the start; others are loaded and
+    unloaded on all replicas at once, one after another. A replica that was restarted gets the ones that were loaded
+    from a path again; those that were loaded from tensors are gone."""
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+        self._turn = asyncio.Lock()
+        self._known: dict[str, LoRARequest] = {module.name: module for module in client.config.adapters.modules}
+        self._static = frozenset(self._known)
+        self._from_tensors: dict[str, tuple[int | None, ...]] = {}  # by name: the engines' process ids
+        self._reloading: set[asyncio.Task[None]] = set()
+        client.on_restart = self._begin_reload
+
+    @property
+    def loaded(self) -> list[LoRARequest]:
+        """The adapters that requests may name, in the order in which they were loaded."""
+        pids = self._client.engine_pids
+        for name, own in list(self._from_tensors.items()):
+            if own != pids and None not in pids:  # a restarted engine does not have it
+                logger.warning("adapter %r was loaded from tensors and went with its engine; load it again", name)
+                self._forget(name)
+        return list(self._known.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return [adapter.name for adapter in self.loaded]
+
+    def find(self, name: str, base: str) -> str | None:
+        """The adapter that a request's ``model`` names: ``name``, or ``base:name``; None for another name. Raises
+        `EngineUnavailable` while adapters are loaded again after a restart."""
+        known = set(self.names)
+        for wanted in (name, name.removeprefix(f"{base}:")):
+            if wanted in known:
+                if self._reloading and wanted not in self._static:
+                    raise EngineUnavailable(f"adapter {wanted!r} is being loaded again", retry_after=RETRY_AFTER_S)
+                return wanted
+        return None
+
+    async def load(
+        self, name: str, path: str, *, own_name: str = "", is_pinned: bool = False, replaces: bool = False,
+        is_trusted: bool = False
+    ) -> AdapterInfo:
+        """Load an adapter from one of the allowed folders, or with ``is_trusted`` from anywhere. ``own_name``: the
+        served model's. Raises `Conflict` for a name that is taken unless ``replaces``, `NotFound`, `RequestError`."""
+        self._require_enabled()
+        check_name(name, (own_name,))
+        folders = self._client.config.adapters.folders
+        async with self._turn:
+            self._check_free(name, replaces)
+            found = path if is_trusted else await asyncio.to_thread(find_allowed, path, folders)
+            return await self._send(LoadAdapter(name, found, is_pinned, replaces), LoRARequest(name, path), found)
+
+    async def load_tensors(
+        self, name: str, tensors: bytes, config: str, *, own_name: str = "", is_pinned: bool = False,
+        replaces: bool = False
+    ) -> AdapterInfo:
+        """Load an adapter from the bytes of adapter_model.safetensors and the text of adapter_config.json."""
+        self._require_enabled()
+        check_name(name, (own_name,))
+        async with self._turn:
+            self._check_free(name, replaces)
+            call = LoadAdapter(name, "", is_pinned, replaces, tensors, config)
+            info = await self._send(call, LoRARequest(name), "")
+            self._from_tensors[name] = self._client.engine_pids
+            return info
+
+    async def make_ready(self, request: LoRARequest | None) -> str:
+        """The name of the adapter to use, which is loaded from its path unless it is; empty for None."""
+        if request is None:
+            return ""
+        if request.name not in self.names:
+            if not request.path:
+                raise NotFound(f"no adapter {request.name!r} is loaded; give its path", param="lora_request")
+            with contextlib.suppress(Conflict):  # another request has loaded it meanwhile
+                await self.load(request.name, request.path, is_trusted=True)
+        return request.name
+
+    async def unload(self, name: str) -> AdapterInfo:
+        """Refuse new requests for an adapter, and free it when those that run have ended. Raises `NotFound`."""
+        self._require_enabled()
+        async with self._turn:
+            if name not in self.names:
+                raise NotFound(f"no adapter {name!r} is loaded", param="lora_name")
+            info = msgspec.convert(await self._client.control(UnloadAdapter(name)), AdapterInfo)
+            self._forget(name)
+            return info
+
+    async def describe(self) -> list[AdapterInfo]:
+        """What the engines say of the loaded adapters."""
+        self._require_enabled()
+        return msgspec.convert(await self._client.control(ListAdapters()), list[AdapterInfo])
+
+    def _forget(self, name: str) -> None:
+        self._known.pop(name, None)
+        self._from_tensors.pop(name, None)
+
+    def _require_enabled(self) -> None:
+        if not self._client.config.adapters.enable_lora:
+            raise UnsupportedFeature("adapters are not served: start with --enable-lora", param="lora_name")
+
+    def _check_free(self, name: str, replaces: bool) -> None:
+        if not replaces and name in self.names:
+            raise Conflict(
+                f"an adapter {name!r} is loaded; unload it first, or send load_inplace: true to replace it",
+                param="lora_name"
+            )
+
+    async def _send(self, call: LoadAdapter, request: LoRARequest, path: str) -> AdapterInfo:
+        result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+        self._from_tensors.pop(call.name, None)
+        self._known[call.name] = LoRARequest(request.name, path or request.path)
+        return msgspec.convert(result, AdapterInfo)
+
+    def _begin_reload(self, replica: Replica) -> None:
+        calls = [
+            LoadAdapter(adapter.name, adapter.path, replaces=True) for adapter in self._known.values()
+            if adapter.name not in self._static and adapter.name not in self._from_tensors
+        ]
+        if calls:
+            task = asyncio.get_running_loop().create_task(self._reload(replica, calls), name="adapter-reload")
+            self._reloading.add(task)
+            task.add_done_callback(self._reloading.discard)
+
+    async def _reload(self, replica: Replica, calls: list[LoadAdapter]) -> None:
+        for call in calls:
+            try:
+                await replica.call(call.method, msgspec.to_builtins(call), LOADING_TIMEOUT_S)
+            except EngineUnavailable:
+                return  # it is gone again; the next one is told
+            except HeadraceError as error:
+                logger.warning("adapter %r could not be loaded again and is gone: %s", call.name, error)
+                self._forget(call.name)

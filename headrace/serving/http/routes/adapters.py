@@ -1,0 +1,81 @@
+"""Routes that load and unload LoRA adapters, under the names of vLLM and SGLang. All are guarded by `AdminGate`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+
+from headrace.base.adapters import AdapterInfo
+from headrace.serving.http.generation.context import AppContext, context_of, read_request
+from headrace.serving.http.protocol import adapters as wire
+from headrace.serving.http.transport.endpoint import Endpoint, JsonBody, post
+from headrace.serving.http.transport.errors import JsonResponse
+
+LOAD_BODY, UNLOAD_BODY = JsonBody(wire.LoadAdapterRequest), JsonBody(wire.UnloadAdapterRequest)
+TENSORS_BODY = JsonBody(wire.LoadTensorsRequest)
+LOAD_ERRORS = (401, 403, 404, 408, 409, 413, 415, 503)
+
+
+async def load(request: Request) -> JsonResponse:
+    """Load an adapter from one of the allowed folders."""
+    context, body = await read_request(request, LOAD_BODY)
+    context.check_available()
+    info = await context.adapters.load(
+        body.lora_name, body.lora_path, own_name=context.model_name, is_pinned=bool(body.pinned),
+        replaces=bool(body.load_inplace),
+    )
+    return _loaded(context, info)
+
+
+async def load_tensors(request: Request) -> JsonResponse:
+    """Load an adapter from its content."""
+    context, body = await read_request(request, TENSORS_BODY)
+    context.check_available()
+    config = msgspec.json.encode(body.config_dict).decode()
+    info = await context.adapters.load_tensors(
+        body.lora_name, body.tensors, config, own_name=context.model_name, is_pinned=bool(body.pinned),
+        replaces=bool(body.load_inplace),
+    )
+    return _loaded(context, info)
+
+
+def _loaded(context: AppContext, info: AdapterInfo) -> JsonResponse:
+    message = f"LoRA adapter {info.name!r} is loaded: rank {info.rank}, {info.num_bytes / 1e6:.1f} MB"
+    return JsonResponse(wire.AdapterResponse(True, message, info))
+
+
+async def unload(request: Request) -> JsonResponse:
+    """Refuse new requests for an adapter, and free it when those that run have ended."""
+    context, body = await read_request(request, UNLOAD_BODY)
+    context.check_available()
+    info = await context.adapters.unload(body.lora_name)
+    waits = f", when its {info.num_requests} requests have ended" if info.num_requests else ""
+    return JsonResponse(wire.AdapterResponse(True, f"LoRA adapter {info.name!r} is unloaded{waits}", info))
+
+
+async def show(request: Request) -> JsonResponse:
+    """The loaded adapters."""
+    context = context_of(request)
+    context.check_available()
+    return JsonResponse(wire.AdapterList(await context.adapters.describe()))
+
+
+ENDPOINTS = (
+    post(
+        "/v1/load_lora_adapter", load, "admin", "Load a LoRA adapter from a folder.", wire.AdapterResponse,
+        body=LOAD_BODY, errors=LOAD_ERRORS, is_admin=True, aliases=("/load_lora_adapter",)
+    ),
+    post(
+        "/v1/load_lora_adapter_from_tensors", load_tensors, "admin", "Load a LoRA adapter from its content.",
+        wire.AdapterResponse, body=TENSORS_BODY, errors=LOAD_ERRORS, is_admin=True,
+        aliases=("/load_lora_adapter_from_tensors",)
+    ),
+    post(
+        "/v1/unload_lora_adapter", unload, "admin", "Unload a LoRA adapter.", wire.AdapterResponse, body=UNLOAD_BODY,
+        errors=LOAD_ERRORS, is_admin=True, aliases=("/unload_lora_adapter",)
+    ),
+    Endpoint(
+        "/v1/lora_adapters", show, "admin", "List the loaded LoRA adapters.", wire.AdapterList,
+        errors=(400, 401, 403, 503), is_admin=True
+    ),
+)
