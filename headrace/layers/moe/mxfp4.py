@@ -57,8 +57,8 @@ class Mxfp4Linear(EncodedWeight):
             )
             for columns in (in_features // 2, in_features // MXFP4_BLOCK)  # two codes to a byte, a scale per block
         )
+        self.is_packed, self.has_bytes = False, False
         self._view: DeviceCodes | None = None
-        self.unpack()
         self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=out_features))
 
     def pack(self) -> DeviceCodes:
@@ -84,7 +84,7 @@ class Mxfp4Linear(EncodedWeight):
 
     def unpack(self) -> None:
         """Called before codes and scales are filled again."""
-        self.is_packed = self.has_bytes = False
+        self.is_packed, self.has_bytes = False, False
         self._view = None
 
     @property
