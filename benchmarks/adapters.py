@@ -99,7 +99,8 @@ def measure_cold(engine: Engine, read: ReadAdapter, vocab_size: int) -> None:
             loaded = time.perf_counter() - began
             times.append((loaded, run(engine, prompt, [1], [f"cold{turn}"])))
     for loaded, first in times:
-        told = (f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("read", loaded), ("first", first), ("base", base)))
+        times_s = {"read": loaded, "first token": first, "base": base}
+        told = (f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times_s.items())
         print("cold:", ", ".join(told), flush=True)
 
 

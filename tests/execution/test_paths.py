@@ -58,7 +58,9 @@ def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_media():
 
 def test_graphs_of_steps_with_adapters_leave_extras_and_drafters_to_the_plain_path():
     left = [feature for feature in EVERY if feature not in with_adapters(MixedGraphPath.covers)]
-    assert left == [StepFeature.DRAFTING, StepFeature.TEXT_PAIRS, StepFeature.ADAPTER_EXTRAS]
+    assert left == [
+        StepFeature.DRAFTING, StepFeature.TEXT_PAIRS, StepFeature.ADAPTER_EXTRAS, StepFeature.MEDIA
+    ]
 
 
 def test_the_first_that_covers_the_features_wins():
