@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "Qwen3ForSequenceClassification": "qwen3",
     "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Starcoder2ForCausalLM": "starcoder2",
     **{
         kind + use: "roberta"

@@ -48,7 +48,25 @@ def make_qwen2_5(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-MAKERS = {"qwen2_5_vl": make_qwen2_5}
+def make_qwen3(folder: Path) -> transformers.PreTrainedModel:
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True
+        },
+    }
+    vision = {
+        "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+        "patch_size": PATCH, "num_position_embeddings": 25, "deepstack_visual_indexes": [1, 2],
+    }
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    save_model(model, folder)
+    return model
+
+
+MAKERS = {"qwen2_5_vl": make_qwen2_5, "qwen3_vl": make_qwen3}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -67,8 +85,17 @@ def add_image(prompt: Prompt, grid: tuple[int, int, int], seed: int) -> Prompt:
     return prompt.text(START_ID).add("image", pixels(grid, seed), count, grid=grid).text(END_ID)
 
 
-def add_video(prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float = 1.0) -> Prompt:
+def add_video(
+    prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float = 1.0, *, is_divided: bool = False
+) -> Prompt:
+    """``is_divided``: each moment has marks and a time stamp of its own."""
     count = grid[0] * grid[1] * grid[2] // MERGE**2
+    if is_divided:
+        moment = [VIDEO_ID] * (count // grid[0])
+        runs = [[20 + i, START_ID, *moment, END_ID] for i in range(grid[0])]
+        return prompt.add(
+            "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos", runs=runs
+        )
     return prompt.text(START_ID).add(
         "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos",
         second_per_grid_ts=seconds,
@@ -86,7 +113,7 @@ def oracle_inputs(prompt: Prompt) -> dict[str, Any]:
         if items:
             inputs[name] = torch.cat([to_tensor(item.arrays[name]) for item in items])
             inputs[grid] = torch.tensor([item.place.grid for item in items])
-            if kind == "video":
+            if "second_per_grid_ts" in items[0].place.numbers:
                 inputs["second_per_grid_ts"] = [item.place.numbers["second_per_grid_ts"] for item in items]
     return inputs
 
@@ -115,7 +142,9 @@ def test_images_in_chunks_of_any_size(served: Any, step_tokens: int):
 
 def test_video(served: Any):
     model, folder = served
-    prompt = add_video(add_image(Prompt().text(3), (1, 4, 4), 0).text(4), (3, 4, 6), 7, 1.5).text(5, 6)
+    is_divided = model.config.model_type == "qwen3_vl"
+    prompt = add_image(Prompt().text(3), (1, 4, 4), 0).text(4)
+    prompt = add_video(prompt, (3, 4, 6), 7, 1.5, is_divided=is_divided).text(5, 6)
     engine = start_engine(folder, max_step_tokens=16)
     compare(run(engine, [prompt])[0], expect(model, prompt))
     engine.close()
