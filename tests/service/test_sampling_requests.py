@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend, TokenizerFacts())
 
 
-FACTS = ModelFacts("m", "A", "f", "float32", "cpu", 4096, 16, [15], 1, 16, 4096)
+FACTS = ModelFacts(16, 4096, "m", "A", "f", "float32", "cpu", 4096, 16, [15], 1)
 
 
 def spec_of(tokenizer: Tokenizer | None, facts: ModelFacts = FACTS, prompt: tuple[int, ...] = (2, 3), **fields):
@@ -88,7 +88,7 @@ def test_named_logprobs_need_no_others(tokenizer):
 def test_all_logprobs_are_bounded_by_numbers(tokenizer):
     spec = spec_of(tokenizer, logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[3, 3], max_tokens=8)
     assert (spec.num_logprobs, spec.num_prompt_logprobs, spec.logprob_ids) == (ALL_LOGPROBS, ALL_LOGPROBS, [3])
-    wide = ModelFacts("m", "A", "f", "float32", "cpu", 4096, 50_000, [15], 1, 16, 4096)
+    wide = ModelFacts(16, 4096, "m", "A", "f", "float32", "cpu", 4096, 50_000, [15], 1)
     most = MAX_LOGPROBS // 50_000
     assert spec_of(None, wide, logprobs=-1, max_tokens=most).num_logprobs == ALL_LOGPROBS
     for fields in ({"logprobs": -1, "max_tokens": most + 1}, {"logprobs": -1, "max_tokens": most, "n": 2}):

@@ -50,7 +50,7 @@ class Words:
 
 
 def facts(pooling: PoolingFacts | None, max_model_len: int = 4096) -> ModelFacts:
-    return ModelFacts("m", "A", "f", "float32", "cpu", max_model_len, 2000, [], 0, 16, 0, pooling=pooling)
+    return ModelFacts(16, 0, "m", "A", "f", "float32", "cpu", max_model_len, 2000, [], 0, pooling=pooling)
 
 
 EMBEDDER = facts(PoolingFacts("embed", 3, needs_all_tokens=True))

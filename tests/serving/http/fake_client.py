@@ -220,8 +220,9 @@ class FakeClient:
         self._is_held = False
         self.memory = [MemoryLine("weights", 2**20), MemoryLine("KV cache", 2**21, "8192 tokens")]
         self.facts = ModelFacts(
-            "fake-model", "FakeForCausalLM", "fake", "float32", "cpu", self.max_len, VOCAB, [EOS], 1000, 16, 8192,
-            self.default_sampling, pooling=self.pooling
+            model="fake-model", architecture="FakeForCausalLM", family="fake", dtype="float32", device="cpu",
+            max_model_len=self.max_len, vocab_size=VOCAB, eos_ids=[EOS], num_parameters=1000, page_size=16,
+            num_kv_tokens=8192, default_sampling=self.default_sampling, pooling=self.pooling
         )
 
     def shrink(self, max_len: int) -> None:
