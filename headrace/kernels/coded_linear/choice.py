@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ FEW_ROWS = 64
 relative to those of the plain weight."""
 REPEATS = 5
 FLUSH_BYTES = 128 << 20
-"""Written before each measurement, so that no weight is read from the GPU's cache."""
+FLUSHES = 8
+"""So much is written so many times before each measurement: no weight is then read from the GPU's cache, and the GPU is
+busy for some 250 us."""
 PLAIN = "plain"
 MOST_ERROR = 0.08
 """Of a solution's results, relative to those of the plain weight: two roundings to 8-bit floats give 0.04."""
@@ -212,29 +214,21 @@ def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> None:
 
 
 def time_on_gpu(call: Callable[[], Any]) -> float:
-    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache; as part of a CUDA graph, so that
-    launches from Python, which take longer than small products, do not count."""
+    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache. What is written before keeps the
+    GPU busy while Python launches the call, which takes longer than small products."""
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_find_pool(), capture_error_mode="thread_local"):
-        call()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     least = math.inf
     for _ in range(REPEATS):
-        flush.zero_()
+        for _ in range(FLUSHES):
+            flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
         least = min(least, start.elapsed_time(end) / 1e3)
     return least
-
-
-@cache
-def _find_pool() -> Any:
-    """Memory that all measured graphs share, one after the other."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _describe_device(device: torch.device) -> str:
