@@ -14,6 +14,7 @@ from typing import Any
 from headrace.base.adapters import AdapterConfig
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
+from headrace.base.media_config import MediaConfig
 from headrace.base.option import OptionInfo, Section, option, options_of
 from headrace.base.parallel import NodesConfig, ParallelConfig
 from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
@@ -306,7 +307,7 @@ class ServerConfig(ToleranceConfig):
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
     "parallel": ParallelConfig, "nodes": NodesConfig, "speculation": SpeculationConfig,
-    "adapters": AdapterConfig,
+    "adapters": AdapterConfig, "media": MediaConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -326,6 +327,7 @@ class EngineConfig:
     nodes: NodesConfig = field(default_factory=NodesConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     replica: int = 0
     board: tuple[int, ...] = ()
     placement_group: str | None = None
@@ -362,7 +364,9 @@ class ServeConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-ENGINE_SECTIONS = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters")
+ENGINE_SECTIONS = (
+    "model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters", "media"
+)
 
 
 def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]:

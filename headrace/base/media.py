@@ -187,7 +187,7 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
             end = offset + count
         covered[token_id] += place.num_tokens
     for token_id, count in covered.items():
-        found = sum(token == token_id for token in token_ids)
+        found = token_ids.count(token_id)
         if found != count:
             raise RequestError(
                 f"the prompt has {found} placeholders of media (token {token_id}), its items have {count}; send the "

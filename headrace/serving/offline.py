@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job
 from headrace.service.client.local import LocalClient
+from headrace.service.client.media import MediaPrompt, place_items
 from headrace.service.client.outputs import Collector, GenerationOutput, first_error
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
 from headrace.service.client.prompts import RequestTags, require_tokenizer
@@ -34,18 +35,16 @@ from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
+from headrace.serving.media.offline import OfflineMedia, WithMedia, split_messages
 from headrace.serving.offline_adapters import LoRARequests, OfflineAdapters
+from headrace.serving.offline_prompts import Message, Plain, Prompt, read_conversations, read_prompt, read_prompts
 
 OWN_VARIABLES = frozenset(
     {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
 )
 """Names that ``chat_template_kwargs`` may not set: they are arguments of `render_with_tools`."""
 
-Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
-
 Params = SamplingParams | Sequence[SamplingParams] | None
-Message = dict[str, Any]
 
 
 class Running(TypedDict, total=False):
@@ -78,6 +77,7 @@ class LLM:
         )
         self.adapters = OfflineAdapters(self._client)
         """The LoRA adapters: `OfflineAdapters.unload`, and what the engine says of them."""
+        self._media = OfflineMedia(config)
 
     def __enter__(self) -> LLM:
         return self
@@ -108,12 +108,15 @@ class LLM:
         others have ended, or is returned with ``.error`` set if ``errors`` is "return". Ctrl-C aborts all prompts; the
         model stays usable. ``lora_request``: the adapter of all prompts, or a list with one or None for each.
         """
-        chosen = _one_of(prompts, prompt_token_ids)
+        chosen = read_prompts(prompts, prompt_token_ids)
         params = _params_for_each(sampling_params, len(chosen), self.facts)
         # A generator: `LocalClient.run` prepares later prompts while the first ones run.
         adapters = self.adapters.choose(lora_request, len(chosen))
         jobs = (
-            self._client.prepare(prompt, p, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter)
+            self._client.prepare(
+                self._place(prompt, add_special_tokens) if isinstance(prompt, WithMedia) else prompt, p,
+                add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
+            )
             for prompt, p, adapter in zip(chosen, params, adapters, strict=True)
         )
         return self._run(jobs, len(chosen), progress, errors)
@@ -126,9 +129,10 @@ class LLM:
         **running: Unpack[Running],
     ) -> list[GenerationOutput]:
         """Answer one conversation or many, rendered by the model's chat template (or ``chat_template``, Jinja text).
+        Contents may be lists of parts, with media in OpenAI's form or as values (``{"type": "image", "image": ...}``).
         ``tools`` are functions in OpenAI's form; `parse` extracts their calls from the outputs. ``tool_choice`` is
         "auto", "required", or the name of a tool that must be called; a grammar enforces it."""
-        conversations = _conversations(messages)
+        conversations, media = zip(*map(split_messages, read_conversations(messages)), strict=True)
         options = _template_options(chat_template, chat_template_kwargs)
         tokenizer = require_tokenizer(self.tokenizer)
         formats = formats_of(tokenizer, self.facts)
@@ -147,7 +151,10 @@ class LLM:
                 _prepare_calls(p, formats, callable_tools, text, tool_choice)
                 for p, text in zip(params, texts, strict=True)
             ]
-        return self.generate(texts, params, add_special_tokens=False, **running)
+        prompts: list[Any] = [
+            WithMedia(text, values) if values else text for text, values in zip(texts, media, strict=True)
+        ]
+        return self.generate(prompts, params, add_special_tokens=False, **running)
 
     def parse(
         self, output: GenerationOutput, *, tools: list[dict[str, Any]] | None = None, tool_parser: str = AUTO,
@@ -168,7 +175,8 @@ class LLM:
         ``truncate_prompt_tokens``: longer texts are cut at the end, -1: at the model's limit; None refuses them."""
         self._require("embed")
         encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress, lora_request)
+        inputs = [self._encode(encoder, text) for text in read_prompts(texts, None)]
+        results = self._read(inputs, progress, lora_request)
         return [shorten(unpack_floats(packed), dimensions) for packed in results]
 
     def score(
@@ -197,7 +205,8 @@ class LLM:
         """The probability of each class by name, for each text; ``use_activation`` False returns raw logits."""
         pooling = self._require("classify")
         encoder = PoolingEncoder.of(self.facts, self.tokenizer, truncate_prompt_tokens)
-        results = self._read([encoder.encode(text) for text in _one_of(texts, None)], progress, lora_request)
+        inputs = [self._encode(encoder, text) for text in read_prompts(texts, None)]
+        results = self._read(inputs, progress, lora_request)
         activation = pooling.activation if use_activation else "identity"
         return [
             dict(zip(pooling.labels, activate(unpack_floats(packed), activation), strict=True)) for packed in results
@@ -241,6 +250,13 @@ class LLM:
             )
         return pooling
 
+    def _place(self, prompt: WithMedia, add_special_tokens: bool = True) -> MediaPrompt:
+        items = self._media.prepare(prompt.values, self.facts)
+        return place_items(prompt.plain, items, self.tokenizer, self.facts, add_special_tokens=add_special_tokens)
+
+    def _encode(self, encoder: PoolingEncoder, prompt: Plain) -> PoolingInput:
+        return PoolingInput(self._place(prompt)) if isinstance(prompt, WithMedia) else encoder.encode(prompt)
+
     def _read(self, inputs: list[PoolingInput], progress: bool, lora_request: LoRARequests) -> list[bytes]:
         adapters = self.adapters.choose(lora_request, len(inputs))
         jobs = (
@@ -266,7 +282,8 @@ class AsyncLLM:
     it."""
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
-        self._client = EngineClient(engine_config(model=_plain_name(model), **options))
+        config = engine_config(model=_plain_name(model), **options)
+        self._client, self._media = EngineClient(config), OfflineMedia(config)
         self.adapters = AdapterCatalog(self._client)
         """The LoRA adapters: loading and unloading them."""
         self._starting: asyncio.Task[None] | None = None
@@ -304,11 +321,17 @@ class AsyncLLM:
         is loaded unless it is."""
         await self.start()
         adapter = await self.adapters.make_ready(lora_request)
-        plain, facts = _plain_prompt(prompt), self._client.facts
+        plain, facts = read_prompt(prompt), self._client.facts
         assert facts is not None  # known once started
         (params,) = _params_for_each(sampling_params, 1, facts)
+        given: str | list[int] | MediaPrompt
+        if isinstance(plain, WithMedia):
+            items = await asyncio.to_thread(self._media.prepare, plain.values, facts)
+            given = place_items(plain.plain, items, self._client.tokenizer, facts)
+        else:
+            given = plain
         tags = RequestTags(adapter=adapter)
-        stream = self._client.submit(plain, params, request_id=request_id, priority=priority, tags=tags)
+        stream = self._client.submit(given, params, request_id=request_id, priority=priority, tags=tags)
         text = plain if isinstance(plain, str) else None
         collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
         # Closed at once when the caller leaves the loop; the garbage collector would abort the request later.
@@ -355,61 +378,7 @@ def _plain_name(model: str | os.PathLike[str]) -> str:
     return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
-def _plain_prompt(prompt: Prompt) -> str | list[int]:
-    if isinstance(prompt, dict):
-        if len(prompt) != 1 or not prompt.keys() <= {"prompt_token_ids", "prompt"}:
-            raise RequestError(
-                f"a prompt dict takes prompt or prompt_token_ids and nothing else, got {sorted(map(str, prompt))}",
-                param="prompts"
-            )
-        (prompt,) = prompt.values()
-    if isinstance(prompt, (str, list)):
-        return prompt
-    if isinstance(prompt, tuple):
-        return list(prompt)
-    raise RequestError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", param="prompts")
 
-
-def _one_of(prompts: Prompt | Sequence[Prompt] | None, token_ids: Sequence[list[int]] | None) -> list[str | list[int]]:
-    """The prompts as a list of texts and lists of token ids, from whichever argument was given. Raises
-    `RequestError` if both or none were given, or for another type."""
-    if (prompts is None) == (token_ids is None):
-        raise RequestError("give either prompts or prompt_token_ids", param="prompts")
-    given: Any = prompts if token_ids is None else token_ids  # checked below: callers may pass anything
-    if isinstance(given, (str, dict)):
-        items = [given]
-    elif not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray, Set)):
-        raise RequestError(
-            f"prompts are text, token ids, or a list of either, got {type(given).__name__}", param="prompts"
-        )
-    else:
-        items = list(given)
-        # a flat list of ids is one prompt
-        items = [items] if items and isinstance(items[0], int) else items
-    plain = [_plain_prompt(prompt) for prompt in items]
-    if token_ids is not None and any(isinstance(prompt, str) for prompt in plain):
-        raise RequestError(
-            "prompt_token_ids takes lists of token ids; text goes into prompts", param="prompt_token_ids"
-        )
-    return plain
-
-
-def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """A list of conversations, from one conversation or several. Raises `RequestError` for another type."""
-    if not isinstance(messages, (list, tuple)):
-        raise RequestError(
-            f"messages is a conversation or a list of them, got {type(messages).__name__}", param="messages"
-        )
-    conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-    for conversation in conversations:
-        if (
-            not isinstance(conversation, (list, tuple))
-            or not all(isinstance(message, dict) for message in conversation)
-        ):
-            raise RequestError(
-                "a conversation is a list of messages, and a message an object with role and content", param="messages"
-            )
-    return conversations
 
 
 def _template_options(template: str | None, options: dict[str, Any] | None) -> dict[str, Any]:

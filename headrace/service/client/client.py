@@ -21,6 +21,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.balancing import RoutedRequest, create_policy
 from headrace.service.client.boards import Boards
+from headrace.service.client.media import MediaPrompt, with_media
 from headrace.service.client.outputs import ReplicaStatus
 from headrace.service.client.prompts import RequestTags, encode_prompt, new_request_id, open_request, with_seed
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Notices, Replica, Supervision
@@ -169,8 +170,8 @@ class EngineClient:
             self._boards.close()
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams | PoolingSpec, *, request_id: str | None = None,
-        namespace: str = "",
+        self, prompt: str | Sequence[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
+        request_id: str | None = None, namespace: str = "",
         priority: int = 0, deadline_s: float | None = None, add_special_tokens: bool = True,
         tags: RequestTags = NO_TAGS,
     ) -> RequestStream:
@@ -181,8 +182,10 @@ class EngineClient:
         request_id = request_id or new_request_id()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be text, got {request_id!r}", param="request_id")
+        media = prompt.items if isinstance(prompt, MediaPrompt) else []
         prompt_ids = encode_prompt(
-            prompt, self.tokenizer, add_special_tokens=add_special_tokens, most=facts.max_model_len
+            prompt.token_ids if isinstance(prompt, MediaPrompt) else prompt, self.tokenizer,
+            add_special_tokens=add_special_tokens, most=facts.max_model_len
         )
         if isinstance(params, SamplingParams):
             params = with_seed(params, self._seeds)
@@ -190,7 +193,7 @@ class EngineClient:
             request_id, prompt_ids, params, facts=facts, tokenizer=self.tokenizer,
             namespace=namespace, priority=priority, deadline_s=deadline_s,
         )
-        return self.send(request_id, tags.mark(requests), assembler)
+        return self.send(request_id, tags.mark(with_media(requests, media, facts)), assembler)
 
     def send(self, request_id: str, requests: Sequence[EngineRequest], assembler: Assembler) -> RequestStream:
         """Send the checked choices of a request to one engine: they share its prompt. Raises as `submit`."""

@@ -16,6 +16,7 @@ from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.assembler import OutputAssembler, PooledAssembler
+from headrace.service.client.media import MediaPrompt, with_media
 from headrace.service.client.outputs import Collector
 from headrace.service.client.prompts import RequestTags, encode_prompt, open_request, with_seed
 from headrace.service.tokenization import Tokenizer
@@ -50,11 +51,14 @@ class JobMaker:
         return self._tokenizer
 
     def make(
-        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, facts: ModelFacts, *,
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | PoolingSpec, facts: ModelFacts, *,
         add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
     ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
         one."""
+        media, given = [], None
+        if isinstance(prompt, MediaPrompt):
+            media, given, prompt = prompt.items, prompt.text, prompt.token_ids
         text = prompt if isinstance(prompt, str) else None
         makes_text = isinstance(params, SamplingParams) and params.detokenize
         tokenizer = self.tokenizer if text is not None or makes_text else None
@@ -65,8 +69,8 @@ class JobMaker:
         requests, assembler = open_request(
             request_id, ids, params, facts=facts, tokenizer=tokenizer, priority=priority
         )
-        requests = RequestTags(adapter=adapter).mark(requests)
-        return Job(requests, assembler, Collector(request_id, text, ids, len(requests)))
+        requests = RequestTags(adapter=adapter).mark(with_media(requests, media, facts))
+        return Job(requests, assembler, Collector(request_id, text or given, ids, len(requests)))
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
+from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.tokenization import Tokenizer
@@ -110,8 +111,8 @@ class LocalClient:
         return self._maker.tokenizer
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
-        priority: int = 0, adapter: str = ""
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
+        add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
     ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
         one."""

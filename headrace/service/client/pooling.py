@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
+from headrace.service.client.media import MediaPrompt
 from headrace.service.client.prompts import (
     encode_prompt_end,
     encode_text,
@@ -31,9 +32,9 @@ ANSWERS = ("yes", "no")
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One input of the engine: its token ids, and what is to be computed from them."""
+    """One input of the engine: its token ids, with media if it has any, and what is to be computed from them."""
 
-    token_ids: list[int]
+    token_ids: list[int] | MediaPrompt
     spec: PoolingSpec = field(default_factory=PoolingSpec)
 
 

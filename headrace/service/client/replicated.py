@@ -21,6 +21,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.adapters import LOADING_TIMEOUT_S
 from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
+from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.replica import Supervision
 from headrace.service.tokenization import Tokenizer
@@ -142,8 +143,8 @@ class ReplicatedClient:
         return self._maker.tokenizer
 
     def prepare(
-        self, prompt: str | list[int], params: SamplingParams | PoolingSpec, *, add_special_tokens: bool = True,
-        priority: int = 0, adapter: str = ""
+        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
+        add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
     ) -> Job:
         """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
         one."""

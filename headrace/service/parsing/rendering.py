@@ -43,9 +43,9 @@ def spell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list
     for message in messages:
         is_result = message.get("role") == "tool"
         if is_result:
-            result = RESULTS.format(message.get("content") or "")
+            result = _wrap_result(message.get("content") or "")
             if was_result:
-                shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n{result}"}
+                shown[-1] = {**shown[-1], "content": _join(shown[-1]["content"], result)}
             else:
                 shown.append({"role": "user", "content": result})
         elif message.get("tool_calls"):
@@ -54,6 +54,25 @@ def spell_calls(messages: Sequence[Mapping[str, Any]], writing: Writing) -> list
             shown.append(dict(message))
         was_result = is_result
     return shown
+
+
+Content = str | list[dict[str, str]]
+
+
+def _wrap_result(content: Content) -> Content:
+    if isinstance(content, str):
+        return RESULTS.format(content)
+    before, _, after = RESULTS.partition("{}")
+    return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+
+
+def _join(first: Content, second: Content) -> Content:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    first, second = (
+        [{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)
+    )
+    return [*first, {"type": "text", "text": "\n"}, *second]
 
 
 def _spell(message: Mapping[str, Any], writing: Writing) -> dict[str, Any]:

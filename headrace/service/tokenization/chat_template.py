@@ -1,7 +1,7 @@
 """Chat templates: Jinja in a sandbox, with the filters and globals that Hugging Face's renderer has
 (``transformers.utils.chat_template_utils``), and with bounds on time and output.
 
-Refuses: choosing parsers and reading tool calls; images and other content that is not text.
+Refuses: choosing parsers and reading tool calls; the content of media, for which templates write placeholders.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.base.media_config import KINDS as MEDIA_KINDS
 
 
 class CallArguments(dict[str, Any]):
@@ -335,22 +336,33 @@ def _shape(message: dict[str, Any], compiled: _Compiled) -> dict[str, Any]:
         )
     if not isinstance(content, list):
         raise RequestError("a message's content must be a string or a list of parts", param="messages")
-    texts = [_part_text(part) for part in content]
-    if compiled.takes_parts and texts:
-        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
-    return {**message, "content": "\n".join(texts)}
+    parts = [_shape_part(part) for part in content]
+    if compiled.takes_parts and parts:
+        return {**message, "content": parts}
+    wrong = next((part["type"] for part in parts if part["type"] != "text"), None)
+    if wrong is not None:
+        raise UnsupportedFeature(
+            f"the model's chat template has no place for parts of type {wrong!r}", param="messages"
+        )
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
-def _part_text(part: Any) -> str:
+def _shape_part(part: Any) -> dict[str, str]:
+    """A part as templates know it: a text, or the bare kind of a medium, for which the template writes a placeholder.
+    """
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in MEDIA_KINDS:
+        return {"type": kind}
     if kind != "text":
-        raise UnsupportedFeature(f"content parts of type {kind!r} are not supported; only text is", param="messages")
+        raise UnsupportedFeature(
+            f"content parts of type {kind!r} are not supported; text and {', '.join(MEDIA_KINDS)} are", param="messages"
+        )
     text = part.get("text")
     if not isinstance(text, str):
         raise RequestError("a text part must have a string in its field text", param="messages")
-    return text
+    return {"type": "text", "text": text}
 
 
 def _describe(error: BaseException) -> str:

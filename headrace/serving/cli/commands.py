@@ -10,7 +10,7 @@ from typing import Any
 from headrace.base.config import SECTIONS
 from headrace.base.registry import load_target
 
-ENGINE = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters")
+ENGINE = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters", "media")
 SERVING = ("server", "operations")
 # Sections that `base.config` does not have, as "module:class": imported only for the command that needs them.
 _HOMES = {

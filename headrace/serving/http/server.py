@@ -155,6 +155,7 @@ class HttpServer:
                 # responses, `LAST_WORDS_S` at most.
                 starting.cancel()
                 self._server.end()
+                self._context.media.close()
                 await self._client.close()
                 await asyncio.gather(serving, starting, return_exceptions=True)  # their errors were raised by _watch
                 await asyncio.to_thread(self._context.close)  # flushes to disk and network
@@ -185,6 +186,7 @@ class HttpServer:
         gc.freeze()  # what was imported stays: a collection that looked at it would stop all streams for longer
         self._context.is_open = True
         facts = self._context.facts()
+        await self._context.media.start(facts)
         announce_ready(
             self._console, address=address + self._config.root_path, name=self._context.model_name, facts=facts,
             memory=self._client.memory,

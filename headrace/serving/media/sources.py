@@ -33,7 +33,6 @@ BASE64 = "base64,"
 class MediaBytes:
     """An item as it was sent. ``sha256`` is of ``data``; ``param`` names its place in the request."""
 
-    kind: str
     data: bytes
     sha256: bytes
     param: str
@@ -46,7 +45,7 @@ class MediaReader:
         self._config = config
         self._fetcher = Fetcher(config)
 
-    async def read_url(self, kind: str, url: str, param: str) -> MediaBytes:
+    async def read_url(self, url: str, param: str) -> MediaBytes:
         """What a data URI, http, https or file URL stands for. Raises `MediaError`, or `QueueFull`."""
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
@@ -55,23 +54,18 @@ class MediaReader:
             data = await asyncio.to_thread(self._read_file, url, param)
         else:
             data = await self._fetcher.fetch(url, param)
-        return await self._finish(kind, data, param)
+        return await self._finish(data, param)
 
-    async def read_base64(self, kind: str, text: str, param: str) -> MediaBytes:
-        """The data of a base64 text. Raises `MediaError`."""
-        data = await self._off_loop(len(text), lambda: self._decode_base64(text, 0, param))
-        return await self._finish(kind, data, param)
-
-    async def take(self, kind: str, data: bytes, param: str) -> MediaBytes:
+    async def take(self, data: bytes, param: str) -> MediaBytes:
         """Data that are here already. Raises `MediaError`."""
         self._check_size(len(data), param)
-        return await self._finish(kind, data, param)
+        return await self._finish(data, param)
 
-    async def _finish(self, kind: str, data: bytes, param: str) -> MediaBytes:
+    async def _finish(self, data: bytes, param: str) -> MediaBytes:
         if not data:
             raise MediaError(f"{param} is empty", param=param)
         digest = await self._off_loop(len(data), lambda: hashlib.sha256(data).digest())
-        return MediaBytes(kind, data, digest, param)
+        return MediaBytes(data, digest, param)
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         return work() if size <= AT_ONCE else await asyncio.to_thread(work)

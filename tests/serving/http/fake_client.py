@@ -14,6 +14,7 @@ from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, Unloa
 from headrace.base.admin import VITAL_PARTS, AcquireMemory, ReleaseMemory, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
+from headrace.base.media import MediaFacts, MediaItem, check_media
 from headrace.base.messages import (
     Abort,
     EngineRequest,
@@ -28,6 +29,7 @@ from headrace.base.pooling import PoolingFacts, PoolingSpec, pack_floats
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.client import NO_TAGS
+from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 from headrace.service.client.prompts import open_request
 from headrace.service.client.requests import refuse_generation
@@ -101,10 +103,17 @@ class ByteTokenizer:
             return f"{template}:{len(messages)}"
         if options.get("fail"):
             raise RequestError("the chat template refused the messages", param="messages")
-        lines = [f"{m['role']}: {m['content']}" for m in messages]
+        lines = [f"{m['role']}: {show_content(m['content'])}" for m in messages]
         return "\n".join(lines) + (
             "\nassistant:" if add_generation_prompt else "" if continue_final_message else "\n"
         ) + self.ending
+
+
+def show_content(content: str | list[dict[str, str]]) -> str:
+    """Text, with marks where media stand."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def draw_token(prompt_ids: list[int], seed: int, index: int) -> int:
@@ -205,6 +214,8 @@ class FakeClient:
     is_flushable: bool = True
     max_len: int = MAX_LEN
     pooling: PoolingFacts | None = None
+    takes_media: MediaFacts | None = None
+    media: list[list[MediaItem]] = field(default_factory=list)
     num_tokens: int = 0
     script: bytes = b""
     drafts: int = 0
@@ -222,7 +233,7 @@ class FakeClient:
         self.facts = ModelFacts(
             model="fake-model", architecture="FakeForCausalLM", family="fake", dtype="float32", device="cpu",
             max_model_len=self.max_len, vocab_size=VOCAB, eos_ids=[EOS], num_parameters=1000, page_size=16,
-            num_kv_tokens=8192, default_sampling=self.default_sampling, pooling=self.pooling
+            num_kv_tokens=8192, default_sampling=self.default_sampling, pooling=self.pooling, media=self.takes_media
         )
 
     def shrink(self, max_len: int) -> None:
@@ -259,6 +270,10 @@ class FakeClient:
             return self._read(prompt, params, request_id, namespace, priority)
         refuse_generation(self.facts)
         params.validate()
+        if isinstance(prompt, MediaPrompt):
+            check_media(prompt.items, prompt.token_ids, self.facts.media)
+            self.media.append(prompt.items)
+            prompt = prompt.token_ids
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str)
             else list(prompt)

@@ -218,10 +218,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 
 
 @pytest.mark.parametrize("fields, told", [
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: 'image' is not supported"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.url: fake-model takes text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]},
-        "'image' is not supported"
+        "messages[0].content[0].content[0].source.url: fake-model takes text alone"
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},

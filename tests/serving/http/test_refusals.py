@@ -131,7 +131,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     ),
     (
         CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-        "'image_url' is not supported"
+        "messages[0].content[0].image_url.url: fake-model takes text alone"
     ),
     (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "same limit"),
@@ -151,7 +151,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     ("/generate", {"text": ["x", "y"], "sampling_params": [{}]}, "one for each of the 2"),
     ("/generate", {"text": ["x", "y"], "rid": ["a"]}, "one for each of the 2"),
     ("/generate", {"text": "x", "top_logprobs_num": 1}, "needs return_logprob"),
-    ("/generate", {"text": "x", "image_data": "x"}, "only text"),
+    ("/generate", {"text": "x", "image_data": "x"}, "image_data: fake-model takes text alone"),
     ("/generate", {"input_ids": [[1], 2]}, "input_ids"),
     ("/abort_request", {}, "give rid"),
     ("/tokenize", {}, "give one of"),

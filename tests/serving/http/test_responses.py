@@ -157,7 +157,7 @@ async def test_forced_and_structured_answers(api, client):
 @pytest.mark.parametrize("fields, param", [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
-        "input[0].content[0].type"
+        "input[0].content[0].image_url"
     ),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "user"}]}, "input[0].content"), ({"input": []}, "input"),

@@ -57,9 +57,9 @@ async def test_data_uris_in_every_form(data):
         "data:;base64," + base64.urlsafe_b64encode(data).decode(),
     )
     for uri in forms:
-        found = await reader().read_url("image", uri, WHERE)
+        found = await reader().read_url(uri, WHERE)
         assert (found.data, found.sha256) == (data, hashlib.sha256(data).digest())
-    assert (await reader().read_url("image", "data:,a%20b", WHERE)).data == b"a b"
+    assert (await reader().read_url("data:,a%20b", WHERE)).data == b"a b"
 
 
 @pytest.mark.parametrize("uri", [
@@ -68,13 +68,13 @@ async def test_data_uris_in_every_form(data):
 ])
 async def test_broken_data_uris_are_typed_errors(uri):
     with pytest.raises(MediaError) as caught:
-        await reader().read_url("image", uri, WHERE)
+        await reader().read_url(uri, WHERE)
     assert caught.value.param == WHERE and WHERE in caught.value.message
 
 
 async def test_data_beyond_the_limit_are_refused_before_they_are_decoded():
     with pytest.raises(MediaError, match="larger than 1 MiB"):
-        await reader(media_max_mib=1).read_url("image", "data:;base64," + "A" * (2 << 20), WHERE)
+        await reader(media_max_mib=1).read_url("data:;base64," + "A" * (2 << 20), WHERE)
 
 
 async def test_a_body_and_redirects_to_it():
@@ -86,9 +86,9 @@ async def test_a_body_and_redirects_to_it():
             writer.write(whole(path.encode()))
 
     async with serving(answer) as address:
-        assert (await reader().read_url("image", address + "/a", WHERE)).data == b"/c?x=1"
+        assert (await reader().read_url(address + "/a", WHERE)).data == b"/c?x=1"
         with pytest.raises(MediaError, match="more than 4 redirects"):
-            await reader().read_url("image", address + "/loop", WHERE)
+            await reader().read_url(address + "/loop", WHERE)
 
 
 @pytest.mark.parametrize("target", [
@@ -101,7 +101,7 @@ async def test_a_redirect_leads_nowhere_that_the_first_address_could_not(target)
 
     async with serving(answer) as address:
         with pytest.raises(MediaError):
-            await reader(allowed_local_media_path="/").read_url("image", address, WHERE)
+            await reader(allowed_local_media_path="/").read_url(address, WHERE)
 
 
 async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch):
@@ -121,7 +121,7 @@ async def test_the_checked_address_is_the_one_that_is_connected_to(monkeypatch):
             return await original(self, "127.0.0.1" if len(asked) == 1 else "127.0.0.2", *rest, **options)
 
         monkeypatch.setattr(type(loop), "getaddrinfo", resolve)
-        found = await reader().read_url("image", f"http://rebind.test:{port}/", WHERE)
+        found = await reader().read_url(f"http://rebind.test:{port}/", WHERE)
     assert found.data == b"first" and len(asked) == 1
 
 
@@ -158,7 +158,7 @@ async def test_slow_endless_and_broken_answers_end_in_time():
         for path, message in expected.items():
             began = time.monotonic()
             with pytest.raises(MediaError, match=message):
-                await media.read_url("image", address + path, WHERE)
+                await media.read_url(address + path, WHERE)
             assert time.monotonic() - began < 3
 
 
@@ -166,7 +166,7 @@ async def test_nobody_listens():
     async with serving(lambda path, writer: asyncio.sleep(0)) as address:
         gone = address
     with pytest.raises(MediaError, match="cannot be reached"):
-        await reader().read_url("image", gone, WHERE)
+        await reader().read_url(gone, WHERE)
 
 
 async def test_files_below_one_folder(tmp_path):
@@ -180,15 +180,15 @@ async def test_files_below_one_folder(tmp_path):
     (folder / "large").write_bytes(bytes((1 << 20) + 1))
     media = reader(allowed_local_media_path=str(folder), media_max_mib=1)
     for url in (f"file://{folder}/inner/a%20b.png", f"file://localhost{folder}/inside.png"):
-        assert (await media.read_url("image", url, WHERE)).data == b"picture"
+        assert (await media.read_url(url, WHERE)).data == b"picture"
     for path, message in {
         "/../secret.png": "no such file", "/link.png": "no such file", "/none.png": "no such file",
         "/inner": "no such file|regular", "/pipe": "regular", "/large": "larger than", "/%00": "no such file",
         "/../media_evil": "no such file",
     }.items():
         with pytest.raises(MediaError, match=message):
-            await media.read_url("image", f"file://{folder}{path}", WHERE)
+            await media.read_url(f"file://{folder}{path}", WHERE)
     with pytest.raises(MediaError, match="file of this host"):
-        await media.read_url("image", f"file://elsewhere{folder}/inside.png", WHERE)
+        await media.read_url(f"file://elsewhere{folder}/inside.png", WHERE)
     with pytest.raises(MediaError, match="--allowed-local-media-path"):
-        await reader().read_url("image", f"file://{folder}/inside.png", WHERE)
+        await reader().read_url(f"file://{folder}/inside.png", WHERE)

@@ -3,6 +3,7 @@ Every API that answers conversations is converted to `ChatRequest` and comes thr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -11,8 +12,10 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.sampling import SamplingParams, ThinkingBudget
+from headrace.service.client.media import place_items
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
 from headrace.service.client.prompts import encode_prompt
+from headrace.service.media.wire import PreparedItem
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.events import MAX_CALLS, Event, TextDelta, merge_events
 from headrace.service.parsing.forcing import confine_output
@@ -25,6 +28,7 @@ from headrace.serving.http.generation.conversation import (
     render_conversation,
     render_size,
 )
+from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.run import GenerationRequest, Prompt
 from headrace.serving.http.generation.sampling import (
     body_request_id,
@@ -33,6 +37,7 @@ from headrace.serving.http.generation.sampling import (
     openai_params,
     pick_request_id,
 )
+from headrace.serving.http.protocol.media import RefusalPart, TextPart
 from headrace.serving.http.protocol.openai import ChatRequest
 from headrace.serving.http.protocol.tools import AllowedTools, NamedTool
 
@@ -172,7 +177,8 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
     last = body.messages[-1].content
     continued = None
     if body.continue_final_message:
-        continued = "".join(part.text for part in last) if isinstance(last, list) else last or ""
+        parts = last if isinstance(last, list) else [TextPart(text=last or "")]
+        continued = "".join(part.text for part in parts if isinstance(part, TextPart | RefusalPart))
     # empty: every tool may be called
     names = chosen_names(choice)
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
@@ -198,15 +204,19 @@ def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
 
 
 def _fit(
-    context: AppContext, prompt: str, params: SamplingParams, *, add_special_tokens: bool
+    context: AppContext, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
 ) -> tuple[Prompt, bool]:
     """Lower ``params.max_tokens`` (in place) to what the context leaves after the prompt. Returns the prompt, as token
     ids if it had to be encoded for this, and whether ``max_tokens`` was lowered. A prompt that leaves no room at all is
     refused at submission."""
     limit, max_tokens = context.facts().max_model_len, params.max_tokens
-    if max_tokens is None or len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
+    if max_tokens is None:
+        return prompt, False
+    if isinstance(prompt, str) and len(prompt.encode()) + MAX_SPECIAL_TOKENS + max_tokens <= limit:
         return prompt, False  # fits even at one token per byte, so the prompt need not be encoded here
-    ids = encode_prompt(prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
+    ids: Prompt = prompt
+    if isinstance(prompt, str):
+        ids = encode_prompt(prompt, context.client.tokenizer, add_special_tokens=add_special_tokens, most=limit)
     room = limit - len(ids)
     if 0 < room < max_tokens:
         params.max_tokens = room
@@ -222,22 +232,30 @@ async def prepare_chat(
     errors for what cannot be served."""
     adapter = context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
+    items = await prepare_media(request, context, media_of(body.messages))
     chat = await compute(
         request,
-        lambda: _prepare(request, context, body, params, id_prefix=id_prefix, fits=fits, prompt_field=prompt_field),
+        lambda: _prepare(
+            request, context, body, params, items, id_prefix=id_prefix, fits=fits, prompt_field=prompt_field
+        ),
         size=render_size(body)
     )
     return replace(chat, request=replace(chat.request, adapter=adapter))
 
 
 def _prepare(
-    request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, *, id_prefix: str, fits: bool,
-    prompt_field: str,
+    request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, items: Sequence[PreparedItem], *,
+    id_prefix: str, fits: bool, prompt_field: str,
 ) -> Chat:
     prompt = render_conversation(context, body)
     plan = _plan_output(context, body, prompt)
     has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves
-    fitted, is_capped = _fit(context, prompt, params, add_special_tokens=has_special) if fits else (prompt, False)
+    given: Prompt = prompt
+    if items:
+        given = place_items(
+            prompt, items, context.client.tokenizer, context.facts(), add_special_tokens=has_special, param=prompt_field
+        )
+    fitted, is_capped = _fit(context, given, params, add_special_tokens=has_special) if fits else (given, False)
     # Tool schemas compile to a grammar, too: errors name the field ``tools`` unless the request has a grammar of its
     # own.
     generation = GenerationRequest(

@@ -26,6 +26,7 @@ from headrace.serving.http.transport.metrics import Metrics
 from headrace.serving.http.transport.recording import DumpFolder
 from headrace.serving.http.transport.threads import WorkThreads
 from headrace.serving.http.transport.tracing import open_tracing
+from headrace.serving.media.intake import MediaIntake
 
 if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
@@ -72,6 +73,7 @@ class AppContext:
 
     def __post_init__(self) -> None:
         self.admin, self.adapters = EngineAdmin(self.client), AdapterCatalog(self.client)
+        self.media = MediaIntake(self.client.config)
         self.tracing = open_tracing(self.operations)
         limit = self.operations.dump_limit_mib * 2**20
         self.dump = DumpFolder(self.operations.dump_requests, limit) if self.operations.dump_requests else None

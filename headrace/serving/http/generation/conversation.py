@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.service.client.media import place_items
 from headrace.service.client.prompts import check_length
 from headrace.service.client.requests import refuse_generation
+from headrace.service.media.wire import PreparedItem
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
-from headrace.serving.http.protocol.fields import INTERNALS, MEDIA, TOOLS
+from headrace.serving.http.generation.media import template_content
+from headrace.serving.http.protocol.fields import INTERNALS, SPEECH, TOOLS
 from headrace.serving.http.protocol.native import TokenizeRequest
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
@@ -35,6 +39,7 @@ RESERVED = frozenset({
     "conversation", "self", "tokenizer", "formats",
 })
 """Template variables that ``chat_template_kwargs`` may not set."""
+ROLES_WITH_MEDIA = ("user", "tool")
 ROLE_OF_TEMPLATE = {"developer": "system"}
 """OpenAI's roles that chat templates know under another name."""
 
@@ -112,7 +117,7 @@ def _call_dict(call: CallRecord, where: str) -> dict[str, Any]:
 
 def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     unsupported = (
-        ("audio", message.audio, MEDIA), ("function_call", message.function_call, TOOLS),
+        ("audio", message.audio, SPEECH), ("function_call", message.function_call, TOOLS),
         ("refusal", message.refusal, INTERNALS), ("annotations", message.annotations, INTERNALS),
     )
     for name, value, reason in unsupported:
@@ -128,15 +133,19 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content
     if content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
-    # Templates take one string: parts are joined by newlines.
-    text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    shown = template_content(content)
+    if isinstance(shown, list) and message.role not in ROLES_WITH_MEDIA:
+        raise UnsupportedFeature(
+            f"{where}.content: messages of the role {message.role!r} hold text alone; put media into the user's",
+            param=f"{where}.content"
+        )
     calls = [_call_dict(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())]
     optional = {
         "name": message.name, "reasoning_content": message.reasoning_content or message.reasoning,
         "tool_calls": calls or None, "tool_call_id": message.tool_call_id,
     }
     role = ROLE_OF_TEMPLATE.get(message.role, message.role)
-    return {"role": role, "content": text} | {name: value for name, value in optional.items() if value is not None}
+    return {"role": role, "content": shown} | {name: value for name, value in optional.items() if value is not None}
 
 
 def _template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -209,11 +218,15 @@ def render_conversation(context: AppContext, request: ChatRequest | TokenizeRequ
     )
 
 
-def count_prompt(context: AppContext, request: ChatRequest) -> int:
-    """The number of prompt tokens of a conversation; call it through `compute`. Raises `ContextLengthExceeded` if they
-    are certainly more than the model takes."""
+def count_prompt(context: AppContext, request: ChatRequest, items: Sequence[PreparedItem]) -> int:
+    """The number of prompt tokens of a conversation with its media; call it through `compute`. Raises
+    `ContextLengthExceeded` if they are certainly more than the model takes."""
     text = render_conversation(context, request)
     tokenizer = context.tokenizer()
+    if items:
+        return len(place_items(
+            text, items, tokenizer, context.facts(), add_special_tokens=False, param="messages"
+        ))
     check_length(text, tokenizer, context.facts().max_model_len, "messages")
     # In pieces: the ids of a long prompt need not exist at the same time.
     return sum(map(len, tokenizer.encode_pieces(text, add_special_tokens=False)))

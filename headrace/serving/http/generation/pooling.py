@@ -17,7 +17,7 @@ from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput
 from headrace.serving.http.generation.context import compute, context_of
-from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
+from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
 from headrace.serving.http.generation.sampling import new_request_id
 from headrace.serving.http.protocol.pooling import PoolingFields, PoolingUsage
 
@@ -59,7 +59,7 @@ def require_kind(facts: ModelFacts, kind: PoolingKind) -> PoolingFacts:
     return facts.pooling
 
 
-def split_inputs(given: object, limit: int, param: str = "input", *, noun: str = "texts") -> list[Prompt]:
+def split_inputs(given: object, limit: int, param: str = "input", *, noun: str = "texts") -> list[PlainPrompt]:
     """One input or several: a text, token ids, or a list of only one of these. Raises `RequestError` for a mixture or
     for more than ``limit``."""
     if isinstance(given, str):
@@ -73,7 +73,7 @@ def split_inputs(given: object, limit: int, param: str = "input", *, noun: str =
     if kinds != {str} and not kinds <= {list, array}:
         raise RequestError(f"{param} must be a string, token ids, or a list of only one of these", param=param)
     check_amount(len(items), limit, param, noun)
-    return cast("list[Prompt]", items)
+    return cast("list[PlainPrompt]", items)
 
 
 def check_amount(count: int, limit: int, param: str, noun: str = "texts") -> None:
@@ -98,7 +98,7 @@ def encoder_for(request: Request, truncate: int | None, side: str | None = None)
     return replace(encoder, keeps_end=True) if side == "left" else encoder
 
 
-async def tokenize(request: Request, make: Callable[[], T], texts: Sequence[Prompt]) -> T:
+async def tokenize(request: Request, make: Callable[[], T], texts: Sequence[PlainPrompt]) -> T:
     """The result of ``make``, which tokenizes ``texts``; on a thread when they are long."""
     return await compute(request, make, size=sum(len(text) for text in texts if isinstance(text, str)))
 

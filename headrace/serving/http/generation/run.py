@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import HeadraceError, QueueFull, RequestError
+from headrace.base.errors import HeadraceError, QueueFull, RequestError, UnsupportedFeature
 from headrace.base.messages import ErrorInfo
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import ChoiceDelta, Collector, GenerationOutput, first_error
 from headrace.service.client.prompts import (
     RequestTags,
@@ -36,7 +37,8 @@ from headrace.serving.http.transport.pieces import TokenIds
 if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
 
-Prompt = str | TokenIds
+PlainPrompt = str | TokenIds
+Prompt = PlainPrompt | MediaPrompt
 
 SUBMIT_BATCH = 32
 """Prompts submitted before other tasks get a turn."""
@@ -48,7 +50,7 @@ MANY_LOGPROBS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Prompts (text or token ids) with one `SamplingParams` or `PoolingSpec` each.
+    """Prompts (text, token ids, or ids with media) with one `SamplingParams` or `PoolingSpec` each.
 
     ``stream_ids`` are the ids of the engine requests, one per prompt; by default they are derived from ``request_id``.
     ``discards_output``: the client wants prompt logprobs only; the engine must sample one token, which is removed.
@@ -140,7 +142,11 @@ class Generation:
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
-        return Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
+        usage = Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
+        for prompt in self.request.prompts:
+            for item in prompt.items if isinstance(prompt, MediaPrompt) else ():
+                usage.prompt_tokens_details.add_media(item.place.kind, item.place.num_tokens)
+        return usage
 
     async def respond(self, build: Callable[[], object]) -> JsonResponse:
         """The response with the body that ``build`` returns. With many log probabilities it is built and encoded on a
@@ -376,6 +382,10 @@ async def _encode_prompts(
     facts, tokenizer, has_special = context.facts(), context.client.tokenizer, request.add_special_tokens
 
     def encode(prompt: Prompt, params: SamplingParams | PoolingSpec) -> Prompt:
+        if isinstance(prompt, MediaPrompt):
+            if request.truncate is not None:
+                raise UnsupportedFeature("a prompt with media cannot be truncated", param="truncate_prompt_tokens")
+            return prompt
         if request.truncate is not None:
             num_out = (params.max_tokens or 1) if isinstance(params, SamplingParams) else 0
             kept = read_truncation(request.truncate, facts.max_model_len, num_out)

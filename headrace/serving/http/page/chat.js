@@ -1,6 +1,7 @@
 /* The chat page: joins the store, the server and the views. */
 
 import { fitHeight, formatCount, make } from "./dom.js";
+import { Tray, imageFiles } from "./images.js";
 import { KeyDialog, Panel, Toast } from "./panels.js";
 import { Run, requestBody } from "./run.js";
 import { Server } from "./server.js";
@@ -41,6 +42,13 @@ class Chat {
     this.chatsPanel = new Panel($("chats"), { opener: $("open-chats"), closer: $("close-chats"), isShown: true });
     this.settingsPanel = new Panel($("settings"), { opener: $("tune"), closer: $("close-settings"), isShown: false });
     this.toast = new Toast();
+    this.tray = new Tray($("tray"), {
+      changed: (images) => {
+        this.chat.images = images;
+        this.keepDraft();
+      },
+      refused: (text) => this.toast.show(text, "OK", () => {}),
+    });
     this.keyDialog = new KeyDialog((key) => this.useKey(key));
     this.listen();
     this.open(this.store.chats.get(this.store.currentId) ?? this.store.create());
@@ -59,6 +67,7 @@ class Chat {
       event.preventDefault();
       this.send();
     });
+    this.listenForImages();
     $("stop").addEventListener("click", () => this.run?.stop());
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.run?.stop();
@@ -79,6 +88,33 @@ class Chat {
     addEventListener("online", () => this.watchServer());
   }
 
+  listenForImages() {
+    const add = (event, transfer) => {
+      const files = this.model?.takesImages ? imageFiles(transfer) : [];
+      if (!files.length) return;
+      event.preventDefault();
+      this.tray.add(files);
+    };
+    $("attach").addEventListener("click", () => $("files").click());
+    $("files").addEventListener("change", (event) => {
+      add(event, $("files"));
+      $("files").value = ""; // the same file may be chosen again
+    });
+    $("prompt").addEventListener("paste", (event) => add(event, event.clipboardData));
+    // Anywhere on the page: a file dropped beside the box would replace the page.
+    document.addEventListener("dragover", (event) => {
+      if (!event.dataTransfer?.types.includes("Files")) return;
+      event.preventDefault();
+      $("box").classList.toggle("dropping", Boolean(this.model?.takesImages));
+    });
+    document.addEventListener("dragleave", () => $("box").classList.remove("dropping"));
+    document.addEventListener("drop", (event) => {
+      $("box").classList.remove("dropping");
+      if (event.dataTransfer?.types.includes("Files")) event.preventDefault();
+      add(event, event.dataTransfer);
+    });
+  }
+
   get run() {
     return this.runs.get(this.chat.id);
   }
@@ -89,6 +125,7 @@ class Chat {
     this.chat = chat;
     this.store.currentId = chat.id;
     $("prompt").value = chat.draft;
+    this.tray.show(chat.images);
     this.turns.isFollowing = true;
     this.refresh();
     fitHeight($("prompt"));
@@ -96,7 +133,7 @@ class Chat {
   }
 
   startFresh() {
-    if (this.chat.turns.length || this.chat.draft) this.open(this.store.create());
+    if (this.chat.turns.length || this.chat.draft || this.chat.images.length) this.open(this.store.create());
     this.chatsPanel.leave();
     $("prompt").focus();
   }
@@ -132,7 +169,7 @@ class Chat {
   keepDraft() {
     this.chat.draft = $("prompt").value;
     fitHeight($("prompt"));
-    $("send").disabled = !this.chat.draft.trim();
+    $("send").disabled = !this.chat.draft.trim() && !this.chat.images.length;
     this.saveSoon();
   }
 
@@ -160,7 +197,7 @@ class Chat {
     $("hello").hidden = chat.turns.length > 0;
     $("send").hidden = Boolean(this.run);
     $("stop").hidden = !this.run;
-    $("send").disabled = !$("prompt").value.trim();
+    $("send").disabled = !$("prompt").value.trim() && !chat.images.length;
     $("context").textContent = last
       ? describeContext({ ...last.stats, contextLen: this.model?.contextLen ?? last.stats.contextLen })
       : this.model?.contextLen
@@ -179,18 +216,19 @@ class Chat {
   }
 
   send() {
-    const text = $("prompt").value.trim();
-    if (!text || this.run) return;
+    const text = $("prompt").value.trim(),
+      { images } = this.chat;
+    if ((!text && !images.length) || this.run) return;
     $("prompt").value = "";
-    this.keepDraft();
-    this.chat.turns.push({ role: "user", content: text });
+    this.tray.set([]);
+    this.chat.turns.push({ role: "user", content: text, ...(images.length ? { images } : {}) });
     this.answer();
   }
 
   /* An edited message. */
   resend(turn, text) {
     this.run?.stop();
-    this.replaceFrom(this.chat.turns.indexOf(turn), { role: "user", content: text });
+    this.replaceFrom(this.chat.turns.indexOf(turn), { ...turn, content: text });
     this.answer();
   }
 
@@ -229,7 +267,7 @@ class Chat {
       turn = continued ?? { role: "assistant", content: "", reasoning: "", state: "running" };
     const body = requestBody(chat.turns, this.settings.values, Boolean(continued));
     if (!continued) chat.turns.push(turn);
-    if (!chat.isNamed) chat.title = chat.turns[0].content.replace(/\s+/g, " ").trim().slice(0, 60);
+    if (!chat.isNamed) chat.title = chat.turns[0].content.replace(/\s+/g, " ").trim().slice(0, 60) || "Image";
     chat.updated = Date.now();
     const run = new Run(chat, turn, {
       server: this.server,
@@ -282,10 +320,15 @@ class Chat {
   meet({ model, defaults }) {
     this.model = model;
     $("model").textContent = $("model").title = model.id;
-    $("about").textContent = [model.id, model.contextLen && `${formatCount(model.contextLen)} tokens of context`]
+    $("about").textContent = [
+      model.id,
+      model.contextLen && `${formatCount(model.contextLen)} tokens of context`,
+      model.takesImages && "takes images",
+    ]
       .filter(Boolean)
       .join(" · ");
     this.settings.learn(defaults);
+    $("attach").hidden = !model.takesImages;
     this.refresh();
   }
 

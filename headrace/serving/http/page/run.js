@@ -5,13 +5,22 @@ const PAINT_SHARE = 4; // of the time between two paintings, painting takes at m
 /* The conversation as the server takes it. Unanswered messages in a row are one: templates want the roles to alternate. */
 function messagesOf(turns, system) {
   const messages = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content } of turns) {
-    if (!content) continue;
+  for (const { role, content, images = [] } of turns) {
+    if (!content && !images.length) continue;
     const last = messages.at(-1);
-    if (last?.role === role) messages[messages.length - 1] = { role, content: `${last.content}\n\n${content}` };
-    else messages.push({ role, content });
+    if (last?.role === role) {
+      last.content = [last.content, content].filter(Boolean).join("\n\n");
+      last.images = [...(last.images ?? []), ...images];
+    } else messages.push({ role, content, images });
   }
-  return messages;
+  return messages.map(withParts);
+}
+
+/* A message as the API takes it: with images its content is a list of parts. */
+function withParts({ role, content, images = [] }) {
+  if (!images.length) return { role, content };
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
 }
 
 /* The body of a request. Only what the user has set is sent: all else is as the model's makers advise. */

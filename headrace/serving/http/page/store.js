@@ -1,5 +1,7 @@
 /* What this browser keeps: chats with their drafts and the settings in localStorage, the API key in this tab alone. */
 
+import { imagesIn } from "./images.js";
+
 const CHAT = "headrace.chat.",
   SETTINGS = "headrace.settings",
   CURRENT = "headrace.current",
@@ -42,8 +44,15 @@ function readChat(text) {
   const turns = found.turns.filter(
     (turn) => ["user", "assistant"].includes(turn?.role) && typeof turn.content === "string",
   );
-  for (const turn of turns) if (turn.state === "running") turn.state = "interrupted";
-  return { title: "", isNamed: false, draft: "", updated: 0, ...found, turns };
+  for (const turn of turns) {
+    if (turn.state === "running") turn.state = "interrupted";
+    if (turn.images) turn.images = imagesIn(turn.images);
+  }
+  return { title: "", isNamed: false, draft: "", updated: 0, ...found, turns, images: imagesIn(found.images) };
+}
+
+function withoutImages(chat) {
+  return { ...chat, images: [], turns: chat.turns.map((turn) => ({ ...turn, images: undefined })) };
 }
 
 export class Store {
@@ -90,15 +99,18 @@ export class Store {
       draft: "",
       updated: Date.now(),
       turns: [],
+      images: [],
     };
   }
 
   /* Keeps a chat; an empty one is not worth a place in the list. */
   save(chat) {
-    const isEmpty = !chat.turns.length && !chat.draft.trim() && !chat.isNamed;
+    const isEmpty = !chat.turns.length && !chat.draft.trim() && !chat.images.length && !chat.isNamed;
     if (isEmpty) return this.delete(chat.id);
     this.chats.set(chat.id, chat);
     this.isKeeping = write(local, CHAT + chat.id, JSON.stringify(chat));
+    // Images fill the storage first: then at least what was written is kept.
+    if (!this.isKeeping) write(local, CHAT + chat.id, JSON.stringify(withoutImages(chat)));
   }
 
   delete(id) {

@@ -1,6 +1,7 @@
 /* How one turn of a chat looks: a user's message with its editor; an answer with its reasoning, figures and actions. */
 
 import { copyButton, fitHeight, formatCount, icon, iconButton, make } from "./dom.js";
+import { showImages } from "./images.js";
 import { MarkdownView } from "./markdown.js";
 
 const ENDINGS = {
@@ -45,8 +46,10 @@ class UserTurn {
   }
 
   show() {
+    const { content, images = [] } = this.turn;
     this.node.replaceChildren(
-      make("div", { className: "bubble", textContent: this.turn.content }),
+      ...(images.length ? [make("div", { className: "pictures" }, ...showImages(images))] : []),
+      ...(content ? [make("div", { className: "bubble", textContent: content })] : []),
       make(
         "div",
         { className: "actions" },
@@ -64,7 +67,7 @@ class UserTurn {
     };
     const send = () => {
       const text = box.value.trim();
-      if (text) this.actions.resend(this.turn, text);
+      if (text || this.turn.images?.length) this.actions.resend(this.turn, text);
     };
     box.addEventListener("input", () => fitHeight(box));
     box.addEventListener("keydown", (event) => {

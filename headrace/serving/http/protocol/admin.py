@@ -70,6 +70,8 @@ class ModelInfo(Struct):
     device: str
     num_parameters: int
     preferred_sampling_params: dict[str, float]
+    has_image_understanding: bool
+    has_audio_understanding: bool
     weight_version: str = "default"
 
 

@@ -217,7 +217,12 @@ class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
 
 TOOLS = "use tools and tool_choice, and the role 'tool' for results"
 STRUCTURE = "the server chooses the grammar library and allows whitespace where JSON does"
-MEDIA = "only text is supported"
+PARTS = "parts of messages are text, image_url, input_audio, audio_url and video_url"
+MEDIA = (
+    "put media into messages, as image_url, input_audio or video_url; /generate and /v1/completions take image_data, "
+    "audio_data and video_data"
+)
+SPEECH = "the output is text alone"
 REASONING = (
     "use reasoning_effort, enable_thinking, separate_reasoning, stream_reasoning, include_reasoning or "
     "chat_template_kwargs"
@@ -229,9 +234,11 @@ PLACEMENT = "requests cannot be placed by hand"
 _REASONS: tuple[tuple[str, str], ...] = (
     ("functions function_call", TOOLS),
     ("guided_decoding_backend guided_whitespace_pattern", STRUCTURE),
+    ("image_data video_data audio_data images", MEDIA),
+    ("audio modalities", SPEECH),
     (
-        "audio modalities image_data video_data audio_data mm_processor_kwargs media_io_kwargs mm_hashes video_config "
-        "use_audio_in_video images", MEDIA
+        "mm_processor_kwargs media_io_kwargs mm_hashes video_config use_audio_in_video",
+        "media are prepared as the model's own processor says"
     ),
     ("reasoning require_reasoning", REASONING),
     ("lora_path lora_id lora_request", ADAPTERS),

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from headrace.base.sampling import MAX_STOPS
 from headrace.serving.http.protocol.errors import MessagesError
 from headrace.serving.http.protocol.fields import ModelName, Positive, Schema, StopText, TopK, TopP
+from headrace.serving.http.protocol.media import Base64, Url
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolName
 
 CacheControl = dict[str, Any]
@@ -33,6 +34,26 @@ class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
+class Base64Source(Struct, kw_only=True, tag_field="type", tag="base64"):
+    """An image's data. ``media_type`` is ignored: the content tells."""
+
+    data: Base64
+    media_type: str | None = None
+
+
+class UrlSource(Struct, kw_only=True, tag_field="type", tag="url"):
+    """An image's address."""
+
+    url: Url
+
+
+class ImageBlock(Struct, kw_only=True, tag_field="type", tag="image"):
+    """An image."""
+
+    source: Base64Source | UrlSource
+    cache_control: CacheControl | None = None
+
+
 class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
     """The assistant's reasoning; the signature is ignored."""
 
@@ -55,12 +76,12 @@ class ToolResultBlock(Struct, kw_only=True, tag_field="type", tag="tool_result")
     """The result of a call."""
 
     tool_use_id: CallId
-    content: str | list[TextOnlyBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, kw_only=True):

@@ -21,6 +21,7 @@ from headrace.serving.http.protocol.fields import (
     TokenId,
     Truncation,
 )
+from headrace.serving.http.protocol.media import MediaFields
 from headrace.serving.http.protocol.openai import ChatMessage, ChatTemplate, Timings
 from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
 
@@ -37,7 +38,7 @@ class NativeSampling(OutputFields, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
 
 
-class NativeHandling(Struct, kw_only=True, forbid_unknown_fields=True):
+class NativeHandling(MediaFields, kw_only=True, forbid_unknown_fields=True):
     """Scheduling of a request. ``deadline_s``: seconds from arrival after which it fails with 504."""
 
     priority: Priority | None = None

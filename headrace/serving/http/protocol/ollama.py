@@ -19,6 +19,7 @@ from headrace.serving.http.protocol.fields import (
     TopK,
     TopP,
 )
+from headrace.serving.http.protocol.media import Base64
 from headrace.serving.http.protocol.messages import JsonObject
 from headrace.serving.http.protocol.openai import ContentLogprob
 from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool
@@ -49,7 +50,7 @@ class OllamaMessage(Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[Base64] | None = None
     tool_calls: Annotated[list[OllamaCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_name: str | None = None
     tool_call_id: CallId | None = None
@@ -112,6 +113,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=T
 
     prompt: str | None = None
     system: str | None = None
+    images: list[Base64] | None = None
 
 
 class OllamaEmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAIFields, TokenId
+from headrace.serving.http.protocol.media import ContentPart, MediaData
 from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
 Verbosity = Literal["low", "medium", "high"]
@@ -16,9 +17,22 @@ ChatTemplate = Annotated[str, Meta(max_length=65_536)]
 # In responses UNSET leaves a field out of the JSON, None sends null. Times named ``created`` are seconds since the
 # epoch.
 class PromptTokensDetails(Struct):
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache, and those that stand for media, if there are any."""
 
     cached_tokens: int = 0
+    image_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
+    video_tokens: int | UnsetType = UNSET
+
+    def add_media(self, kind: str, count: int) -> None:
+        """Count tokens that stand for media of a kind."""
+        match kind:
+            case "image":
+                self.image_tokens = count + (self.image_tokens or 0)
+            case "audio":
+                self.audio_tokens = count + (self.audio_tokens or 0)
+            case "video":
+                self.video_tokens = count + (self.video_tokens or 0)
 
 
 class Usage(Struct):
@@ -64,14 +78,15 @@ PromptLogprobsJson = dict[str, PromptLogprob]
 
 
 class ModelCard(Struct):
-    """A served model and its ``task``. An adapter has its ``parent``, the model that it changes; ``root`` is then its
-    path."""
+    """A served model, its ``task``, and what prompts may hold. An adapter has its ``parent``, the model that it
+    changes; ``root`` is then its path."""
 
     id: str
     created: int
     max_model_len: int
     root: str
     task: Literal["generate", "embed", "classify"] = "generate"
+    input_modalities: tuple[str, ...] = ("text",)
     object: Literal["model"] = "model"
     owned_by: str = "headrace"
     parent: str | None = None
@@ -84,31 +99,13 @@ class ModelList(Struct):
     object: Literal["list"] = "list"
 
 
-class TextPart(Struct, kw_only=True, tag_field="type", tag="text"):
-    """A text part of a message. ``cache_control`` is accepted without effect: every prefix is cached."""
-
-    text: str
-    cache_control: dict[str, Any] | None = None
-
-
-class RefusalPart(Struct, kw_only=True, tag_field="type", tag="refusal"):
-    """A refusal that another server returned; treated as text."""
-
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The refusal."""
-        return self.refusal
-
-
 class ChatMessage(Struct, kw_only=True):
     """One message. ``reasoning`` is another name of ``reasoning_content``. ``audio`` and ``function_call`` must be null
     or empty. Unknown keys are ignored: clients send back the messages they received, with fields of their own or of
     other servers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -250,13 +247,16 @@ Prompt = str | Annotated[list[PromptItem], Meta(min_length=1)]
 class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """``prompt`` is a string, token ids, or a list of either. ``echo`` puts the prompt before the output; with
     ``max_tokens`` 0 nothing follows it. ``best_of`` must equal ``n``. ``suffix``: the text after the output, for models
-    that fill in the middle."""
+    that fill in the middle. ``image_data`` and the like: media at the placeholders of the prompts."""
 
     prompt: Prompt
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: Choices | None = None
     suffix: str | None = None
+    image_data: MediaData | None = None
+    audio_data: MediaData | None = None
+    video_data: MediaData | None = None
 
 
 class CompletionLogprobs(Struct):

@@ -21,6 +21,7 @@ from headrace.serving.http.protocol.fields import (
     StopRegex,
     TopP,
 )
+from headrace.serving.http.protocol.media import Detail, Url
 from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
 from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolChoice, ToolName
 
@@ -29,11 +30,15 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Struct, kw_only=True, omit_defaults=True):
-    """A text part. ``annotations``, ``logprobs`` and unknown keys are ignored: clients copy them from responses."""
+    """A text part, or an image (``image_url``, ``detail``). ``annotations``, ``logprobs`` and unknown keys are ignored:
+    clients copy them from responses."""
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal", "input_image"]
     text: str | None = None
     refusal: str | None = None
+    image_url: Url | None = None
+    detail: Detail | None = None
+    file_id: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 

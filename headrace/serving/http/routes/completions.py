@@ -15,8 +15,9 @@ from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_around_gap
 from headrace.serving.http.generation.context import AppContext, compute, read_request
 from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
+from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import split_inputs
-from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
+from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
 from headrace.serving.http.generation.sampling import (
     body_request_id,
     check_stream_options,
@@ -53,8 +54,8 @@ def _params(body: CompletionRequest, context: AppContext) -> SamplingParams:
 
 
 async def _surround_gap(
-    context: AppContext, request: Request, body: CompletionRequest, prompts: Sequence[Prompt]
-) -> list[Prompt]:
+    context: AppContext, request: Request, body: CompletionRequest, prompts: Sequence[PlainPrompt]
+) -> list[PlainPrompt]:
     """The prompts as token ids that ask the model to fill the gap between each of them and the suffix."""
     suffix, limit, tokenizer = body.suffix or "", context.facts().max_model_len, context.client.tokenizer
     for name, value in (("echo", body.echo), ("truncate_prompt_tokens", body.truncate_prompt_tokens)):
@@ -67,7 +68,7 @@ async def _surround_gap(
         )
     has_special = body.add_special_tokens is not False
 
-    def encode() -> list[Prompt]:
+    def encode() -> list[PlainPrompt]:
         return [encode_around_gap(text, suffix, tokenizer, limit, add_special_tokens=has_special) for text in texts]
 
     return await compute(request, encode)
@@ -81,10 +82,13 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     prompts = split_inputs(body.prompt, context.server.max_batch_prompts, "prompt", noun="prompts")
     if body.suffix:
         prompts = await _surround_gap(context, request, body, prompts)
+    has_special = body.add_special_tokens is not False
+    refs = read_fields(body, len(prompts), is_batch=len(prompts) > 1)
+    placed = await place_fields(request, context, prompts, refs, add_special_tokens=has_special)
     generation_request = GenerationRequest(
-        request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=prompts,
+        request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=placed,
         params=[_params(body, context)] * len(prompts), namespace=body.cache_salt or "", priority=body.priority or 0,
-        deadline_s=body.deadline_s, add_special_tokens=body.add_special_tokens is not False,
+        deadline_s=body.deadline_s, add_special_tokens=has_special,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
         discards_output=body.max_tokens == 0, adapter=adapter,
         grammar_field=lambda: grammar_field(body),

@@ -131,7 +131,8 @@ def _card(context: AppContext) -> ModelCard:
     facts = context.facts()
     task = facts.pooling.kind if facts.pooling is not None else "generate"
     return ModelCard(
-        id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task
+        id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task,
+        input_modalities=("text", *(facts.media.kinds if facts.media is not None else ())),
     )
 
 
@@ -202,11 +203,13 @@ async def show_model_info(request: Request) -> JsonResponse:
     """Facts of the model."""
     context = context_of(request)
     facts, model = context.facts(), context.client.config.model
+    kinds = facts.media.kinds if facts.media is not None else ()
     return JsonResponse(ModelInfo(
         model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model,
         is_generation=facts.pooling is None, architectures=[facts.architecture], model_type=facts.family,
         max_model_len=facts.max_model_len, dtype=facts.dtype, device=facts.device, num_parameters=facts.num_parameters,
-        preferred_sampling_params=facts.default_sampling, weight_version=context.admin.weight_version,
+        preferred_sampling_params=facts.default_sampling, has_image_understanding="image" in kinds,
+        has_audio_understanding="audio" in kinds, weight_version=context.admin.weight_version,
     ))
 
 

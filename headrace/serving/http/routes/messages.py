@@ -12,12 +12,14 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, E
 from headrace.serving.http.generation.chat import Chat, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import compute, read_request
 from headrace.serving.http.generation.conversation import count_prompt
+from headrace.serving.http.generation.media import DATA, media_of, prepare_media
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, named_frame, start_stream
 from headrace.serving.http.protocol import messages as wire
 from headrace.serving.http.protocol.errors import ThreadsNotServed, describe_messages_error
 from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
-from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, TextPart, Usage
+from headrace.serving.http.protocol.media import ContentPart, PlacedImage, TextPart
+from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, Usage
 from headrace.serving.http.protocol.tools import (
     CallRecord,
     FunctionCall,
@@ -63,25 +65,46 @@ def _assistant_message(blocks: list[wire.Block]) -> ChatMessage:
 
 
 def _turn_messages(turn: wire.Turn, where: str) -> list[ChatMessage]:
-    """The messages of one turn: one per tool result, consecutive texts together."""
+    """The messages of one turn: one per tool result, consecutive texts and images together."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
     _check_roles(turn, where)
     if turn.role == "assistant":
         return [_assistant_message(turn.content)]
     messages: list[ChatMessage] = []
-    for block in turn.content:
+    for index, block in enumerate(turn.content):
+        param = f"{where}.content[{index}]"
         if isinstance(block, wire.ToolResultBlock):
-            text = _text(block.content)
-            # Chat templates have no field for failed calls.
-            text = f"Error: {text}" if block.is_error else text
-            messages.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=text))
-        elif isinstance(block, wire.TextBlock):
-            if messages and isinstance(messages[-1].content, list):
-                messages[-1].content.append(TextPart(text=block.text))
+            content = _result(block, param)
+            messages.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content))
+        elif isinstance(block, wire.TextBlock | wire.ImageBlock):
+            part = _part(block, param)
+            last = messages[-1] if messages else None
+            if last is not None and isinstance(last.content, list) and last.role != "tool":
+                last.content.append(part)
             else:
-                messages.append(ChatMessage(role=turn.role, content=[TextPart(text=block.text)]))
+                messages.append(ChatMessage(role=turn.role, content=[part]))
     return messages
+
+
+def _part(block: wire.TextBlock | wire.ImageBlock, param: str) -> TextPart | PlacedImage:
+    if isinstance(block, wire.TextBlock):
+        return TextPart(text=block.text)
+    if isinstance(block.source, wire.UrlSource):
+        return PlacedImage(image_url=block.source.url, param=f"{param}.source.url")
+    return PlacedImage(image_url=DATA + block.source.data, param=f"{param}.source.data")
+
+
+def _result(block: wire.ToolResultBlock, param: str) -> str | list[ContentPart]:
+    blocks = block.content if isinstance(block.content, list) else [wire.TextBlock(text=block.content or "")]
+    if block.is_error:  # chat templates have no field for failed calls
+        first = next((each for each in blocks if isinstance(each, wire.TextBlock)), None)
+        text = f"Error: {first.text if first is not None else ''}"
+        blocks = [wire.TextBlock(text=text), *(each for each in blocks if each is not first)]
+    parts: list[ContentPart] = [_part(each, f"{param}.content[{i}]") for i, each in enumerate(blocks)]
+    if any(isinstance(part, PlacedImage) for part in parts):
+        return parts
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def _tool(tool: wire.ClientTool) -> Tool:
@@ -308,7 +331,9 @@ async def count_tokens(request: Request) -> JsonResponse:
     """The length of a conversation's prompt."""
     context, body = await read_request(request, COUNT_BODY)
     context.check_model(body.model)
-    count = await compute(request, lambda: count_prompt(context, convert_prompt(body)))
+    converted = await compute(request, lambda: convert_prompt(body))
+    items = await prepare_media(request, context, media_of(converted.messages))
+    count = await compute(request, lambda: count_prompt(context, converted, items))
     return JsonResponse(wire.TokenCount(count))
 
 

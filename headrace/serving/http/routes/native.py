@@ -14,8 +14,9 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
+from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import check_amount
-from headrace.serving.http.generation.run import Generation, GenerationRequest, Prompt, collect_generation
+from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
 from headrace.serving.http.generation.sampling import NATIVE_PREFIX, grammar_field, pick_request_id, sampling_params
 from headrace.serving.http.generation.stream import Events, EventStream, frame, start_stream
 from headrace.serving.http.protocol.native import (
@@ -34,7 +35,7 @@ BODY = JsonBody(GenerateRequest, nested=NativeSampling)
 WITHIN = "sampling_params."
 
 
-def _prompts(body: GenerateRequest, limit: int) -> tuple[list[Prompt], bool]:
+def _prompts(body: GenerateRequest, limit: int) -> tuple[list[PlainPrompt], bool]:
     """``(prompts, whether they are a batch)``."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give one of text and input_ids", param="text")
@@ -48,7 +49,7 @@ def _prompts(body: GenerateRequest, limit: int) -> tuple[list[Prompt], bool]:
     if body.text is None and not all(isinstance(item, (list, array)) for item in items):
         raise RequestError("input_ids must be token ids or a list of lists of token ids", param="input_ids")
     check_amount(len(items), limit, "text" if body.text is not None else "input_ids", "prompts")
-    return cast("list[Prompt]", items), True
+    return cast("list[PlainPrompt]", items), True
 
 
 def _params(body: GenerateRequest, fields: NativeSampling, defaults: dict[str, float]) -> SamplingParams:
@@ -113,8 +114,9 @@ async def generate(request: Request) -> JsonResponse | EventStream:
     else:
         params = [_params(body, sampling[0], defaults)] * len(prompts)
     request_id, stream_ids = _request_ids(body, request, len(prompts))
+    placed = await place_fields(request, context, prompts, read_fields(body, len(prompts), is_batch=is_batch))
     generation_request = GenerationRequest(
-        request_id=request_id, prompts=prompts, params=params, stream_ids=stream_ids,
+        request_id=request_id, prompts=placed, params=params, stream_ids=stream_ids,
         namespace="/".join(filter(None, (body.cache_salt, body.extra_key))), priority=body.priority or 0,
         deadline_s=body.deadline_s, discards_output=_discards_output(sampling), adapter=adapter,
         grammar_field=lambda: next(filter(None, (grammar_field(s, within=WITHIN) for s in sampling)), ""),

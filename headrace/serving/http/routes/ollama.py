@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.base import VERSION
-from headrace.base.errors import HeadraceError, RequestError, UnsupportedFeature
+from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import unpack_floats
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
@@ -20,6 +20,7 @@ from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, T
 from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
+from headrace.serving.http.generation.media import DATA
 from headrace.serving.http.generation.pooling import (
     check_amount,
     check_dimensions,
@@ -32,7 +33,8 @@ from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, start_stream
 from headrace.serving.http.protocol import ollama as wire
 from headrace.serving.http.protocol.errors import describe_ollama_error
-from headrace.serving.http.protocol.fields import MEDIA, JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.media import ContentPart, PlacedImage, TextPart
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, ContentLogprob
 from headrace.serving.http.protocol.pooling import PoolingFields
 from headrace.serving.http.protocol.tools import CallRecord, FunctionCall
@@ -62,20 +64,29 @@ def format_time(seconds: float | None = None) -> str:
 
 
 def _chat_message(message: wire.OllamaMessage, where: str) -> ChatMessage:
-    if message.images:
-        raise UnsupportedFeature(f"{where}.images is not supported: {MEDIA}", param=f"{where}.images")
     calls = [
         CallRecord(
             id=c.id, type="function", function=FunctionCall(name=c.function.name, arguments=c.function.arguments)
         )
         for c in message.tool_calls or ()
     ]
+    # Ollama's clients may leave out the content; `ChatRequest` requires it of all roles but the assistant.
+    content = message.content if message.content is not None or calls else ""
     return ChatMessage(
-        # Ollama's clients may leave out the content; `ChatRequest` requires it of all roles but the assistant.
-        role=message.role, content=message.content if message.content is not None or calls else "",
+        role=message.role, content=_with_images(content, message.images, where),
         reasoning_content=message.thinking or None, tool_calls=calls or None, tool_call_id=message.tool_call_id,
         name=message.tool_name,
     )
+
+
+def _with_images(text: str | None, images: list[str] | None, where: str) -> str | list[ContentPart] | None:
+    """A message's content: its images first, as Ollama's templates have it."""
+    if not images:
+        return text
+    parts: list[ContentPart] = [
+        PlacedImage(image_url=DATA + image, param=f"{where}images[{i}]") for i, image in enumerate(images)
+    ]
+    return [*parts, TextPart(text=text)] if text else parts
 
 
 def _set_options(chat: ChatRequest, options: wire.OllamaOptions, max_model_len: int) -> None:
@@ -114,7 +125,7 @@ def convert_chat(body: wire.OllamaChatRequest, max_model_len: int) -> ChatReques
     """The chat request of ``body``; None without messages."""
     if not body.messages:
         return None
-    messages = [_chat_message(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
+    messages = [_chat_message(m, f"messages[{i}].") for i, m in enumerate(body.messages)]
     return _set_common(ChatRequest(messages=messages, tools=body.tools or None), body, max_model_len)
 
 
@@ -123,7 +134,7 @@ def convert_generate(body: wire.OllamaGenerateRequest, max_model_len: int) -> Ch
     if not body.prompt:
         return None
     messages = [ChatMessage(role="system", content=body.system)] if body.system else []
-    messages.append(ChatMessage(role="user", content=body.prompt))
+    messages.append(ChatMessage(role="user", content=_with_images(body.prompt, body.images, "")))
     return _set_common(ChatRequest(messages=messages), body, max_model_len)
 
 
@@ -304,7 +315,11 @@ async def show(request: Request) -> JsonResponse:
     capabilities = ["embedding"]
     if facts.pooling is None:
         formats = context.formats()
-        found = {"completion": True, "tools": formats.tools is not None, "thinking": formats.reasoning is not None}
+        has_images = facts.media is not None and "image" in facts.media.kinds
+        found = {
+            "completion": True, "vision": has_images, "tools": formats.tools is not None,
+            "thinking": formats.reasoning is not None
+        }
         capabilities = [name for name, has in found.items() if has]
     return JsonResponse(wire.OllamaModel(_details(facts), info, capabilities, format_time(context.created)))
 

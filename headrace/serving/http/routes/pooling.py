@@ -25,7 +25,7 @@ from headrace.serving.http.generation.pooling import (
     split_inputs,
     tokenize,
 )
-from headrace.serving.http.generation.run import Prompt
+from headrace.serving.http.generation.run import PlainPrompt
 from headrace.serving.http.protocol import pooling as wire
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
@@ -162,11 +162,11 @@ async def _score_labels(request: Request, body: wire.ScoreRequest, limit: int) -
     query, given = body.query, body.items
     if query is None or given is None or not body.label_token_ids:
         raise RequestError("query, items and label_token_ids go together", param="label_token_ids")
-    items: list[Prompt] = [given] if isinstance(given, str) else list(given)
+    items: list[PlainPrompt] = [given] if isinstance(given, str) else list(given)
     check_amount(len(items), limit, "items")
     spec, encoder = PoolingSpec(label_ids=body.label_token_ids), encoder_for(request, body.truncate_prompt_tokens)
 
-    def join(item: Prompt) -> PoolingInput:
+    def join(item: PlainPrompt) -> PoolingInput:
         first, second = (item, query) if body.item_first else (query, item)
         if isinstance(first, str) and isinstance(second, str):
             return PoolingInput(encoder.encode(first + second).token_ids, spec)

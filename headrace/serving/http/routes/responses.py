@@ -17,11 +17,13 @@ from headrace.serving.http.generation.chat import prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.conversation import count_prompt, render_size
 from headrace.serving.http.generation.logprobs import TokenNames
+from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.response_store import ResponseStore, RunningResponse, StoredResponse, Turn
 from headrace.serving.http.generation.run import collect_generation, open_generation
 from headrace.serving.http.generation.stream import HEADERS, SSE, EventStream, start_stream
 from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.media import ContentPart, ImageUrl, PlacedImage, TextPart
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
     AllowedSet,
@@ -71,6 +73,26 @@ def _text(content: str | list[wire.InputPart], param: str) -> str:
     )
 
 
+def _content(content: str | list[wire.InputPart] | None, param: str) -> str | list[ContentPart]:
+    """The content of a message or of a result: a text, or parts if there are images among them."""
+    if not isinstance(content, list) or not any(part.type == "input_image" for part in content):
+        return _text_field(content, param)
+    return [
+        _image(part, f"{param}[{i}]") if part.type == "input_image"
+        else TextPart(text=_required(part.refusal if part.type == "refusal" else part.text, f"{param}[{i}].text"))
+        for i, part in enumerate(content)
+    ]
+
+
+def _image(part: wire.InputPart, where: str) -> PlacedImage:
+    if part.file_id is not None:
+        raise UnsupportedFeature(
+            f"{where}.file_id: files are not stored; send the image as image_url", param=f"{where}.file_id"
+        )
+    url = _required(part.image_url, f"{where}.image_url")
+    return PlacedImage(image_url=ImageUrl(url=url, detail=part.detail), param=f"{where}.image_url")
+
+
 def _text_field(content: str | list[wire.InputPart] | None, param: str) -> str:
     if content is None:
         raise RequestError(f"{param} is required", param=param)
@@ -95,7 +117,7 @@ class MessageList:
             case "function_call":
                 self._add_call(item, where)
             case "function_call_output":
-                output = _text_field(item.output, f"{where}.output")
+                output = _content(item.output, f"{where}.output")
                 call_id = _required(item.call_id, f"{where}.call_id")
                 self.messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=output))
 
@@ -107,15 +129,15 @@ class MessageList:
     def _add_message(self, item: wire.InputItem, where: str) -> None:
         if item.role is None:
             raise RequestError(f"{where}.role is required", param=f"{where}.role")
-        text = _text_field(item.content, f"{where}.content")
+        content = _content(item.content, f"{where}.content")
         if item.role != "assistant":
-            self.messages.append(ChatMessage(role=item.role, content=text))
+            self.messages.append(ChatMessage(role=item.role, content=content))
             return
         last = self._assistant(is_new=False)
         # text after text or calls is the next message of the assistant
         if last.content is not None or last.tool_calls:
             last = self._assistant(is_new=True)
-        last.content = text
+        last.content = content
 
     def _add_call(self, item: wire.InputItem, where: str) -> None:
         function = FunctionCall(
@@ -290,7 +312,8 @@ async def count_input(request: Request) -> JsonResponse:
     context.check_model(body.model)
     previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
     converted = await compute(request, lambda: convert_request(body, _history(previous)))
-    count = await compute(request, lambda: count_prompt(context, converted), size=render_size(converted))
+    items = await prepare_media(request, context, media_of(converted.messages))
+    count = await compute(request, lambda: count_prompt(context, converted, items), size=render_size(converted))
     return JsonResponse(wire.InputCount(count))
 
 

@@ -11,10 +11,12 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from headrace.base.errors import RequestError
+from headrace.service.client.media import place_items
 from headrace.service.client.prompts import check_length
 from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.generation.context import compute, context_of, read_request
 from headrace.serving.http.generation.conversation import render_conversation, render_size
+from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.protocol.fields import TokenId
 from headrace.serving.http.protocol.native import (
@@ -54,8 +56,14 @@ async def tokenize(request: Request) -> JsonResponse:
     has_special = body.add_special_tokens
     has_strings = bool(body.return_token_strs)
     if body.messages is not None:
+        items = await prepare_media(request, context, media_of(body.messages))
         text = await compute(request, lambda: render_conversation(context, body), size=render_size(body))
         has_special = bool(has_special)
+        if items:
+            placed = await compute(request, lambda: place_items(
+                text, items, tokenizer, facts, add_special_tokens=bool(has_special), param="messages"
+            ), size=len(text))
+            return JsonResponse(_show(tokenizer, [placed.token_ids], facts.max_model_len, has_strings=has_strings))
     else:
         source = (body.prompt if body.text is None else body.text) or ""
         has_special = has_special is not False
@@ -73,10 +81,17 @@ async def tokenize(request: Request) -> JsonResponse:
 def _tokenize(
     tokenizer: Tokenizer, text: str, max_model_len: int, *, has_special: bool, has_strings: bool
 ) -> Tokenized:
-    """Tokenizes and encodes JSON piece by piece: millions of ids would be large as Python objects."""
     check_length(text, tokenizer, max_model_len, "prompt")
+    pieces = tokenizer.encode_pieces(text, add_special_tokens=has_special)
+    return _show(tokenizer, pieces, max_model_len, has_strings=has_strings)
+
+
+def _show(
+    tokenizer: Tokenizer, pieces: Iterable[list[int]], max_model_len: int, *, has_strings: bool
+) -> Tokenized:
+    """Encodes JSON piece by piece: millions of ids would be large as Python objects."""
     count, ids, strings = 0, [], []
-    for piece in tokenizer.encode_pieces(text, add_special_tokens=has_special):
+    for piece in pieces:
         count += len(piece)
         ids.append(msgspec.json.encode(piece))
         if has_strings:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.serving.http.protocol.fields import DEFERRED, MEDIA, RESTRICTED, LogitBias
+from headrace.serving.http.protocol.fields import DEFERRED, PARTS, RESTRICTED, LogitBias
 from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
 from headrace.serving.http.transport.pieces import PieceReader
@@ -231,7 +231,7 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
     text = str(error)
     part = _PART.match(text)
     if part is not None:
-        return UnsupportedFeature(f"{part['path']}: {part['kind']!r} is not supported: {MEDIA}", param=part["path"])
+        return UnsupportedFeature(f"{part['path']}: {part['kind']!r} is not supported: {PARTS}", param=part["path"])
     where = _WHERE.search(text)
     path = _name_entry(where["path"], body) if where else ""
     reason = text[: where.start()] if where else text

@@ -45,22 +45,12 @@ class WorkThreads:
 
         lane = next(lane for most, lane in self._lanes if size <= most)
         self._running.add(stop)
-        result = asyncio.wrap_future(lane.submit(run))
-        watch = asyncio.create_task(_wait_for_disconnect(request))
         try:
-            futures: set[asyncio.Future[Any]] = {result, watch}
-            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise ClientDisconnect
-            return result.result()
+            return await while_connected(request, asyncio.wrap_future(lane.submit(run)))
         finally:
             # Also if this task is cancelled. What has not begun never does; its thread skips it.
             stop.set()
             self._running.discard(stop)
-            result.cancel()
-            watch.cancel()  # else it would hold the connection's receive channel
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
 
     def close(self) -> None:
         """Stop what runs; nothing more can be run."""
@@ -68,6 +58,23 @@ class WorkThreads:
             stop.set()
         for _, lane in self._lanes:
             lane.shutdown(wait=False, cancel_futures=True)
+
+
+async def while_connected(request: Request, result: asyncio.Future[T]) -> T:
+    """The result of a future or task, which is cancelled, and `ClientDisconnect` raised, when the client disconnects.
+    The request's body must have been read."""
+    watch = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        futures: set[asyncio.Future[Any]] = {result, watch}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ClientDisconnect
+        return result.result()
+    finally:
+        result.cancel()
+        watch.cancel()  # else it would hold the connection's receive channel
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
 
 
 async def _wait_for_disconnect(request: Request) -> None:

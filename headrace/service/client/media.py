@@ -1,0 +1,122 @@
+"""`MediaPrompt`: a prompt whose placeholders have become the tokens of its media. Torch-free.
+
+Refuses: fetching and decoding; items come prepared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from headrace.base.errors import RequestError
+from headrace.base.media import MediaFacts, MediaItem, check_media, find_runs
+from headrace.base.messages import EngineRequest, ModelFacts
+from headrace.service.client.prompts import encode_prompt, require_tokenizer
+from headrace.service.media.wire import PreparedItem
+from headrace.service.tokenization import Tokenizer
+
+T = TypeVar("T", str, int)
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """Token ids, and the items with their places among them; ``text`` is what was encoded, if it was text."""
+
+    token_ids: list[int]
+    items: list[MediaItem]
+    text: str | None = None
+
+    def __len__(self) -> int:
+        """Tokens, those of media included."""
+        return len(self.token_ids)
+
+
+def place_items(
+    prompt: str | Sequence[int], items: Sequence[PreparedItem], tokenizer: Tokenizer | None, facts: ModelFacts, *,
+    add_special_tokens: bool = True, param: str = "prompt",
+) -> MediaPrompt:
+    """Put items in the places of their placeholders, each kind in its own order. Raises `RequestError` where there are
+    more or fewer placeholders than items, and `ContextLengthExceeded` for a text that is far too long."""
+    assert facts.media is not None, "checked before the items were prepared"
+    known, media = require_tokenizer(tokenizer), facts.media
+    if isinstance(prompt, str) and all(item.text is not None for item in items):
+        # As processors do it: tokens may reach from an item's text into that around it.
+        whole = "".join(_fill(_split(prompt, media), items, media, lambda item: [item.text or ""], param))
+        ids = encode_prompt(whole, known, add_special_tokens=add_special_tokens, most=facts.max_model_len)
+    else:
+        given = encode_prompt(prompt, known, add_special_tokens=add_special_tokens, most=facts.max_model_len)
+        marks = {kind: known.encode(text, add_special_tokens=False) for kind, text in media.texts.items()}
+        ids = list(_fill(_split_ids(given, marks), items, media, lambda item: item.token_ids, param))
+    placed: list[MediaItem] = []
+    for kind, token_id in media.token_ids.items():
+        own = [item.item for item in items if item.item.place.kind == kind]
+        runs = find_runs(ids, token_id, [each.place.num_tokens for each in own])
+        placed += [
+            msgspec.structs.replace(each, place=msgspec.structs.replace(each.place, runs=places))
+            for each, places in zip(own, runs, strict=True)
+        ]
+    placed.sort(key=lambda item: item.place.offset)
+    return MediaPrompt(ids, placed, prompt if isinstance(prompt, str) else None)
+
+
+def with_media(requests: list[EngineRequest], items: list[MediaItem], facts: ModelFacts) -> list[EngineRequest]:
+    """Requests with the media of their common prompt. Raises `RequestError` for placeholders without an item."""
+    if facts.media is not None or items:
+        check_media(items, requests[0].prompt_token_ids, facts.media)
+    return [msgspec.structs.replace(request, media=items) for request in requests] if items else requests
+
+
+def _split(prompt: str, media: MediaFacts) -> Iterator[tuple[str | None, Sequence[str]]]:
+    """Pieces of a text, and the kinds of media whose marks stand between them."""
+    kinds = {text: kind for kind, text in media.texts.items()}
+    for piece in re.split("(" + "|".join(map(re.escape, kinds)) + ")", prompt):
+        yield kinds.get(piece), [piece]
+
+
+def _split_ids(ids: list[int], marks: dict[str, list[int]]) -> Iterator[tuple[str | None, Sequence[int]]]:
+    """Runs of ids, and the kinds of media whose marks stand between them."""
+    firsts = {mark[0] for mark in marks.values()}
+    begin = done = 0
+    while begin < len(ids):
+        kind = None
+        if ids[begin] in firsts:
+            kind = next((kind for kind, mark in marks.items() if ids[begin : begin + len(mark)] == mark), None)
+        if kind is None:
+            begin += 1
+            continue
+        yield None, ids[done:begin]
+        yield kind, ()
+        begin = done = begin + len(marks[kind])
+    yield None, ids[done:]
+
+
+def _fill(
+    pieces: Iterable[tuple[str | None, Sequence[T]]], items: Sequence[PreparedItem], media: MediaFacts,
+    spell: Callable[[PreparedItem], Sequence[T]], param: str,
+) -> Iterator[T]:
+    """The pieces with each item in the place of a mark of its kind. Raises `RequestError` unless there are as many."""
+    waiting = {kind: [item for item in items if item.item.place.kind == kind] for kind in media.kinds}
+    counts = dict.fromkeys(media.kinds, 0)
+    for kind, piece in pieces:
+        if kind is None:
+            yield from piece
+            continue
+        if counts[kind] < len(waiting[kind]):
+            yield from spell(waiting[kind][counts[kind]])
+        counts[kind] += 1
+    for kind, count in counts.items():
+        _check_count(count, len(waiting[kind]), kind, media, param)
+
+
+def _check_count(num_places: int, num_items: int, kind: str, media: MediaFacts, param: str) -> None:
+    if num_places == num_items:
+        return
+    text = media.texts[kind]
+    raise RequestError(
+        f"the {param} has {num_places} places for media of the kind {kind} ({text!r}), and there are {num_items} of "
+        f"them: write {text!r} once for each, and nowhere else", param=param
+    )

@@ -1,0 +1,252 @@
+"""`Preparer`: one image, video or clip to the arrays that a model's encoder takes, by the model's own processor of
+transformers, and to the tokens that stand for it. Leads to torch. No code of a checkpoint is run.
+
+Refuses: prompts; an item is prepared alone, whatever stands beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import MediaError, ModelError
+from headrace.base.media import DTYPES, MediaArray, MediaFacts, MediaItem, MediaKind, MediaPlace, digest_of, find_runs
+from headrace.models.catalog import find_family
+from headrace.models.source import ModelSource, resolve_source
+from headrace.service.media.audio import open_audio
+from headrace.service.media.images import check_size, import_pillow, open_image, to_rgb, upright
+from headrace.service.media.video import Frames, open_video
+from headrace.service.media.wire import Job, PreparedItem, Setup
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'headrace[vision]'"
+LOW_DETAIL = 512
+"""Pixels of the longer side of an image with ``detail`` "low"."""
+VIDEO_FPS, VIDEO_FRAMES = 2.0, 64
+GRIDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
+TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+class Preparer:
+    """Prepares for one model; used by one thread at a time."""
+
+    def __init__(self, setup: Setup):
+        source = resolve_source(setup.model)
+        family = find_family(source.architecture)
+        facts = family.media(source.config) if family.media is not None else None
+        if facts is None:
+            raise ModelError(f"{source.architecture} takes text alone")
+        self._facts: MediaFacts = facts
+        self._bounds = setup.media
+        self._processor = load_processor(source)
+        self._tokenizer = self._processor.tokenizer
+        self._settings = _describe(self._processor)
+
+    def prepare(self, job: Job) -> PreparedItem:
+        """The item of a job; raises `MediaError`."""
+        settings = json.dumps(job.options, sort_keys=True) + self._settings
+        digest = digest_of(job.kind, settings, [job.sha256])
+        return self._process(job.kind, self._open(job), digest, job.param)
+
+    def prepare_value(self, kind: MediaKind, value: Any, param: str) -> PreparedItem:
+        """The item of an image (PIL, or an array of shape [height, width] or [height, width, 3 or 4]), of frames (a
+        list of images, or an array of shape [frames, height, width, 3]), or of samples (an array at the model's rate,
+        or a pair of samples and rate). Raises `MediaError`."""
+        if kind == "image":
+            image = self._as_image(value, param)
+            return self._process(kind, image, self._digest(kind, [image]), param)
+        if kind == "video":
+            images = [self._as_image(each, f"{param}[{i}]") for i, each in enumerate(value)]
+            if not images:
+                raise MediaError(f"{param} has no frames", param=param)
+            times = [i / VIDEO_FPS for i in range(len(images))]
+            return self._process(kind, Frames(images, times), self._digest(kind, images), param)
+        samples = self._as_samples(value, param)
+        digest = digest_of(kind, self._settings, [samples.tobytes()])
+        return self._process(kind, samples, digest, param)
+
+    def _digest(self, kind: str, images: Iterable[Any]) -> bytes:
+        parts = [part for image in images for part in (repr(image.size).encode(), image.tobytes())]
+        return digest_of(kind, self._settings, parts)
+
+    def _open(self, job: Job) -> Any:
+        bounds = self._bounds
+        if job.kind == "image":
+            image = open_image(job.data, job.param, bounds.max_pixels)
+            if job.options.get("detail") == "low":
+                image.thumbnail((LOW_DETAIL, LOW_DETAIL))
+            return image
+        if job.kind == "video":
+            return open_video(
+                job.data, job.param, fps=VIDEO_FPS, max_frames=VIDEO_FRAMES, max_pixels=bounds.max_pixels
+            )
+        return open_audio(job.data, job.param, self._rate())
+
+    def _rate(self) -> int:
+        return int(self._processor.feature_extractor.sampling_rate)
+
+    def _as_image(self, value: Any, param: str) -> Any:
+        pillow = import_pillow()
+        if isinstance(value, np.ndarray):
+            is_colour = value.ndim == 3 and value.shape[2] in (3, 4)
+            if value.dtype != np.uint8 or not (is_colour or value.ndim == 2):
+                raise MediaError(
+                    f"{param} must be an array of uint8 and shape [height, width] or [height, width, 3 or 4]; got "
+                    f"{value.dtype} and {list(value.shape)}", param=param
+                )
+            value = pillow.fromarray(value)
+        if not isinstance(value, pillow.Image):
+            raise MediaError(
+                f"{param} must be a PIL image, an array, a path, an address or bytes, got {type(value).__name__}",
+                param=param
+            )
+        check_size(value.size, param, self._bounds.max_pixels)
+        return to_rgb(upright(value), param)
+
+    def _as_samples(self, value: Any, param: str) -> Any:
+        from headrace.service.media.audio import resample
+
+        samples, rate = value if isinstance(value, tuple) else (value, self._rate())
+        samples = np.asarray(samples, dtype=np.float32)
+        if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
+            raise MediaError(
+                f"{param} must be an array of finite samples of shape [samples]; got shape {list(samples.shape)}",
+                param=param
+            )
+        return resample(samples, int(rate), self._rate())
+
+    def _process(self, kind: MediaKind, value: Any, digest: bytes, param: str) -> PreparedItem:
+        mark = self._facts.texts[kind]
+        options: dict[str, Any] = {"text": [mark], "text_kwargs": {"add_special_tokens": False}}
+        if kind == "image":
+            options["images"] = [value]
+        elif kind == "video":
+            options |= {"videos": [value.images], "videos_kwargs": {"do_sample_frames": False, "fps": VIDEO_FPS}}
+        else:
+            options |= {"audio": [value], "audio_kwargs": {"sampling_rate": self._rate()}}
+        try:
+            made = dict(self._processor(**options))
+        except (ValueError, TypeError, ArithmeticError, IndexError) as error:  # sizes that the processor refuses
+            raise MediaError(f"{param} cannot be prepared for this model: {str(error)[:200]}", param=param) from error
+        token_ids = [int(token_id) for token_id in made["input_ids"][0]]
+        return self._item(kind, made, token_ids, digest, param)
+
+    def _item(
+        self, kind: MediaKind, made: dict[str, Any], token_ids: list[int], digest: bytes, param: str
+    ) -> PreparedItem:
+        token_id = self._facts.token_ids[kind]
+        (runs,) = find_runs(token_ids, token_id, [token_ids.count(token_id)])
+        grid = next((made[name] for name in GRIDS if name in made), None)
+        numbers = {}
+        if kind == "video" and "second_per_grid_ts" in made:
+            numbers["second_per_grid_ts"] = float(np.asarray(made["second_per_grid_ts"]).reshape(-1)[0])
+        place = MediaPlace(
+            kind, digest, runs, tuple(int(size) for size in np.asarray(grid)[0]) if grid is not None else (), numbers
+        )
+        arrays = {
+            name: MediaArray.of(_plain(values)) for name, values in made.items()
+            if name not in (*GRIDS, *TEXT_OUTPUTS, "second_per_grid_ts", "video_metadata")
+        }
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        is_exact = self._tokenizer.encode(text, add_special_tokens=False) == token_ids
+        if not runs:
+            raise MediaError(f"{param} stands for no tokens in this model", param=param)
+        return PreparedItem(MediaItem(place, arrays), token_ids, text if is_exact else None)
+
+
+def load_processor(source: ModelSource) -> Any:
+    """The processor of a model, with image processors on Pillow. Parts whose libraries are missing are left out: the
+    first item that needs one fails. Raises `ModelError`."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"media need transformers, which is not installed here: {INSTALL}") from error
+    folder = source.folder
+    stated = {name: _read_json(folder / name) for name in _CONFIG_FILES}
+    kind = _processor_class(transformers, stated.values(), source.config)
+
+    class Partial(kind):  # type: ignore[misc, valid-type]
+        """The processor, which may lack parts."""
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+    parts = {name: _load_part(transformers, name, folder) for name in kind.get_attributes()}
+    known = inspect.signature(kind.__init__).parameters
+    options = {
+        name: value for name, value in stated["processor_config.json"].items() if name in known and name not in parts
+    }
+    return Partial(**parts, **options)
+
+
+def _processor_class(transformers: Any, stated: Iterable[dict[str, Any]], config: dict[str, Any]) -> Any:
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    names = [each.get("processor_class") for each in stated]
+    names.append(PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))))
+    for name in names:
+        found = vars(transformers).get(name) if isinstance(name, str) else None
+        found = found or (_public(transformers, name) if isinstance(name, str) else None)
+        if isinstance(found, type) and issubclass(found, transformers.ProcessorMixin):
+            return found
+    raise ModelError(
+        f"no processor of media for models of type {config.get('model_type')!r} in transformers; is "
+        "preprocessor_config.json there?"
+    )
+
+
+def _public(transformers: Any, name: str) -> Any:
+    """A class of transformers, whose names are imported when they are asked for."""
+    return getattr(transformers, name, None)
+
+
+def _load_part(transformers: Any, name: str, folder: Path) -> Any:
+    loaders = {
+        "image_processor": (transformers.AutoImageProcessor, {"backend": "pil"}),
+        "video_processor": (transformers.AutoVideoProcessor, {}),
+        "feature_extractor": (transformers.AutoFeatureExtractor, {}),
+        "tokenizer": (transformers.AutoTokenizer, {}),
+    }
+    loader, options = loaders[name]
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    except (ImportError, OSError, ValueError) as error:
+        if name in ("tokenizer", "image_processor"):
+            raise ModelError(f"the {name} of {folder} cannot be loaded: {error}") from error
+        logger.info("no %s: %s", name, str(error).strip().splitlines()[0])
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _describe(processor: Any) -> str:
+    """All that changes what a processor makes, but the content."""
+    import transformers
+
+    return f"{transformers.__version__} {processor.to_json_string()}"
+
+
+def _plain(values: Any) -> np.ndarray:
+    """An array in a dtype that crosses processes."""
+    if isinstance(values, list) and len(values) == 1:
+        values = values[0][None] if isinstance(values[0], np.ndarray) else values
+    array = np.asarray(values)
+    if array.dtype.name in DTYPES:
+        return array
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)

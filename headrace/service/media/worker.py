@@ -1,0 +1,94 @@
+"""A media worker process: ``python -m headrace.service.media.worker``, started by `MediaWorkers` with a socket as its
+standard input. It decodes one item after the other, so that a hostile file can crash, fill or hang nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+
+from headrace.base import env
+from headrace.base.errors import HeadraceError, MediaError
+from headrace.base.messages import ErrorInfo
+from headrace.base.registry import load_target
+from headrace.service.media.wire import (
+    LENGTH,
+    Failed,
+    Job,
+    Prepared,
+    Preparing,
+    Setup,
+    ToWorker,
+    decode_to_worker,
+    frame,
+)
+from headrace.service.transport import engine_line
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 8 << 30
+"""Private memory that the process may take: more is a file that was made to fill it."""
+NICE = 5
+
+
+def main() -> None:
+    """Prepare items until the parent closes its end."""
+    logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s media: %(message)s")
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent decides
+        signal.signal(ignored, signal.SIG_IGN)
+    with contextlib.suppress(OSError, ValueError):  # a lower limit is set already
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICE)  # decoding must not take the cores that steps and streams need
+    line = engine_line()
+    preparer: Preparing | None = None
+    failure: ErrorInfo | None = None
+    while (message := _receive(line)) is not None:
+        if isinstance(message, Setup):
+            try:
+                preparer = load_target(message.preparer)(message)
+            except Exception as error:
+                logger.exception("the model's processor cannot be loaded")
+                failure = ErrorInfo.of(error)
+        elif preparer is not None:
+            line.sendall(frame(_prepare(preparer, message)))
+        elif failure is not None:  # told to each request: the server serves texts all the same
+            line.sendall(frame(Failed(failure)))
+
+
+def _receive(line: socket.socket) -> ToWorker | None:
+    header = line.recv(LENGTH.size, socket.MSG_WAITALL)
+    if len(header) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(header)
+    payload = bytearray(length)
+    view, begin = memoryview(payload), 0
+    while begin < length:
+        count = line.recv_into(view[begin:])
+        if not count:
+            return None
+        begin += count
+    message: ToWorker = decode_to_worker(payload)
+    return message
+
+
+def _prepare(preparer: Preparing, job: Job) -> Prepared | Failed:
+    try:
+        return Prepared(preparer.prepare(job))
+    except HeadraceError as error:
+        return Failed(ErrorInfo.of(error))
+    except MemoryError:
+        return Failed(ErrorInfo.of(MediaError(f"{job.param} needs too much memory to be read", param=job.param)))
+    except Exception:
+        logger.exception("%s cannot be prepared", job.param)
+        return Failed(ErrorInfo.of(MediaError(f"{job.param} cannot be prepared for this model", param=job.param)))
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

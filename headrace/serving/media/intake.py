@@ -1,0 +1,106 @@
+"""`MediaIntake`: the media of requests, from what the request says to items for the engine. Fetching is done here,
+decoding in worker processes. Refuses: prompts and protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import MediaError, UnsupportedFeature
+from headrace.base.media import MediaKind
+from headrace.base.messages import ModelFacts
+from headrace.service.media.wire import Job, PreparedItem, Setup
+from headrace.service.media.workers import MediaWorkers
+from headrace.serving.media.sources import MediaReader
+
+MOST_WORKERS = 4
+NOUNS = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """An item that a request holds or names. ``kind`` is image, video or audio; ``url`` also a data URI; ``param`` is
+    its place in the request. ``detail`` "low": a small version is enough."""
+
+    kind: MediaKind
+    url: str
+    param: str
+    detail: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What changes the prepared item, beside its content."""
+        return {"detail": "low"} if self.detail == "low" else {}
+
+
+def check_media(refs: Sequence[MediaRef], facts: ModelFacts, config: EngineConfig) -> None:
+    """Raise `UnsupportedFeature` for media that the model does not take, and `MediaError` for too many."""
+    taken = facts.media.kinds if facts.media is not None else ()
+    for ref in refs:
+        if ref.kind not in taken:
+            raise UnsupportedFeature(f"{ref.param}: {explain_kinds(facts, ref.kind)}", param=ref.param)
+    counts: Counter[str] = Counter()
+    for ref in refs:
+        counts[ref.kind] += 1
+        most = config.media.limit(ref.kind)
+        if counts[ref.kind] > most:
+            raise MediaError(
+                f"{ref.param}: this server takes at most {most} {NOUNS[ref.kind]} in one prompt "
+                "(--limit-mm-per-prompt)", param=ref.param
+            )
+
+
+def explain_kinds(facts: ModelFacts, kind: str) -> str:
+    """Why a model takes no media of a kind, and which do."""
+    taken = facts.media.kinds if facts.media is not None else ()
+    known = ", ".join(["text", *(NOUNS[each] for each in taken)])
+    return (
+        f"{facts.model} takes {known} alone, no {NOUNS[kind]}; serve a model that takes {NOUNS[kind]} "
+        "(docs/multimodal.md lists them)"
+    )
+
+
+class MediaIntake:
+    """The media of one process; used by one event loop. Worker processes start with `start`, or when first needed."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._reader = MediaReader(config.media)
+        self._workers: MediaWorkers | None = None
+
+    async def start(self, facts: ModelFacts) -> None:
+        """Start the worker processes, which load the model's processor."""
+        if facts.media is not None:
+            await self._open(facts).start()
+
+    async def prepare(self, refs: Sequence[MediaRef], facts: ModelFacts) -> list[PreparedItem]:
+        """The items of a request, in order; all are fetched and prepared at once. Raises `UnsupportedFeature`,
+        `MediaError` or `QueueFull`, for the first that fails; the others are then dropped."""
+        check_media(refs, facts, self._config)
+        tasks = [asyncio.ensure_future(self._prepare_one(ref, facts)) for ref in refs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
+
+    async def _prepare_one(self, ref: MediaRef, facts: ModelFacts) -> PreparedItem:
+        found = await self._reader.read_url(ref.url, ref.param)
+        job = Job(ref.kind, found.data, found.sha256, ref.param, dict(ref.options))
+        return await self._open(facts).prepare(job)
+
+    def _open(self, facts: ModelFacts) -> MediaWorkers:
+        if self._workers is None:
+            count = self._config.media.media_workers or min(MOST_WORKERS, max(1, (os.cpu_count() or 2) // 2))
+            self._workers = MediaWorkers(Setup(self._config.model, self._config.media, facts.dtype), count)
+        return self._workers

@@ -1,0 +1,139 @@
+"""Worker processes: what crashes, hangs or fills memory fails alone; queues are bounded; clients that leave free their
+places; the same item is prepared once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+
+import pytest
+
+from headrace.base.config import ModelConfig
+from headrace.base.errors import MediaError, QueueFull
+from headrace.base.media_config import MediaConfig
+from headrace.service.media import workers as module
+from headrace.service.media.wire import Job, PreparedItem, Setup
+from headrace.service.media.workers import MediaWorkers
+
+
+def job(text: str, param: str = "here", **options) -> Job:
+    return Job("image", text.encode(), hashlib.sha256(text.encode()).digest(), param, options)
+
+
+def pid_of(prepared: PreparedItem) -> int:
+    return int(prepared.item.place.numbers["pid"])
+
+
+@pytest.fixture
+async def make(monkeypatch):
+    monkeypatch.setattr(module, "START_S", 20.0)
+    made: list[MediaWorkers] = []
+
+    def start(count: int = 1, **options) -> MediaWorkers:
+        config = MediaConfig(**{"media_timeout_s": 30.0, **options})
+        setup = Setup(ModelConfig(), config, "float32", "tests.service.media_preparers:Obedient")
+        made.append(MediaWorkers(setup, count))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+async def test_processes_are_others_and_stay(make):
+    pool = make(2)
+    await pool.start()
+    found = await asyncio.gather(*(pool.prepare(job(f"ok {i}")) for i in range(8)))
+    assert len({pid_of(each) for each in found}) <= 2 and os.getpid() not in map(pid_of, found)
+    large = await pool.prepare(job("size 30000000"))
+    assert large.item.num_bytes == 30_000_000
+
+
+async def test_a_crash_fails_its_item_alone_and_the_process_is_replaced(make):
+    pool = make(1)
+    first = pid_of(await pool.prepare(job("ok")))
+    results = await asyncio.gather(
+        pool.prepare(job("crash", "messages[1]")), pool.prepare(job("ok again")), return_exceptions=True
+    )
+    assert isinstance(results[0], MediaError) and results[0].param == "messages[1]"
+    assert isinstance(results[1], PreparedItem) and pid_of(results[1]) != first
+
+
+async def test_what_hangs_is_ended(make):
+    pool = make(1, media_timeout_s=0.5)
+    await pool.prepare(job("ok"))  # loading is not counted
+    began = time.monotonic()
+    with pytest.raises(MediaError, match=r"more than 0\.5 seconds"):
+        await pool.prepare(job("sleep 60"))
+    assert time.monotonic() - began < 5
+    assert await pool.prepare(job("ok again"))
+
+
+async def test_errors_are_typed_and_name_the_part(make):
+    pool = make(1)
+    for text, message in (
+        ("refuse", "there is refused"), ("raise", "there cannot be prepared"), ("fill", "there needs too much memory")
+    ):
+        with pytest.raises(MediaError, match=message) as caught:
+            await pool.prepare(job(text, "there"))
+        assert caught.value.param == "there"
+
+
+async def test_the_same_item_is_prepared_once(make):
+    pool = make(2)
+    found = await asyncio.gather(*(pool.prepare(job("sleep 0.3", f"part {i}")) for i in range(5)))
+    assert len({(pid_of(each), each.item.place.numbers["count"]) for each in found}) == 1
+    assert await pool.prepare(job("sleep 0.3")) is found[0], "kept"
+    assert await pool.prepare(job("sleep 0.3", detail="low")) is not found[0], "another size is another item"
+    errors = await asyncio.gather(
+        *(pool.prepare(job("refuse", f"part {i}")) for i in range(2)), return_exceptions=True
+    )
+    assert [str(error) for error in errors] == ["part 0 is refused", "part 1 is refused"]
+
+
+async def test_the_cache_keeps_to_its_budget(make):
+    pool = make(1, media_cache_mib=1)
+    first = await pool.prepare(job("size 600000"))
+    await pool.prepare(job("size 600001"))
+    assert await pool.prepare(job("size 600000")) is not first
+    huge = await pool.prepare(job("size 2000000"))
+    assert await pool.prepare(job("size 2000000")) is not huge
+
+
+async def test_who_leaves_frees_the_queue(make):
+    pool = make(1)
+    await pool.prepare(job("ok"))
+    running = asyncio.create_task(pool.prepare(job("sleep 1")))
+    await asyncio.sleep(0.2)
+    waiting = [asyncio.create_task(pool.prepare(job(f"sleep 5 {i}".replace(" 5 ", f" 5.{i}")))) for i in range(6)]
+    await asyncio.sleep(0.1)
+    for task in waiting:
+        task.cancel()
+    began = time.monotonic()
+    await running
+    await pool.prepare(job("ok again"))
+    assert time.monotonic() - began < 4, "none of what was given up was prepared"
+
+
+async def test_a_full_queue_refuses(make, monkeypatch):
+    monkeypatch.setattr(module, "MOST_WAITING", 3)
+    pool = make(1)
+    tasks = [asyncio.create_task(pool.prepare(job(f"sleep 0.{i}"))) for i in range(1, 4)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(QueueFull) as caught:
+        await pool.prepare(job("one too many", "there"))
+    assert caught.value.status == 429 and caught.value.retry_after
+    await asyncio.gather(*tasks)
+
+
+async def test_a_processor_that_cannot_be_loaded_is_told_to_each_request(make):
+    setup = Setup(ModelConfig(model="there-is-no-such-model"), MediaConfig(), "float32")
+    pool = MediaWorkers(setup, 1)
+    try:
+        for _ in range(2):
+            with pytest.raises(Exception, match="there-is-no-such-model"):
+                await pool.prepare(job("x"))
+    finally:
+        pool.close()
