@@ -15,7 +15,7 @@ from headrace.base.adapters import AdapterConfig
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
 from headrace.base.media_config import MediaConfig
-from headrace.base.option import OptionInfo, Section, option, options_of
+from headrace.base.option import OptionInfo, Section, option, options_of, read_object
 from headrace.base.parallel import NodesConfig, ParallelConfig
 from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
 
@@ -101,6 +101,10 @@ class ModelConfig(Section):
         parse_generation_override(self.override_generation_config)
 
 
+STORAGE_HOST_GB = 2.0
+"""Host memory in GiB for prefixes that pass through it on their way to storage, where the user does not say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Section):
     """KV memory and the prefix cache."""
@@ -131,6 +135,14 @@ class CacheConfig(Section):
         0.0, "host memory in GiB, of all ranks together, for prefixes that leave the device; 0: none", low=0.0,
         alias="kv-offloading-size"
     )
+    disk_cache: str | None = option(
+        None, "folder for prefixes that leave host memory; what is there is found after a restart", metavar="FOLDER"
+    )
+    disk_cache_gb: float = option(16.0, "size of that folder in GiB; the least recently used files go first", low=0.001)
+    remote_cache: str | None = option(
+        None, "plug-in that stores prefixes behind host memory and disk", metavar="NAME"
+    )
+    remote_cache_config: str | None = option(None, "JSON object for that store", metavar="JSON")
     window_share: float | None = option(
         None, "pages of a sliding-window group as a share of the full group's; default: by window and chunk size",
         low=0.01, high=1.0
@@ -140,11 +152,32 @@ class CacheConfig(Section):
         super().__post_init__()
         if self.page_size is not None and self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two; got {self.page_size}", param="page_size")
-        if self.host_cache_gb and not self.prefix_cache:
+        tiers = {"host_cache_gb": self.host_cache_gb, "disk_cache": self.disk_cache, "remote_cache": self.remote_cache}
+        wanted = [name for name, value in tiers.items() if value]
+        if wanted and not self.prefix_cache:
             raise ConfigError(
-                "host_cache_gb keeps prefixes, and the prefix cache is off: leave out one of the two",
-                param="host_cache_gb"
+                f"{wanted[0]} keeps prefixes, and the prefix cache is off: leave out one of the two", param=wanted[0]
             )
+        if self.remote_cache_config and not self.remote_cache:
+            raise ConfigError("remote_cache_config is for remote_cache, which is not set", param="remote_cache_config")
+        _ = self.remote_options
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether prefixes are kept beyond host memory."""
+        return bool(self.disk_cache or self.remote_cache)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for prefixes. Storage needs some too, as pages pass through it."""
+        return int((self.host_cache_gb or (STORAGE_HOST_GB if self.has_storage else 0.0)) * 2**30)
+
+    @property
+    def remote_options(self) -> dict[str, Any]:
+        """The remote store's own."""
+        if self.remote_cache_config is None:
+            return {}
+        return read_object(self.remote_cache_config, "remote_cache_config", example='{"address": "host:50051"}')
 
 
 @dataclass(frozen=True, kw_only=True)

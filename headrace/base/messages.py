@@ -230,6 +230,7 @@ class EngineStats(PageStats, frozen=True):
     experts: ExpertStats = ExpertStats()
     adapters: AdapterStats = AdapterStats()
     host: TierStats = TierStats()
+    storage: TierStats = TierStats()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

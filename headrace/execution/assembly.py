@@ -125,8 +125,9 @@ class Assembly:
 
     def layout_of(self, plan: CachePlan) -> CacheLayout:
         """The layout of a planned cache."""
-        assert self.config.cache.page_size
-        return CacheLayout(self.config.cache.page_size, self.max_rows, plan.max_model_len, plan.groups)
+        cache = self.config.cache
+        assert cache.page_size
+        return CacheLayout(cache.page_size, self.max_rows, plan.max_model_len, plan.groups, cache.has_storage)
 
     def build_runner(self, layout: CacheLayout) -> Runner:
         """Pools, page tables, rows and sampler over the model; raises `ConfigError` when the pools do not fit the

@@ -53,6 +53,12 @@ class DeviceModel:
         """What moves experts between ranks, while the model is loaded."""
         return None if self._loaded is None else self._loaded.balancer
 
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, whose weights must not be discarded."""
+        assert self._loaded is not None
+        return self._loaded
+
     def release(self, parts: Collection[DevicePart], progress: Progress, *, discards_weights: bool = False) -> None:
         """Take parts off the device. On a CPU, weights that are not discarded stay where they are."""
         self._drop_runner()  # first: it refers to the pools, and its graphs to the weights

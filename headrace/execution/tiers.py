@@ -3,6 +3,10 @@ pools may be replaced by others of the same layout."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
+
 import torch
 
 from headrace.base.config import EngineConfig
@@ -13,6 +17,8 @@ from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
+from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
+from headrace.memory.storage.lane import StorageLane
 
 GIB = 2**30
 CPU_MOVING_BYTES = 32 * 2**20
@@ -39,9 +45,18 @@ class DeviceTiers:
         self.mover.add("device", "host", self._lane)
         self.mover.add("host", "device", self._lane)
         self._lane.attach(copier)
-        model.equips.append(self._join)
+        self._storage = self._open_storage(model) if model.layout.has_storage else None
+        model.equips.append(lambda runner: self._join(runner, model))
 
-    def _join(self, runner: Runner) -> None:
+    def _open_storage(self, model: DeviceModel) -> StorageLane:
+        lane = StorageLane(self._host, open_stores(model), describe_pages(model), self.mover.wake)
+        for source, target in (("host", "storage"), ("storage", "host"), ("storage", "")):
+            self.mover.add(source, target, lane)
+        return lane
+
+    def _join(self, runner: Runner, model: DeviceModel) -> None:
+        if self._storage is not None:
+            self._storage.rename(describe_pages(model))  # the weights may be others
         self._lane.attach(PageCopier(runner.pools, self._device))
 
     def leave(self) -> None:
@@ -60,9 +75,42 @@ def build_tiers(model: DeviceModel) -> DeviceTiers | None:
     return DeviceTiers(model) if any(group.host_pages for group in model.layout.groups) else None
 
 
+def open_stores(model: DeviceModel) -> list[PageStore]:
+    """Those that the configuration names, the fastest first; raises `ConfigError`."""
+    config, ranks = model.config, model.ranks
+    place = config.replica * ranks.world.size + ranks.layout.rank
+    num_places = config.parallel.data_parallel_size * ranks.world.size
+    stores: list[PageStore] = []
+    if config.cache.disk_cache:
+        capacity = int(config.cache.disk_cache_gb * GIB) // num_places
+        options = StoreOptions(place, num_places, Path(config.cache.disk_cache).expanduser(), capacity)
+        stores.append(PAGE_STORES.load("disk")(options))
+    if config.cache.remote_cache:
+        PAGE_STORES.add_installed(STORE_GROUP)
+        name = config.cache.remote_cache
+        if name not in PAGE_STORES or name == "disk":
+            known = ", ".join(entry.name for entry in PAGE_STORES if entry.name != "disk") or "none is installed"
+            raise ConfigError(f"there is no remote store {name!r}; known: {known}", param="remote_cache")
+        options = StoreOptions(place, num_places, config=config.cache.remote_options)
+        stores.append(PAGE_STORES.load(name)(options))
+    return stores
+
+
+def describe_pages(model: DeviceModel) -> str:
+    """A digest of all that decides what a page of this rank holds for given tokens: weights, configuration, layout."""
+    loaded, config, layout = model.loaded, model.config, model.layout
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in loaded.source.weight_files]
+    parts = (
+        files or config.model.seed, json.dumps(loaded.source.config, sort_keys=True, default=str), str(loaded.dtype),
+        config.model.quantization, layout.page_size, [(group.spec, group.layers) for group in layout.groups],
+        repr(config.speculation.options), model.ranks.layout.rank, model.ranks.world.size, model.device.type,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
 def staging_bytes(config: EngineConfig, device: torch.device) -> int:
     """Device memory that moving pages takes."""
-    return most_moving(device) + LOAD_BYTES if config.cache.host_cache_gb and device.type == "cuda" else 0
+    return most_moving(device) + LOAD_BYTES if config.cache.host_bytes and device.type == "cuda" else 0
 
 
 def most_moving(device: torch.device) -> int:
@@ -74,14 +122,14 @@ def most_moving(device: torch.device) -> int:
 
 def fit_host(plan: CachePlan, config: EngineConfig, device: torch.device) -> CachePlan:
     """The plan with this rank's part of host memory; raises `ConfigError` when there is not so much."""
-    if not config.cache.host_cache_gb or not plan.groups:
+    if not config.cache.host_bytes or not plan.groups:
         return plan
-    budget = int(config.cache.host_cache_gb * GIB) // config.parallel.num_ranks
+    budget = config.cache.host_bytes // config.parallel.num_ranks
     free = free_bytes(torch.device("cpu"))
     if budget > free:
         raise ConfigError(
-            f"host_cache_gb {config.cache.host_cache_gb:g} is more than the {free / GIB:.1f} GiB of host memory that "
-            "are free: lower it", param="host_cache_gb"
+            f"host_cache_gb {config.cache.host_bytes / GIB:g} is more than the {free / GIB:.1f} GiB of host memory "
+            "that are free: lower it", param="host_cache_gb"
         )
     groups = plan_host(plan.groups, config.cache.page_size or 1, budget, most_moving(device))
     return CachePlan(groups, plan.max_model_len)

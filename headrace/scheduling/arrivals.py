@@ -8,6 +8,7 @@ from collections.abc import Callable
 from headrace.base.step import Arrival
 from headrace.scheduling.admission import Admission
 from headrace.scheduling.lifecycle import Lifecycle
+from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
@@ -19,11 +20,12 @@ class Arrivals:
 
     def __init__(
         self, *, tiers: Tiers, running: RunningSet, lifecycle: Lifecycle, admission: Admission,
-        sharing: SharedPrefills, clock: Callable[[], float],
+        queue: WaitingQueue, sharing: SharedPrefills, clock: Callable[[], float],
     ):
         self._tiers = tiers
         self._running = running
         self._lifecycle = lifecycle
+        self._queue = queue
         self._sharing = sharing
         self._admission = admission
         self._clock = clock
@@ -31,7 +33,8 @@ class Arrivals:
     def commit(self, arrived: list[Arrival]) -> None:
         """End tickets, and let requests go on that wait for none any more."""
         tiers = self._tiers
-        tiers.transfers.commit(arrived)
+        if arrived:
+            tiers.transfers.commit(arrived)
         ready, tiers.arrived = tiers.arrived, []
         for request in ready:
             if request.skips_tiers:
@@ -39,8 +42,22 @@ class Arrivals:
             else:
                 self._resume(request)
 
+    def enter(self, request: Request) -> None:
+        """Queue a request, or hold it while storage is asked for its prefix."""
+        if self._tiers.storage.is_on and self._tiers.start_fetching(request, self._admission.match(request)):
+            self._running.held[request] = None
+        else:
+            self._queue.push(request)
+
     def expire(self) -> None:
-        """Stop waiting for what is late. O(1) when nothing is."""
+        """Stop waiting for what is late, and queue what waits for storage no longer. O(1) when nothing is."""
+        storage = self._tiers.storage
+        storage.expire()
+        ready, storage.ready = storage.ready, []
+        for request in ready:
+            if request in self._running.held:
+                del self._running.held[request]
+                self._queue.push(request)
         while self._running.awaiting:
             request = next(iter(self._running.awaiting))
             if self._clock() < request.awaits_until:

@@ -24,7 +24,8 @@ def audit_requests(running: RunningSet, queue: WaitingQueue) -> None:
         )
         assert sum(where) == 1, f"{request} is in {sum(where)} places: {where}"
         assert request.is_running == any(where[:3]) == (request.holding is not None), request
-        assert bool(request.tickets) == where[2] == bool(request.is_running and request.holding.arriving), request
+        assert where[2] == bool(request.is_running and request.holding.arriving), request
+        assert bool(request.tickets) == where[2] or request in running.held, request
         assert request.state != State.FINISHED, request
         if request.is_running:
             rows.append(request.row)

@@ -126,7 +126,8 @@ class Planner:
         self._tiers.start_writing()
         sketch = self._compose()
         while not sketch.requests and not self._transfers.has_unsent:
-            if is_idle and self._transfers.num_awaited:
+            moves = self._transfers
+            if is_idle and (moves.num_awaited or (moves.num_open and not self._running.num_running)):
                 break
             if not is_idle or not self._running.num_running:
                 return None

@@ -112,7 +112,7 @@ class Scheduler:
         )
         self._arrivals = Arrivals(
             tiers=self._tiers, running=self._running, lifecycle=self._lifecycle, admission=self._admission,
-            sharing=self._sharing, clock=clock,
+            queue=self._queue, sharing=self._sharing, clock=clock,
         )
 
         self._flights: deque[Flight] = deque()  # oldest first; committed in this order
@@ -149,7 +149,7 @@ class Scheduler:
         if is_held:
             self._running.held[request] = None
         else:
-            self._queue.push(request)
+            self._arrivals.enter(request)
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, request.seq, request.request_id))
 
@@ -158,7 +158,7 @@ class Scheduler:
         request = self._running.requests.get(request_id)
         if request is not None and request in self._running.held:
             del self._running.held[request]
-            self._queue.push(request)
+            self._arrivals.enter(request)
 
     def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
         """End a held request with an error; None when no such request is held any more."""
@@ -266,7 +266,7 @@ class Scheduler:
         """Whether any request has not ended, any step has not been committed or any page is still to be moved."""
         tiers = self._tiers
         return bool(
-            self._running.requests or self._flights or tiers.transfers.num_awaited or tiers.has_unwritten
+            self._running.requests or self._flights or tiers.transfers.num_open or tiers.has_unwritten
         )
 
     def reset_prefix_cache(self, *, retracts: bool = False) -> bool:
@@ -301,6 +301,7 @@ class Scheduler:
             evicted_pages_total=tree.num_evicted,
             speculation=self._drafting.stats(),
             host=self._tiers.stats(),
+            storage=self._tiers.storage.stats(),
         )
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from headrace.scheduling.cache.host_tier import HostTier, extend_keys
 from headrace.scheduling.cache.ledger import CacheLedger, Holding
 from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch
 from headrace.scheduling.request import Request
+from headrace.scheduling.storage import StorageTier
 from headrace.scheduling.transfers import NO_TICKET, Transfers
 
 LATE_S = 5.0
@@ -37,6 +38,7 @@ class Tiers:
         self._limits = [group.store_pages for group in layout.groups]
         self.host = HostTier(ledger.policies, layout.page_size, [group.host_pages for group in layout.groups])
         self.is_on = ledger.use_prefixes and self.host.num_pages > 0
+        self.storage = StorageTier(ledger, self.host, transfers, clock, is_on=self.is_on and layout.has_storage)
         # Pages of the tree that are not in the host yet: keys by page, in the order in which they were stored.
         self._unwritten: list[dict[int, bytes]] = [{} for _ in layout.groups]
         self._writing: list[set[bytes]] = [set() for _ in layout.groups]
@@ -50,7 +52,7 @@ class Tiers:
     @property
     def has_unwritten(self) -> bool:
         """Whether a page waits to be written to the host."""
-        return any(self._unwritten)
+        return any(self._unwritten) or self.storage.has_unwritten
 
     # -- device to host -----------------------------------------------------------------------------------------
 
@@ -89,6 +91,7 @@ class Tiers:
             if pages:
                 move = PageMove(NO_TICKET, group, "device", "host", pages, targets)
                 self.transfers.open(move, partial(self._end_writing, keys, self._generation))
+        self.storage.start_writing()
 
     def _end_writing(self, keys: list[bytes], generation: int, move: PageMove, failed: list[int]) -> None:
         lost = set(failed) if generation == self._generation else set(range(len(keys)))
@@ -99,6 +102,7 @@ class Tiers:
                 self.host.give_back(move.group, move.target_pages[index])
             else:
                 self.host.put(move.group, keys[index], move.target_pages[index])
+                self.storage.note_held(move.group, keys[index])
         self.num_written += len(keys) - len(lost)
         self.num_failed += len(failed)
 
@@ -118,6 +122,14 @@ class Tiers:
         hit = self.host.find_hit(self._keys_of(request, most), match.num_pages, most)
         firsts = [policy.first_needed(hit * self._page_size) for policy in self.ledger.policies]
         return hit if min(firsts) < hit else match.num_pages  # a window of one token needs no pages at all
+
+    def start_fetching(self, request: Request, match: PrefixMatch) -> bool:
+        """Ask storage for what neither the device nor the host has of a prompt; whether the request has to wait."""
+        if not self.storage.is_on:
+            return False
+        most = (request.known_len - 1) // self._page_size
+        keys = self._keys_of(request, most)[:most]
+        return self.storage.start_reading(request, keys, self.find_hit(request, match))
 
     def start_reading(self, request: Request, num_pages: int) -> bool:
         """Bring what a request's holding lacks of a prefix of so many pages; False, with nothing done, when there are
@@ -164,6 +176,7 @@ class Tiers:
         """Forget everything in the host, and what is on its way there."""
         self._generation += 1
         self.host.clear()
+        self.storage.clear()
         for unwritten in self._unwritten:
             unwritten.clear()
 

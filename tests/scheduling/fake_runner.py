@@ -84,17 +84,25 @@ class FakeTiers:
     def __init__(self, kv: list[dict[tuple[int, int], int]], random_: random.Random):
         self.kv, self.random = kv, random_
         self.host: list[dict[int, dict[int, int]]] = [{} for _ in kv]
+        self.storage: list[dict[bytes, dict[int, int]]] = [{} for _ in kv]
         self.moving: dict[int, tuple[PageMove, list[dict[int, int]]]] = {}
         self.failure_rate = self.delay_rate = 0.0
-        self.num_read = 0
+        self.num_read = self.num_fetched = 0
 
     def page(self, group: int, page: int) -> dict[int, int]:
         return {offset: print_ for (own, offset), print_ in self.kv[group].items() if own == page}
 
     def start(self, moves: list[PageMove]) -> None:
         for move in moves:
-            assert move.ticket not in self.moving and len(move.source_pages) == len(move.target_pages) > 0
+            assert move.ticket not in self.moving and move.num_pages > 0
             snapshot = []
+            if "storage" in (move.source, move.target):
+                assert len(move.source_pages) + len(move.target_pages) in (0, len(move.keys))
+                for page in move.target_pages:
+                    self.host[move.group][page] = {0: -1}
+                self.moving[move.ticket] = move, snapshot
+                continue
+            assert len(move.source_pages) == len(move.target_pages)
             if (move.source, move.target) == ("device", "host"):
                 snapshot = [self.page(move.group, page) for page in move.source_pages]
                 for page in move.target_pages:
@@ -117,6 +125,8 @@ class FakeTiers:
 
     def _end(self, move: PageMove, snapshot: list[dict[int, int]]) -> Arrival:
         failed = [i for i in range(move.num_pages) if self.random.random() < self.failure_rate]
+        if "storage" in (move.source, move.target):
+            return self._end_storing(move, set(failed))
         for index, (source, target) in enumerate(zip(move.source_pages, move.target_pages, strict=True)):
             if index in failed:
                 continue
@@ -128,6 +138,19 @@ class FakeTiers:
             for offset, print_ in self.host[move.group][source].items():
                 self.kv[move.group][target, offset] = print_
         return Arrival(move.ticket, failed)
+
+
+    def _end_storing(self, move: PageMove, failed: set[int]) -> Arrival:
+        storage, host = self.storage[move.group], self.host[move.group]
+        for index, key in enumerate(move.keys):
+            if move.target == "storage" and index not in failed:
+                storage[key] = host[move.source_pages[index]]
+            elif move.source == "storage" and key not in storage:
+                failed.add(index)
+            elif move.target == "host" and index not in failed:
+                self.num_fetched += 1
+                host[move.target_pages[index]] = storage[key]
+        return Arrival(move.ticket, sorted(failed))
 
 
 class FakeRunner:
@@ -402,7 +425,7 @@ class FakeEngine:
 def make_layout(
     num_pages: int, *, page_size: int = 4, max_rows: int = 4, max_model_len: int = 64, window: int = 0,
     window_pages: int = 0, full: bool = True,
-    soft_pages: int = 0, host_pages: int = 0, store_pages: int = 8,
+    soft_pages: int = 0, host_pages: int = 0, store_pages: int = 8, has_storage: bool = False,
 ) -> CacheLayout:
     """A full group, a window group when ``window`` is given, or the latter alone."""
     tiers = (host_pages, store_pages)
@@ -414,7 +437,7 @@ def make_layout(
                 soft_pages, *tiers
             )
         )
-    return CacheLayout(page_size, max_rows, max_model_len, groups)
+    return CacheLayout(page_size, max_rows, max_model_len, groups, has_storage)
 
 
 def make_engine(

@@ -177,3 +177,59 @@ def test_random_traffic_reads_only_what_has_arrived():
     engine.drain()
     engine.check_outputs()
     assert tiers.num_read > 50
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_what_the_host_evicted_comes_back_from_storage(window):
+    engine = make_tiered(host_pages=14, window=window, has_storage=True)
+    for name in ("first", "second"):
+        for index, prompt in enumerate(PROMPTS):
+            serve(engine, f"{name}-{index}", prompt)
+    engine.check_outputs()
+    assert [engine.finishes[f"second-{i}"].num_cached_tokens for i in range(4)] == [28] * 4
+    stats = engine.scheduler.stats()
+    assert engine.runner.tiers.num_fetched > 0 and stats.storage.read_pages_total == engine.runner.tiers.num_fetched
+    assert stats.storage.hit_tokens_total > 0 and stats.host.num_used_pages <= stats.host.num_pages
+
+
+def test_a_restarted_engine_finds_what_storage_kept():
+    engine = make_tiered(has_storage=True)
+    serve(engine, "before", PROMPTS[0])
+    restarted = make_tiered(has_storage=True)
+    restarted.runner.tiers.storage = engine.runner.tiers.storage
+    for name in ("one", "two", "three"):  # they wait for the same pages
+        restarted.add(make_ask(name, PROMPTS[0], 3))
+    restarted.drain()
+    restarted.check_outputs()
+    assert [restarted.finishes[name].num_cached_tokens for name in ("one", "two", "three")] == [28] * 3
+    assert restarted.runner.tiers.num_fetched == 7
+
+
+def test_storage_that_does_not_answer_delays_a_request_for_so_long_and_no_longer():
+    clock = Clock()
+    engine = make_tiered(clock=clock, has_storage=True)
+    engine.runner.tiers.delay_rate = 1.0
+    engine.add(make_ask("r", PROMPTS[0], 3))
+    for _ in range(5):
+        engine.step()
+        engine.scheduler.check()
+    assert engine.scheduler.stats().num_running == 0
+    clock.now = 6.0
+    for _ in range(20):
+        engine.step()
+        engine.scheduler.check()
+    assert engine.finishes["r"].finish.reason == "length" and engine.scheduler.stats().storage.late_total == 1
+    engine.runner.tiers.delay_rate = 0.0
+    engine.drain()
+
+
+def test_a_request_that_waits_for_storage_can_be_aborted():
+    engine = make_tiered(has_storage=True)
+    engine.runner.tiers.delay_rate = 1.0
+    engine.add(make_ask("r", PROMPTS[0], 3))
+    engine.step()
+    assert engine.abort("r").finish.reason == "abort"
+    engine.runner.tiers.delay_rate = 0.0
+    engine.drain()
+    engine.scheduler.check()
+    assert not engine.scheduler.has_work

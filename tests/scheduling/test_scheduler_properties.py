@@ -43,12 +43,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         soft_pages=st.sampled_from([0, 0, 3, 12]),
         host_pages=st.sampled_from([0, 0, 4, 20, 60]),
         store_pages=st.sampled_from([1, 3, 20]),
+        has_storage=st.booleans(),
         failure_rate=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
         delay_rate=st.sampled_from([0.0, 0.5, 0.9]),
     )
     def build(
         self, *, page_size, spare_pages, window, spare_window_pages, full, rows, depth, num_stages, step_tokens, policy,
-        starvation, prefix_cache, share, soft_pages, host_pages, store_pages, failure_rate, delay_rate
+        starvation, prefix_cache, share, soft_pages, host_pages, store_pages, has_storage, failure_rate,
+        delay_rate
     ):
         self.now = 0.0
         num_pages = 1 + -(-MAX_MODEL_LEN // page_size) // 2 + spare_pages
@@ -56,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout = make_layout(
             num_pages, page_size=page_size, max_rows=rows, max_model_len=MAX_MODEL_LEN, window=window,
             window_pages=window_pages, full=full or not window, soft_pages=soft_pages,
-            host_pages=host_pages, store_pages=store_pages,
+            host_pages=host_pages, store_pages=store_pages, has_storage=has_storage,
         )
         self.engine = make_engine(
             layout, vocab=VOCAB, prefix_cache=prefix_cache, clock=lambda: self.now, max_step_tokens=step_tokens,

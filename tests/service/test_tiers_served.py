@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +68,122 @@ def test_a_gpu_changes_no_token_either(name: str, tmp_path: Path):
 
 
 def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
-    folder, options, prompts = save("Llama", tmp_path)
-    with LLM(folder, skip_tokenizer=True, prefix_cache=False, **options) as llm:
+    folder, options, prompts = save("Llama", tmp_path / "model")
+    options |= {"disk_cache": str(tmp_path / "cache")}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
         expected, _ = run(llm, prompts * 2)
-    with LLM(folder, skip_tokenizer=True, host_cache_gb=GB, tensor_parallel_size=2, **options) as llm:
+    options |= {"host_cache_gb": GB, "tensor_parallel_size": 2}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
         tokens, cached = run(llm, prompts * 2)
         stats = llm.stats()
     assert tokens == expected
     assert stats.host.read_pages_total > 0 and stats.host.failed_pages_total == 0 and cached > 0
+    for path in (tmp_path / "cache" / "place-1").rglob("*.page"):
+        path.unlink()
+        break
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        tokens, cached = run(llm, prompts * 2)
+        stats = llm.stats()
+    assert tokens == expected, "a page that one rank lacks is no rank's"
+    assert stats.storage.read_pages_total > 0
+
+
+@pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
+def test_a_restarted_engine_finds_its_prefixes_on_disk(name: str, tmp_path: Path):
+    folder, options, prompts = save(name, tmp_path / "model")
+    options |= {"host_cache_gb": GB, "disk_cache": str(tmp_path / "cache"), "disk_cache_gb": 0.1}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        expected, _ = run(llm, prompts)
+        await_written(llm)
+        assert llm.stats().storage.written_pages_total > 0
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        tokens, cached = run(llm, prompts)
+        stats = llm.stats().storage
+    assert tokens == expected and cached > 0
+    assert stats.read_pages_total > 0 and stats.failed_pages_total == 0
+    for path in (tmp_path / "cache").rglob("*.page"):  # all of them rotten: a miss each, and the right tokens
+        raw = bytearray(path.read_bytes())
+        raw[100] ^= 1
+        path.write_bytes(raw)
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        assert run(llm, prompts)[0] == expected
+        assert llm.stats().storage.read_pages_total == 0
+
+
+def await_written(llm: LLM) -> None:
+    """Steps of a short prompt, until pages of those before are on disk."""
+    for _ in range(30):
+        llm.generate([[5]], PARAMS)
+        time.sleep(0.01)
+
+
+def test_other_weights_find_nothing(tmp_path: Path):
+    folder, options, prompts = save("Llama", tmp_path / "model")
+    options |= {"disk_cache": str(tmp_path / "cache")}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        run(llm, prompts)
+        await_written(llm)
+    for change in ({"page_size": 16, "kv_pages": 8}, {"dtype": "bfloat16"}):
+        with LLM(folder, skip_tokenizer=True, **options | change) as llm:
+            run(llm, prompts[:1])
+            assert llm.stats().storage.read_pages_total == 0
+    (weights,) = Path(folder).glob("*.safetensors")
+    os.utime(weights, (1, 1))
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        run(llm, prompts[:1])
+        assert llm.stats().storage.read_pages_total == 0
+
+
+PLUGIN = """
+from headrace.base.registry import PLUGIN_API as plugin_api
+
+PAGES = {}
+
+class Store:
+    plugin_api = plugin_api
+
+    def __init__(self, options):
+        self.prefix = options.config["prefix"]
+
+    def exists(self, names):
+        return [self.prefix + name in PAGES for name in names]
+
+    def get(self, names, buffers):
+        for name, buffer in zip(names, buffers):
+            if self.prefix + name in PAGES:
+                buffer[:] = PAGES[self.prefix + name]
+        return self.exists(names)
+
+    def put(self, names, buffers):
+        PAGES.update({self.prefix + name: bytes(buffer) for name, buffer in zip(names, buffers)})
+        return [True] * len(names)
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_plug_in_is_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    site = tmp_path / "site"
+    (site / "page_shelf-1.0.dist-info").mkdir(parents=True)
+    (site / "page_shelf-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: page-shelf\nVersion: 1.0\n"
+    )
+    (site / "page_shelf-1.0.dist-info" / "entry_points.txt").write_text(
+        "[headrace.page_stores]\nshelf = page_shelf:Store\n"
+    )
+    (site / "page_shelf.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(site))
+    folder, options, prompts = save("Llama", tmp_path / "model")
+    options |= {"host_cache_gb": GB, "remote_cache": "shelf", "remote_cache_config": '{"prefix": "x-"}'}
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        expected, _ = run(llm, prompts)
+        await_written(llm)
+    with LLM(folder, skip_tokenizer=True, **options) as llm:
+        tokens, cached = run(llm, prompts)
+        assert tokens == expected and cached > 0 and llm.stats().storage.read_pages_total > 0
+    with pytest.raises(ConfigError, match=r"no remote store 'cupboard'; known: .*shelf"):
+        LLM(folder, skip_tokenizer=True, **options | {"remote_cache": "cupboard"})
 
 
 def test_too_little_and_too_much_host_memory_are_refused(tmp_path: Path):

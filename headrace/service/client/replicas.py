@@ -138,9 +138,11 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     sums = {name: sum(getattr(one, name) for one in stats) for name in _NUMBERS}
     # replicas that divide experts see the same loads
     experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
-    speculation, host = _sum_speculation([one.speculation for one in stats]), _sum_tiers([one.host for one in stats])
-    adapters = _sum_adapters([one.adapters for one in stats])
-    return EngineStats(**sums, speculation=speculation, experts=experts, host=host, adapters=adapters)
+    return EngineStats(
+        **sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts,
+        adapters=_sum_adapters([one.adapters for one in stats]),
+        host=_sum_tiers([one.host for one in stats]), storage=_sum_tiers([one.storage for one in stats]),
+    )
 
 
 _NUMBERS = tuple(field.name for field in msgspec.structs.fields(EngineStats) if field.type is int)

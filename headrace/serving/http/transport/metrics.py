@@ -67,6 +67,9 @@ TIER_COUNTERS = {
     "late_total": ("late_requests", "Requests that computed because copies from it took too long."),
 }
 
+STORAGE_COUNTERS = TIER_COUNTERS.keys() - {"evicted_pages_total"}
+"""Of the tiers, what is known of storage: it does not tell what it holds."""
+
 ADAPTER_GAUGES = {
     "num_loaded": ("adapters_loaded", "Adapters that requests may name."),
     "num_resident": ("pool_slots_used", "Adapters on the device."),
@@ -164,6 +167,9 @@ class EngineCollector(Collector):
         for name, (metric, doc) in {**TIER_GAUGES, **TIER_COUNTERS}.items():
             kind = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily
             yield kind(f"headrace_host_cache_{metric}", f"Host memory: {doc}", value=getattr(self.stats.host, name))
+            if name in STORAGE_COUNTERS:
+                value = getattr(self.stats.storage, name)
+                yield kind(f"headrace_storage_cache_{metric}", f"Disk and remote stores: {doc}", value=value)
 
     def _collect_experts(self) -> Iterable[Metric]:
         stats = self.stats.experts

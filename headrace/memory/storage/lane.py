@@ -1,0 +1,185 @@
+"""`StorageLane`: pages between host memory and stores, on threads. A store that hangs delays nobody: what is late has
+failed, and what it still does then happens in memory of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.base.step import Arrival, PageMove
+from headrace.memory.host import HostPages
+from headrace.memory.moving import failed
+from headrace.memory.storage import PageStore
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+MOST_JOBS = 256
+"""Unfinished jobs beyond which moves are refused: the stores are too slow, or hang."""
+BATCH_BYTES = 32 * 2**20
+"""Pages of one call of a store, at least one."""
+PUT_TIMEOUT_S, GET_TIMEOUT_S, EXISTS_TIMEOUT_S = 30.0, 4.0, 1.0
+LOG_PERIOD_S = 60.0
+
+
+@dataclass
+class _Job:
+    """One move. ``mutex`` guards host memory against a job that ends after it was given up."""
+
+    move: PageMove
+    names: list[str]
+    deadline: float
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+    is_void: bool = False
+    is_done: bool = False
+    error: Exception | None = None
+    lacking: set[int] = field(default_factory=set)  # indices of pages that no store had, or took
+
+
+class StorageLane:
+    """``stores``: fastest first. A page is put into each and got from the first that has it. ``label`` begins the names
+    of pages: it tells apart models, layouts and ranks."""
+
+    def __init__(self, host: HostPages, stores: list[PageStore], label: str, wake: Callable[[], None]):
+        self._host, self._stores, self._label, self._wake = host, stores, label, wake
+        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: list[_Job] = []
+        self._stuck: list[_Job] = []  # given up, but some thread is still at it
+        self._ended: list[Arrival] = []
+        self._logged_at = -LOG_PERIOD_S
+        for number in range(NUM_THREADS):  # daemons: a store that hangs must not keep the process from ending
+            threading.Thread(target=self._work, name=f"page-store-{number}", daemon=True).start()
+
+    def rename(self, label: str) -> None:
+        """Name pages otherwise from now on: the weights were replaced."""
+        self._label = label
+
+    def start(self, move: PageMove) -> None:
+        """See `headrace.memory.moving.Lane`."""
+        self._stuck = [job for job in self._stuck if not job.is_done]
+        if len(self._jobs) + len(self._stuck) >= MOST_JOBS or len(self._stuck) >= NUM_THREADS:
+            self._ended.append(failed(move))
+            return
+        limit = EXISTS_TIMEOUT_S if not move.target else GET_TIMEOUT_S if move.target == "host" else PUT_TIMEOUT_S
+        names = [f"{self._label}-{move.group}-{key.hex()}" for key in move.keys]
+        job = _Job(move, names, time.monotonic() + limit)
+        self._jobs.append(job)
+        self._waiting.put(job)
+
+    def poll(self) -> list[Arrival]:
+        """See `headrace.memory.moving.Lane`."""
+        ended, self._ended = self._ended, []
+        now, jobs = time.monotonic(), []
+        for job in self._jobs:
+            if job.is_done or now >= job.deadline:
+                ended.append(self._finish(job))
+            else:
+                jobs.append(job)
+        self._jobs = jobs
+        return ended
+
+    def _finish(self, job: _Job) -> Arrival:
+        if not job.is_done:
+            self._give_up(job)
+            self._complain("a page store is too slow: what it has not done in time is computed")
+            return failed(job.move)
+        if job.error is not None:
+            self._complain(f"a page store failed: {type(job.error).__name__}: {job.error}")
+            return failed(job.move)
+        return Arrival(job.move.ticket, sorted(job.lacking))
+
+    def _give_up(self, job: _Job) -> None:
+        with job.mutex:  # waits at most for the copy of a batch
+            job.is_void = True
+        self._stuck.append(job)
+
+    def reset(self) -> None:
+        """See `headrace.memory.moving.Lane`."""
+        for job in self._jobs:
+            self._give_up(job)
+        self._jobs.clear()
+        self._ended.clear()
+
+    def close(self) -> None:
+        """See `headrace.memory.moving.Lane`. Waits a while for writes, so that a restart finds them."""
+        deadline = time.monotonic() + GET_TIMEOUT_S
+        while self._jobs and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.01)
+        self.reset()
+        for _ in range(NUM_THREADS):
+            self._waiting.put(None)
+        for store in self._stores:
+            store.close()
+
+    # -- on threads ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            kinds = {"": self._probe, "host": self._get, "storage": self._put}
+            try:
+                if not job.is_void:
+                    kinds[job.move.target](job)
+            except Exception as error:  # whatever a plug-in raises: the move has failed
+                job.error = error
+            job.is_done = True
+            self._wake()
+
+    def _probe(self, job: _Job) -> None:
+        missing = list(range(len(job.names)))
+        for store in self._stores:
+            if missing:
+                found = store.exists([job.names[i] for i in missing])
+                missing = [i for i, has in zip(missing, found, strict=True) if not has]
+        job.lacking = set(missing)
+
+    def _get(self, job: _Job) -> None:
+        rows, pages = self._host.rows[job.move.group], job.move.target_pages
+        job.lacking = set(range(len(pages)))
+        for indices in self._batches(len(pages), rows.shape[1]):
+            missing = indices
+            for store in self._stores:
+                if not missing or job.is_void:
+                    break
+                buffers = [np.empty(rows.shape[1], dtype=np.uint8) for _ in missing]
+                got = store.get([job.names[i] for i in missing], [buffer.data for buffer in buffers])
+                with job.mutex:
+                    if job.is_void:
+                        return
+                    for index, buffer, has in zip(missing, buffers, got, strict=True):
+                        if has:
+                            rows[pages[index]].numpy()[:] = buffer
+                            job.lacking.discard(index)
+                missing = [index for index in missing if index in job.lacking]
+            if missing:
+                return  # later pages of a prefix are of no use without these
+
+    def _put(self, job: _Job) -> None:
+        rows, pages = self._host.rows[job.move.group], job.move.source_pages
+        job.lacking = set(range(len(pages)))
+        for indices in self._batches(len(pages), rows.shape[1]):
+            with job.mutex:
+                if job.is_void:
+                    return
+                buffers = [rows[pages[index]].numpy().copy() for index in indices]
+            names = [job.names[index] for index in indices]
+            for store in self._stores:
+                taken = store.put(names, [buffer.data for buffer in buffers])
+                job.lacking -= {index for index, has in zip(indices, taken, strict=True) if has}
+
+    @staticmethod
+    def _batches(count: int, width: int) -> list[list[int]]:
+        size = max(1, BATCH_BYTES // max(1, width))
+        return [list(range(begin, min(count, begin + size))) for begin in range(0, count, size)]
+
+    def _complain(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_PERIOD_S:
+            self._logged_at = now
+            logger.warning("%s", text)

@@ -1,0 +1,258 @@
+"""Pages on disk and in stores: what is written comes back, and whatever goes wrong costs a miss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.errors import ConfigError
+from headrace.base.step import Arrival, PageMove
+from headrace.memory.host import HostPages
+from headrace.memory.moving import PageMover
+from headrace.memory.storage import StoreOptions, disk, lane
+from headrace.memory.storage.disk import DiskStore
+from headrace.memory.storage.lane import StorageLane
+
+WIDTH = 100
+
+
+def open_disk(folder: Path, capacity: int = 10**6, place: int = 0, num_places: int = 1) -> DiskStore:
+    return DiskStore(StoreOptions(place, num_places, folder, capacity))
+
+
+def page(number: int) -> memoryview:
+    return memoryview(bytes([number]) * WIDTH)
+
+
+def read(store: DiskStore, name: str) -> bytes | None:
+    buffer = bytearray(WIDTH)
+    return bytes(buffer) if store.get([name], [memoryview(buffer)]) == [True] else None
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_pages_survive_a_restart(tmp_path: Path):
+    store = open_disk(tmp_path)
+    assert store.put(["a-0-11", "a-0-22"], [page(1), page(2)]) == [True, True]
+    assert store.exists(["a-0-22", "a-0-33"]) == [True, False]
+    store.close()
+    store = open_disk(tmp_path)
+    assert read(store, "a-0-11") == bytes(page(1)) and read(store, "a-0-33") is None
+
+
+def test_the_folder_is_never_larger_than_told_and_keeps_what_was_used_last(tmp_path: Path):
+    store = open_disk(tmp_path, capacity=5 * (WIDTH + 64) + 10)
+    for number in range(5):
+        store.put([f"a-0-{number:02}"], [page(number)])
+    assert read(store, "a-0-00")
+    for number in range(5, 8):
+        store.put([f"a-0-{number:02}"], [page(number)])
+        assert size_of(tmp_path) <= 5 * (WIDTH + 64) + 10
+    assert [has for has in store.exists([f"a-0-{n:02}" for n in range(8)])] == [1, 0, 0, 0, 1, 1, 1, 1]
+    store.close()
+    store = open_disk(tmp_path, capacity=2 * (WIDTH + 64))
+    assert size_of(tmp_path) <= 2 * (WIDTH + 64) and store.exists(["a-0-07"]) == [True]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "grow", "delete"])
+def test_a_damaged_page_is_a_miss_and_is_removed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture):
+    store = open_disk(tmp_path)
+    store.put(["a-0-11"], [page(1)])
+    (path,) = tmp_path.rglob("*.page")
+    raw = bytearray(path.read_bytes())
+    raw[80] ^= 1
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes({"flip": raw, "cut": raw[:90], "empty": b"", "grow": raw + b"x"}[damage])
+    with caplog.at_level(logging.WARNING):
+        assert read(store, "a-0-11") is None
+    assert store.exists(["a-0-11"]) == [False] and not list(tmp_path.rglob("*.page"))
+    assert len(caplog.records) == (damage != "delete")
+    assert store.put(["a-0-11"], [page(3)]) == [True] and read(store, "a-0-11") == bytes(page(3))
+
+
+def test_the_whole_folder_may_be_deleted_while_in_use(tmp_path: Path):
+    store = open_disk(tmp_path / "cache")
+    store.put(["a-0-11"], [page(1)])
+    for path in sorted((tmp_path / "cache").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (tmp_path / "cache").rmdir()
+    assert read(store, "a-0-11") is None
+    assert store.put(["a-0-22"], [page(2)]) == [True] and read(store, "a-0-22") == bytes(page(2))
+
+
+def test_a_full_disk_costs_one_line_and_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    store = open_disk(tmp_path)
+    calls = []
+
+    def fill(*_: object) -> int:
+        calls.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", fill)
+    with caplog.at_level(logging.WARNING):
+        assert store.put([f"a-0-{n}1" for n in range(5)], [page(n) for n in range(5)]) == [False] * 5
+    assert len(caplog.records) == len(calls) == 1 and "No space left" in caplog.text
+    assert not list(tmp_path.rglob("*.p*")), "nothing half-written stays"
+    monkeypatch.undo()
+    later = time.monotonic() + disk.PAUSE_S + 1
+    monkeypatch.setattr(disk.time, "monotonic", lambda: later)
+    assert store.put(["a-0-11"], [page(1)]) == [True]
+
+
+def test_two_servers_cannot_share_a_folder(tmp_path: Path):
+    store = open_disk(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another server"):
+        open_disk(tmp_path)
+    store.close()
+    open_disk(tmp_path).close()
+
+
+def test_places_of_a_larger_run_are_removed(tmp_path: Path):
+    for place in range(3):
+        store = open_disk(tmp_path, place=place, num_places=3)
+        store.put(["a-0-11"], [page(1)])
+        store.close()
+    open_disk(tmp_path, num_places=1).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["place-0"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_disk(tmp_path / "file")
+
+
+class MemoryStore:
+    """What a plug-in may be: slow, failing, forgetful."""
+
+    def __init__(self, options: StoreOptions | None = None):
+        self.pages: dict[str, bytes] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def _pass(self) -> None:
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+    def exists(self, names: list[str]) -> list[bool]:
+        self._pass()
+        return [name in self.pages for name in names]
+
+    def get(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
+        self._pass()
+        for name, buffer in zip(names, buffers, strict=True):
+            buffer[:] = self.pages.get(name, b"\xff" * len(buffer))
+        return [name in self.pages for name in names]
+
+    def put(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
+        self._pass()
+        self.pages.update({name: bytes(buffer) for name, buffer in zip(names, buffers, strict=True)})
+        return [True] * len(names)
+
+    def close(self) -> None:
+        pass
+
+
+class Setup:
+    def __init__(self, *stores: object):
+        group = CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], 4, 0, 8, 8)
+        self.host = HostPages([group], [WIDTH], torch.device("cpu"))
+        self.mover = PageMover()
+        self.lane = StorageLane(self.host, list(stores), "model", self.mover.wake)
+        for pair in (("host", "storage"), ("storage", "host"), ("storage", "")):
+            self.mover.add(*pair, self.lane)
+        self.rows = self.host.rows[0]
+        for number in range(8):
+            self.rows[number] = number
+
+    def move(self, source: str, target: str, pages: list[int], keys: str, wait_s: float = 10.0) -> list[Arrival]:
+        sources, targets = (pages, []) if source == "host" else ([], pages)
+        names = [key.encode() for key in keys]
+        self.mover.start([PageMove(1, 0, source, target, sources, targets, names)])
+        return self.mover.poll(wait_s)
+
+
+def test_pages_go_to_all_stores_and_come_from_the_first_that_has_them():
+    first, second = MemoryStore(), MemoryStore()
+    setup = Setup(first, second)
+    assert setup.move("host", "storage", [1, 2, 3], "abc") == [Arrival(1)]
+    assert len(first.pages) == len(second.pages) == 3
+    del first.pages["model-0-62"]
+    assert setup.move("storage", "", [], "abcd") == [Arrival(1, [3])]
+    assert setup.move("storage", "host", [4, 5, 6], "abc") == [Arrival(1)]
+    assert [int(setup.rows[n][0]) for n in (4, 5, 6)] == [1, 2, 3]
+    assert setup.move("storage", "host", [4, 7], "bz") == [Arrival(1, [1])]
+    assert int(setup.rows[7][0]) == 7, "a page that did not come is not touched"
+    setup.lane.rename("other")
+    assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
+    setup.mover.close()
+
+
+def test_a_store_that_raises_has_failed():
+    store = MemoryStore()
+    setup = Setup(store)
+    store.error = RuntimeError("unplugged")
+    for source, target in (("host", "storage"), ("storage", "host"), ("storage", "")):
+        assert setup.move(source, target, [1, 2] if target or source == "host" else [], "ab") == [Arrival(1, [0, 1])]
+    store.error = None
+    assert setup.move("host", "storage", [1], "a") == [Arrival(1)]
+    setup.mover.close()
+
+
+def test_a_store_that_hangs_touches_nothing_when_it_wakes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lane, "GET_TIMEOUT_S", 0.05)
+    store = MemoryStore()
+    setup = Setup(store)
+    setup.move("host", "storage", [1], "a")
+    store.gate.clear()
+    began = time.monotonic()
+    assert setup.move("storage", "host", [5], "a") == [Arrival(1, [0])] and time.monotonic() - began < 5
+    setup.rows[5] = 42  # the page has been given to another prefix
+    store.gate.set()
+    time.sleep(0.2)
+    assert int(setup.rows[5][0]) == 42
+    assert setup.move("storage", "host", [6], "a") == [Arrival(1)] and int(setup.rows[6][0]) == 1
+    setup.mover.close()
+
+
+def test_with_all_threads_stuck_moves_fail_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lane, "EXISTS_TIMEOUT_S", 0.02)
+    store = MemoryStore()
+    setup = Setup(store)
+    store.gate.clear()
+    for _ in range(lane.NUM_THREADS):
+        assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
+    began = time.monotonic()
+    for _ in range(20):
+        assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
+    assert time.monotonic() - began < 0.3
+    store.gate.set()
+    setup.mover.close()
+
+
+def test_a_reset_voids_what_is_on_its_way():
+    store = MemoryStore()
+    setup = Setup(store)
+    setup.move("host", "storage", [1], "a")
+    store.gate.clear()
+    setup.mover.start([PageMove(9, 0, "storage", "host", [], [5], [b"a"])])
+    setup.mover.reset()
+    store.gate.set()
+    time.sleep(0.1)
+    assert int(setup.rows[5][0]) == 5 and setup.mover.poll() == []
+    setup.mover.close()
