@@ -59,7 +59,7 @@ def run_prefix(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
         computed = [time_one(prompt)[0] for prompt in prompts]
         await_written(llm)
         back = [time_one(prompt) for prompt in prompts[:-3]]
-        stats = llm.stats().host
+        stats = llm.stats().tiers.host
         kv_bytes = next(line.num_bytes for line in llm.memory_plan() if line.name.startswith("KV"))
         page_bytes = kv_bytes / options["kv_pages"]
     compute_s, back_s = statistics.median(computed[1:]), statistics.median(seconds for seconds, _ in back)
@@ -141,7 +141,7 @@ def run_offload(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
             times.append(time.perf_counter() - began)
         print(
             f"{arguments.workload}, host_cache_gb {options.get('host_cache_gb', 0)}: "
-            f"{', '.join(f'{t:.2f}' for t in times)} s; {llm.stats().host}", flush=True
+            f"{', '.join(f'{t:.2f}' for t in times)} s; {llm.stats().tiers.host}", flush=True
         )
 
 
@@ -185,7 +185,7 @@ async def run_turns(arguments: argparse.Namespace, options: dict[str, Any]) -> N
         f"times the cache, host_cache_gb {options.get('host_cache_gb', 0)}: {requests / seconds:.2f} requests/s, "
         f"{stats.prompt_tokens_total / seconds:.0f} prompt tokens/s, first token p50 "
         f"{firsts[len(firsts) // 2] * 1e3:.0f} ms, p99 {firsts[int(0.99 * len(firsts))] * 1e3:.0f} ms; cached "
-        f"{stats.cached_tokens_total / stats.prompt_tokens_total:.0%}; {stats.host}", flush=True
+        f"{stats.cached_tokens_total / stats.prompt_tokens_total:.0%}; {stats.tiers.host}", flush=True
     )
 
 

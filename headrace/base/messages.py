@@ -203,6 +203,14 @@ class TierStats(msgspec.Struct, frozen=True):
     late_total: int = 0
 
 
+class StatsByTier(msgspec.Struct, frozen=True):
+    """Of the tiers behind the device. ``storage`` is disk and remote stores together, which do not tell how much they
+    hold."""
+
+    host: TierStats = TierStats()
+    storage: TierStats = TierStats()
+
+
 class PageStats(msgspec.Struct, frozen=True):
     """KV pages of one engine."""
 
@@ -229,8 +237,7 @@ class EngineStats(PageStats, frozen=True):
     speculation: SpeculationStats = SpeculationStats()
     experts: ExpertStats = ExpertStats()
     adapters: AdapterStats = AdapterStats()
-    host: TierStats = TierStats()
-    storage: TierStats = TierStats()
+    tiers: StatsByTier = StatsByTier()
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):

@@ -300,8 +300,7 @@ class Scheduler:
             steps_total=counters.steps,
             evicted_pages_total=tree.num_evicted,
             speculation=self._drafting.stats(),
-            host=self._tiers.stats(),
-            storage=self._tiers.storage.stats(),
+            tiers=self._tiers.stats(),
         )
 
     def check(self) -> None:

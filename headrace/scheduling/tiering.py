@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from headrace.base.cache import CacheLayout
-from headrace.base.messages import TierStats
+from headrace.base.messages import StatsByTier, TierStats
 from headrace.base.step import PageMove
 from headrace.scheduling.cache.host_tier import HostTier, extend_keys
 from headrace.scheduling.cache.ledger import CacheLedger, Holding
@@ -164,13 +164,14 @@ class Tiers:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def stats(self) -> TierStats:
-        """Of the host."""
+    def stats(self) -> StatsByTier:
+        """Counters and gauges."""
         host = self.host
-        return TierStats(
+        own = TierStats(
             host.num_pages, host.num_used, self.num_written, self.num_read, host.num_evicted, self.num_failed,
             self.num_hit_tokens, self.num_late
         )
+        return StatsByTier(own, self.storage.stats())
 
     def clear(self) -> None:
         """Forget everything in the host, and what is on its way there."""

@@ -187,8 +187,8 @@ def test_what_the_host_evicted_comes_back_from_storage(window):
             serve(engine, f"{name}-{index}", prompt)
     engine.check_outputs()
     assert [engine.finishes[f"second-{i}"].num_cached_tokens for i in range(4)] == [28] * 4
-    stats = engine.scheduler.stats()
-    assert engine.runner.tiers.num_fetched > 0 and stats.storage.read_pages_total == engine.runner.tiers.num_fetched
+    stats, num_fetched = engine.scheduler.stats().tiers, engine.runner.tiers.num_fetched
+    assert stats.storage.read_pages_total == num_fetched > 0
     assert stats.storage.hit_tokens_total > 0 and stats.host.num_used_pages <= stats.host.num_pages
 
 
@@ -218,7 +218,7 @@ def test_storage_that_does_not_answer_delays_a_request_for_so_long_and_no_longer
     for _ in range(20):
         engine.step()
         engine.scheduler.check()
-    assert engine.finishes["r"].finish.reason == "length" and engine.scheduler.stats().storage.late_total == 1
+    assert engine.finishes["r"].finish.reason == "length" and engine.scheduler.stats().tiers.storage.late_total == 1
     engine.runner.tiers.delay_rate = 0.0
     engine.drain()
 

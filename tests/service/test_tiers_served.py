@@ -48,10 +48,10 @@ def test_the_host_changes_no_token_and_saves_prefills(name: str, tmp_path: Path)
     with LLM(folder, skip_tokenizer=True, host_cache_gb=GB, **options) as llm:
         tokens, cached = run(llm, prompts * 2)
         together = [o.outputs[0].token_ids for o in llm.generate(prompts * 3, PARAMS)]
-        stats = llm.stats()
+        stats = llm.stats().tiers.host
     assert tokens == without == expected and together == expected[: len(prompts)] * 3
     assert cached > cached_without, "what the device evicted came back"
-    assert stats.host.num_pages > 0 and stats.host.read_pages_total > 0 and stats.host.failed_pages_total == 0
+    assert stats.num_pages > 0 and stats.read_pages_total > 0 and stats.failed_pages_total == 0
 
 
 @pytest.mark.cuda
@@ -64,7 +64,7 @@ def test_a_gpu_changes_no_token_either(name: str, tmp_path: Path):
     with LLM(folder, skip_tokenizer=True, host_cache_gb=GB, **options) as llm:
         tokens, _ = run(llm, prompts * 2)
         stats = llm.stats()
-    assert tokens == expected and stats.host.read_pages_total > 0
+    assert tokens == expected and stats.tiers.host.read_pages_total > 0
 
 
 def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
         tokens, cached = run(llm, prompts * 2)
         stats = llm.stats()
     assert tokens == expected
-    assert stats.host.read_pages_total > 0 and stats.host.failed_pages_total == 0 and cached > 0
+    assert stats.tiers.host.read_pages_total > 0 and stats.tiers.host.failed_pages_total == 0 and cached > 0
     for path in (tmp_path / "cache" / "place-1").rglob("*.page"):
         path.unlink()
         break
@@ -85,7 +85,7 @@ def test_two_ranks_move_their_parts_of_a_page_together(tmp_path: Path):
         tokens, cached = run(llm, prompts * 2)
         stats = llm.stats()
     assert tokens == expected, "a page that one rank lacks is no rank's"
-    assert stats.storage.read_pages_total > 0
+    assert stats.tiers.storage.read_pages_total > 0
 
 
 @pytest.mark.parametrize("name", [*SMALL, "DeepseekV4"])
@@ -95,10 +95,10 @@ def test_a_restarted_engine_finds_its_prefixes_on_disk(name: str, tmp_path: Path
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         expected, _ = run(llm, prompts)
         await_written(llm)
-        assert llm.stats().storage.written_pages_total > 0
+        assert llm.stats().tiers.storage.written_pages_total > 0
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         tokens, cached = run(llm, prompts)
-        stats = llm.stats().storage
+        stats = llm.stats().tiers.storage
     assert tokens == expected and cached > 0
     assert stats.read_pages_total > 0 and stats.failed_pages_total == 0
     for path in (tmp_path / "cache").rglob("*.page"):  # all of them rotten: a miss each, and the right tokens
@@ -107,7 +107,7 @@ def test_a_restarted_engine_finds_its_prefixes_on_disk(name: str, tmp_path: Path
         path.write_bytes(raw)
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         assert run(llm, prompts)[0] == expected
-        assert llm.stats().storage.read_pages_total == 0
+        assert llm.stats().tiers.storage.read_pages_total == 0
 
 
 def await_written(llm: LLM) -> None:
@@ -126,12 +126,12 @@ def test_other_weights_find_nothing(tmp_path: Path):
     for change in ({"page_size": 16, "kv_pages": 8}, {"dtype": "bfloat16"}):
         with LLM(folder, skip_tokenizer=True, **options | change) as llm:
             run(llm, prompts[:1])
-            assert llm.stats().storage.read_pages_total == 0
+            assert llm.stats().tiers.storage.read_pages_total == 0
     (weights,) = Path(folder).glob("*.safetensors")
     os.utime(weights, (1, 1))
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         run(llm, prompts[:1])
-        assert llm.stats().storage.read_pages_total == 0
+        assert llm.stats().tiers.storage.read_pages_total == 0
 
 
 PLUGIN = """
@@ -181,7 +181,7 @@ def test_a_plug_in_is_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
         await_written(llm)
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         tokens, cached = run(llm, prompts)
-        assert tokens == expected and cached > 0 and llm.stats().storage.read_pages_total > 0
+        assert tokens == expected and cached > 0 and llm.stats().tiers.storage.read_pages_total > 0
     with pytest.raises(ConfigError, match=r"no remote store 'cupboard'; known: .*shelf"):
         LLM(folder, skip_tokenizer=True, **options | {"remote_cache": "cupboard"})
 

@@ -93,10 +93,9 @@ class DiskStore:
                     os.utime(path)  # last use, for the next start
                     return True
             self._complain(f"{path} is corrupt and is removed")
-        except FileNotFoundError:
-            pass  # deleted by someone; that is allowed
         except (OSError, struct.error) as error:
-            self._complain(f"{path} cannot be read: {error}")
+            if not isinstance(error, FileNotFoundError):  # deleted by someone, which is allowed
+                self._complain(f"{path} cannot be read: {error}")
         self._forget(name)
         return False
 

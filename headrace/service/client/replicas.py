@@ -17,7 +17,7 @@ from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
-from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats, TierStats
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats, StatsByTier, TierStats
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,9 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(
         **sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts,
         adapters=_sum_adapters([one.adapters for one in stats]),
-        host=_sum_tiers([one.host for one in stats]), storage=_sum_tiers([one.storage for one in stats]),
+        tiers=StatsByTier(
+            _sum_tiers([one.tiers.host for one in stats]), _sum_tiers([one.tiers.storage for one in stats])
+        ),
     )
 
 

@@ -165,10 +165,10 @@ class EngineCollector(Collector):
 
     def _collect_tiers(self) -> Iterable[Metric]:
         for name, (metric, doc) in {**TIER_GAUGES, **TIER_COUNTERS}.items():
-            kind = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily
-            yield kind(f"headrace_host_cache_{metric}", f"Host memory: {doc}", value=getattr(self.stats.host, name))
+            kind, tiers = GaugeMetricFamily if name in TIER_GAUGES else CounterMetricFamily, self.stats.tiers
+            yield kind(f"headrace_host_cache_{metric}", f"Host memory: {doc}", value=getattr(tiers.host, name))
             if name in STORAGE_COUNTERS:
-                value = getattr(self.stats.storage, name)
+                value = getattr(tiers.storage, name)
                 yield kind(f"headrace_storage_cache_{metric}", f"Disk and remote stores: {doc}", value=value)
 
     def _collect_experts(self) -> Iterable[Metric]:
