@@ -59,6 +59,7 @@ def run_prefix(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
         computed = [time_one(prompt)[0] for prompt in prompts]
         await_written(llm)
         back = [time_one(prompt) for prompt in prompts[:-3]]
+        on_device = [time_one(prompts[-4])[0] for _ in range(4)]
         stats = llm.stats().tiers.host
         kv_bytes = next(line.num_bytes for line in llm.memory_plan() if line.name.startswith("KV"))
         page_bytes = kv_bytes / options["kv_pages"]
@@ -67,7 +68,8 @@ def run_prefix(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
     gib = cached // page * page_bytes / 2**30
     print(
         f"prefix of {length}: computed {compute_s * 1e3:.1f} ms, back from the host {back_s * 1e3:.1f} ms "
-        f"({compute_s / back_s:.1f} times as fast), {cached} tokens, {gib:.2f} GiB at {gib / back_s:.1f} GiB/s in all; "
+        f"({compute_s / back_s:.1f} times as fast), on the device {min(on_device) * 1e3:.1f} ms; "
+        f"{cached} tokens, {gib:.2f} GiB at {gib / back_s:.1f} GiB/s in all; "
         f"{stats}", flush=True
     )
 
@@ -82,15 +84,17 @@ def run_copies(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
     from headrace.memory.paging import PageCopier
     from headrace.memory.pools import build_pool
 
-    device, page, count, layers = torch.device("cuda"), 64, 128, 32
+    device, page, count, layers = torch.device("cuda", 0), 64, 128, 32
     group = CacheGroup(CacheSpec("full", 8, 128, 128, "bfloat16"), list(range(layers)), count + 1, 0, count, 32)
     copier = PageCopier([build_pool(group, page, device)], device)
     width = copier.page_bytes(0)
     host = HostPages([group], [width], device)
     lane = GpuHostLane(host, [group], [width], device)
     lane.attach(copier)
+    began = time.perf_counter()
     while not host.is_usable(0, [count - 1]):
-        time.sleep(0.01)
+        time.sleep(0.001)
+    print(f"copies: registered {count * width / 2**30:.2f} GiB in {time.perf_counter() - began:.2f} s", flush=True)
     pinned, on_device = (
         torch.empty((count, width), dtype=torch.uint8, pin_memory=True),
         torch.empty((count, width), dtype=torch.uint8, device=device)

@@ -22,10 +22,10 @@ from headrace.memory.paging import PageCopier
 logger = logging.getLogger(__name__)
 
 SYSTEM_PAGE = 4096
-CHUNK_BYTES = 256 * 2**20
-"""Bytes of a slab that are registered with the driver at a time: about a tenth of a second."""
-LOAD_BYTES = 32 * 2**20
-"""Device memory through which pages come from the host."""
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of a slab that are registered with the driver at a time: meanwhile launches of others wait."""
+LOAD_BYTES = 2 * 32 * 2**20
+"""Device memory through which pages come from the host: while one half is filled, the other is scattered."""
 
 
 class HostPages:
@@ -73,13 +73,15 @@ class HostPages:
         return found
 
     def _register(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         runtime = torch.cuda.cudart()
         for group, rows in enumerate(self.rows):
             for begin in range(0, len(rows), self._chunks[group]):
                 if self._is_closing:
                     return
                 end = min(len(rows), begin + self._chunks[group])
+                # Touched first: the driver would fault the memory in itself, far slower, while others' launches wait.
+                rows[begin:end].zero_()
                 address, size = rows[begin].data_ptr(), (end - begin) * rows.stride(0)
                 error = runtime.cudaHostRegister(address, size, 0)
                 if int(error) != 0:
@@ -162,7 +164,8 @@ class HostLane:
 
 @dataclass
 class _Copies:
-    """Moves on a stream, oldest first, each with the event behind it and the staging rows that it uses."""
+    """Moves of one direction, oldest first, each with the event behind it and the staging rows that it uses. Their
+    events are recorded on ``stream``."""
 
     stream: torch.cuda.Stream
     moves: list[tuple[PageMove, torch.cuda.Event, list[int]]] = field(default_factory=list)
@@ -187,8 +190,12 @@ class GpuHostLane:
             for group, width in zip(groups, page_bytes, strict=True)
         ]
         self._free = [list(range(group.store_pages - 1, -1, -1)) for group in groups]
-        # at least a page of the largest group
-        self._arriving = torch.empty(max([LOAD_BYTES, *page_bytes]), dtype=torch.uint8, device=device)
+        # at least a page of the largest group each
+        half = max([LOAD_BYTES // 2, *page_bytes])
+        self._halves = [
+            (stream, torch.empty(half, dtype=torch.uint8, device=device))
+            for stream in (self._incoming.stream, torch.cuda.Stream(device))
+        ]
 
     def attach(self, copier: PageCopier | None) -> None:
         """See `HostLane`. The kernels are compiled here, on the null pages."""
@@ -227,19 +234,26 @@ class GpuHostLane:
 
     def _read(self, copier: PageCopier, move: PageMove) -> None:
         width, rows = copier.page_bytes(move.group), self._host.rows[move.group]
-        size = len(self._arriving) // width
-        buffer = self._arriving[: size * width].view(size, width)
-        incoming = self._incoming
-        incoming.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(incoming.stream):
-            # one buffer: the copies and kernels of a stream run in order
-            for begin in range(0, move.num_pages, size):
-                pages = move.source_pages[begin : begin + size]
+        size = len(self._halves[0][1]) // width
+        main = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._incoming.stream):
+            targets, places = copier.upload(move.target_pages), copier.upload(list(range(size)))
+        for stream, _ in self._halves:
+            stream.wait_stream(main)
+            stream.wait_stream(self._incoming.stream)  # of the upload
+        for number, begin in enumerate(range(0, move.num_pages, size)):
+            stream, buffer = self._halves[number % 2]
+            filled = buffer[: size * width].view(size, width)
+            pages = move.source_pages[begin : begin + size]
+            with torch.cuda.stream(stream):  # in order of the stream: the half's last pages are scattered by then
                 for index, first, count in self._host.runs(move.group, pages):
-                    buffer[index : index + count].copy_(rows[first : first + count], non_blocking=True)
-                targets = move.target_pages[begin : begin + size]
-                copier.scatter(move.group, targets, buffer, list(range(len(targets))))
-            self._record(incoming, move, [])
+                    filled[index : index + count].copy_(rows[first : first + count], non_blocking=True)
+                copier.scatter_uploaded(move.group, targets[begin : begin + size], filled, places[: len(pages)])
+        other = self._halves[1][0]
+        targets.record_stream(other)
+        places.record_stream(other)
+        self._incoming.stream.wait_stream(other)
+        self._record(self._incoming, move, [])
 
     def _record(self, copies: _Copies, move: PageMove, places: list[int]) -> None:
         event = torch.cuda.Event()
@@ -258,8 +272,8 @@ class GpuHostLane:
 
     def reset(self) -> None:
         """See `headrace.memory.moving.Lane`."""
-        for copies in (self._outgoing, self._incoming):
-            copies.stream.synchronize()
+        for stream in (self._outgoing.stream, *(stream for stream, _ in self._halves)):
+            stream.synchronize()
         self.poll()
 
     def close(self) -> None:
@@ -267,6 +281,7 @@ class GpuHostLane:
         self.reset()
         self._copier = None
         self._staging.clear()
+        self._halves.clear()
 
 
 def _consecutive(places: list[int], begin: int, count: int) -> list[tuple[int, int, int]]:

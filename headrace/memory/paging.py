@@ -29,13 +29,18 @@ class PageCopier:
 
     def gather(self, group: int, pages: list[int], rows: torch.Tensor, places: list[int]) -> None:
         """Copy pages to ``rows`` [S, page bytes] uint8 on the device; page ``pages[i]`` to row ``places[i]``."""
-        self._gather(self._parts[group], self._upload(pages), rows, self._upload(places))
+        self._gather(self._parts[group], self.upload(pages), rows, self.upload(places))
 
     def scatter(self, group: int, pages: list[int], rows: torch.Tensor, places: list[int]) -> None:
         """Copy rows to pages: the reverse of `gather`."""
-        self._scatter(self._parts[group], self._upload(pages), rows, self._upload(places))
+        self.scatter_uploaded(group, self.upload(pages), rows, self.upload(places))
 
-    def _upload(self, numbers: list[int]) -> torch.Tensor:
+    def scatter_uploaded(self, group: int, pages: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """`scatter` with numbers from `upload`, int64."""
+        self._scatter(self._parts[group], pages, rows, places)
+
+    def upload(self, numbers: list[int]) -> torch.Tensor:
+        """Numbers of pages or rows as int64 on the device, in order of the current stream."""
         on_host = torch.tensor(numbers, dtype=torch.int64)
         if self.device.type != "cuda":
             return on_host
