@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.base.errors import AdapterError, HeadraceError, ModelError, UnsupportedFeature
+from headrace.base.errors import AdapterError, HeadraceError, ModelError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterSites, AdapterWeights
 from headrace.models.adapters.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
 from headrace.models.adapters.experts import read_experts
@@ -38,14 +38,14 @@ class AdapterSource:
 def read_adapter(
     source: AdapterSource, sites: AdapterSites, *, max_rank: int, gguf: GgufForm | None = None
 ) -> AdapterWeights:
-    """Read an adapter for a model with these sites; ``gguf``: what its GGUF files are like. Raises `AdapterError`,
-    `UnsupportedFeature` or `ModelError`, which name the adapter and the field, module or tensor."""
+    """Read an adapter for a model with these sites; ``gguf``: what its GGUF files are like. Raises `AdapterError` or
+    `UnsupportedFeature`, which name the adapter and the field, module, tensor or file."""
     try:
         return _read(source, sites, max_rank, gguf)
     except HeadraceError as error:
-        raise type(error)(
-            f"adapter {source.name!r}: {error.message}", param=error.param or "lora_path"
-        ) from error
+        # whoever asked for the adapter may correct it, also where a file is wrong
+        kind = type(error) if isinstance(error, RequestError) else AdapterError
+        raise kind(f"adapter {source.name!r}: {error.message}", param=error.param or "lora_path") from error
 
 
 def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufForm | None) -> AdapterWeights:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, LoRARequest, UnloadAdapter
-from headrace.base.errors import Conflict, EngineUnavailable, HeadraceError, NotFound, RequestError, UnsupportedFeature
+from headrace.base.errors import (
+    Conflict,
+    EngineUnavailable,
+    HeadraceError,
+    NotFound,
+    RequestError,
+    UnsupportedFeature,
+)
 from headrace.models.adapters.finding import find_allowed
 
 if TYPE_CHECKING:
@@ -92,7 +99,10 @@ class AdapterCatalog:
         async with self._turn:
             self._check_free(name, replaces)
             found = path if is_trusted else await asyncio.to_thread(find_allowed, path, folders)
-            return await self._send(LoadAdapter(name, found, is_pinned, replaces), LoRARequest(name, path), found)
+            try:
+                return await self._send(LoadAdapter(name, found, is_pinned, replaces), LoRARequest(name, path), found)
+            except RequestError as error:  # clients may be on other machines
+                raise type(error)(error.message.replace(found, path), param=error.param) from error
 
     async def load_tensors(
         self, name: str, tensors: bytes, config: str, *, own_name: str = "", is_pinned: bool = False,

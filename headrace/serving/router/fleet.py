@@ -88,7 +88,7 @@ class Fleet:
     def choose(self, request: RoutedRequest, model: str, tried: Collection[Worker]) -> tuple[Worker, Choice]:
         """A worker that has not been tried, of those that list the model, if any does. Raises `EngineUnavailable`."""
         workers = [worker for worker in self if worker.takes_requests and worker not in tried]
-        workers = [worker for worker in workers if not worker.models or model in worker.models] or workers
+        workers = [worker for worker in workers if not worker.models or worker.lists(model)] or workers
         if not workers:
             raise EngineUnavailable(self._describe_lack(tried), retry_after=RETRY_AFTER_S)
         by_index = {worker.index: worker for worker in workers}

@@ -50,6 +50,14 @@ class Worker:
     open_until: float = 0.0
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def lists(self, model: str) -> bool:
+        """Whether it serves a model: by its id, or an adapter as ``parent:id``."""
+        parent, _, name = model.partition(":")
+        while name and not (name in self.models and self.models[name].get("parent") == parent):
+            rest, _, name = name.partition(":")  # either may have colons
+            parent = f"{parent}:{rest}"
+        return model in self.models or bool(name)
+
     @property
     def takes_requests(self) -> bool:
         """Whether a request may be sent there now."""

@@ -64,6 +64,17 @@ async def test_requests_are_spread_and_models_merged():
     assert [m["id"] for m in json.loads(models.body)["data"]] == ["m", "n"]
 
 
+async def test_adapters_are_models_of_the_workers_that_list_them():
+    adapter = {"parent": "m:1b", "root": "/data/sql"}
+    workers = [Worker("a", models=("m:1b",)), Worker("b", models=("m:1b", "sql"), cards={"sql": adapter})]
+    async with routing(*workers) as running:
+        for name in ("sql", "m:1b:sql"):
+            assert [(await running.post(model=name))[1]["from"] for _ in range(4)] == ["b"] * 4, name
+        assert {(await running.post(model="m:1b"))[1]["from"] for _ in range(4)} == {"a", "b"}
+        models = await running.client.send("GET", "/v1/models")
+    assert [m.get("parent") for m in json.loads(models.body)["data"]] == [None, "m:1b"]
+
+
 FAILURES = [None, reply(503, {}), reply(502, {}), reply(429, {}), [b"HTTP/1.1 200 OK\r\nconte"], [EVENTS_HEAD]]
 
 

@@ -58,6 +58,7 @@ class Worker:
 
     name: str = "worker"
     models: tuple[str, ...] = ("m",)
+    cards: dict[str, dict[str, Any]] = field(default_factory=dict)
     answer: Callable[[Asked], Answer] | None = None
     status: int = 200
     asked: list[Asked] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Worker:
         while self.is_stopped:
             await asyncio.sleep(0.01)
         if target in ("/ready", "/v1/models"):
-            content = {"data": [{"id": model, "from": self.name} for model in self.models]}
+            content = {"data": [{"id": model, "from": self.name, **self.cards.get(model, {})} for model in self.models]}
             writer.write(reply(self.status, content))
             return True
         self.asked.append(asked)
