@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
@@ -60,6 +61,9 @@ class ServerConnection:
         self._http = HttpClient(target.base_url, api_key=target.api_key, timeout_s=target.timeout_s)
         self._target, self._traffic = target, traffic
         self._model = target.model or ""
+        # a file of options may have them with their paths, as for the server
+        self._adapters = [name.partition("=")[0] for name in target.lora_modules.split()]
+        self._random = Random(0)
 
     @property
     def model(self) -> str:
@@ -115,8 +119,9 @@ class ServerConnection:
 
     def body_of(self, request: TrafficRequest) -> dict[str, Any]:
         """The JSON body of a request."""
+        model = self._random.choice(self._adapters) if self._adapters else self._model
         body: dict[str, Any] = {
-            "model": self._model, "max_tokens": request.max_tokens, "temperature": self._traffic.temperature,
+            "model": model, "max_tokens": request.max_tokens, "temperature": self._traffic.temperature,
             # usage: servers may merge tokens into one event, so events cannot be counted
             "stream": True, "stream_options": {"include_usage": True},
         }

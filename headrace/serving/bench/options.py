@@ -18,6 +18,10 @@ class TargetOptions(Section):
         "http://127.0.0.1:8000", "address of an OpenAI-compatible server, with or without /v1", metavar="URL"
     )
     model: str | None = option(None, "model name sent; default: the first model that the server lists", metavar="NAME")
+    lora_modules: str = option(
+        "", "LoRA adapters of the server; each request is sent to one of them at random, instead of to the model",
+        metavar="NAME ..."
+    )
     endpoint: str = option(
         "completions", "route: /v1/completions or /v1/chat/completions", choices=("completions", "chat")
     )

@@ -81,6 +81,13 @@ def test_counts_of_a_plain_run():
     assert not warm & {tuple(body["prompt"]) for body in measured}
 
 
+def test_adapters_take_turns_at_random():
+    fake = FakeServer()
+    report = bench(fake, num_requests=60, lora_modules="sql law=/data/law")
+    counts = [sum(body["model"] == name for body in fake.bodies) for name in ("sql", "law")]
+    assert report.num_completed == sum(counts) == 60 and min(counts) > 10
+
+
 def test_pieces_are_counted_when_the_server_gives_no_usage():
     report = bench(FakeServer(with_usage=False), num_requests=5)
     assert (report.prompt_tokens, report.output_tokens) == (50, 20)
