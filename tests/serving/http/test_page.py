@@ -13,7 +13,8 @@ from browser import Page, open_page
 from fake_apps import live_server
 from fake_client import FakeClient, expected_text
 
-from headrace.base.config import ServerConfig
+from headrace.base.adapters import AdapterConfig
+from headrace.base.config import EngineConfig, ServerConfig
 from headrace.serving.http.app import create_app
 
 WIDTHS = (1280, 390)
@@ -374,3 +375,18 @@ async def test_everything_has_a_name(page, client):
         if not n["ignored"] and n["role"]["value"] in roles
     ]
     assert len(seen) > 20 and all(name for _, name in seen), seen
+
+
+@wide
+async def test_an_adapter_is_chosen_where_the_server_has_some(tmp_path, width):
+    adapters = AdapterConfig(enable_lora=True, lora_modules="sql=/data/sql law=/data/law")
+    client = FakeClient(config=EngineConfig(adapters=adapters))
+    app = create_app(client, ServerConfig())
+    async with live_server(app) as address, open_page(address + "/", tmp_path, width=width) as page:
+        await page.until("document.getElementById('adapter').options.length === 3")
+        await say(page, "first")
+        await page.until(IDLE)
+        await page.run("document.getElementById('adapter').value = 'law'")
+        await say(page, "second")
+        await page.until(f"{IDLE} === 2")
+    assert client.adapters == ["", "law"]

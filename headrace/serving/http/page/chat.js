@@ -266,6 +266,7 @@ class Chat {
     const { chat } = this,
       turn = continued ?? { role: "assistant", content: "", reasoning: "", state: "running" };
     const body = requestBody(chat.turns, this.settings.values, Boolean(continued));
+    if (!$("adapter").hidden) body.model = $("adapter").value;
     if (!continued) chat.turns.push(turn);
     if (!chat.isNamed) chat.title = chat.turns[0].content.replace(/\s+/g, " ").trim().slice(0, 60) || "Image";
     chat.updated = Date.now();
@@ -320,6 +321,7 @@ class Chat {
   meet({ model, defaults }) {
     this.model = model;
     $("model").textContent = $("model").title = model.id;
+    this.offerAdapters(model);
     $("about").textContent = [
       model.id,
       model.contextLen && `${formatCount(model.contextLen)} tokens of context`,
@@ -330,6 +332,15 @@ class Chat {
     this.settings.learn(defaults);
     $("attach").hidden = !model.takesImages;
     this.refresh();
+  }
+
+  /* A choice of the model and its adapters, where it has some. */
+  offerAdapters({ id, adapters }) {
+    const select = $("adapter"),
+      chosen = adapters.includes(select.value) ? select.value : id;
+    select.replaceChildren(...[id, ...adapters].map((name) => new Option(name, name, false, name === chosen)));
+    select.hidden = !adapters.length;
+    $("model").hidden = !select.hidden;
   }
 
   describeTask() {

@@ -105,16 +105,18 @@ export class Server {
     return response.json();
   }
 
-  /* What is served: {state, text, model: {id, contextLen, task, takesImages}, defaults (sampling, by name)}. */
+  /* What is served: {state, text, model: {id, contextLen, task, takesImages, adapters}, defaults (sampling, by name)}. */
   async look() {
     try {
-      const card = (await this.get("v1/models")).data[0];
+      const cards = (await this.get("v1/models")).data;
+      const card = cards[0];
       const info = await this.get("server_info").catch(() => ({})); // a proxy may hide it: then without defaults
       const defaults = info.sampling_defaults ?? info.default_sampling ?? info.model?.default_sampling ?? {};
       const model = {
         id: card.id,
         contextLen: card.max_model_len ?? null,
         task: card.task ?? "generate",
+        adapters: cards.filter((other) => other.parent === card.id).map((other) => other.id),
         takesImages: card.input_modalities?.includes("image") ?? false,
       };
       return { state: "ready", text: "Ready", model, defaults };
