@@ -31,6 +31,7 @@ from headrace.layers.lora.bank import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
+from headrace.layers.moe.choice import keep_faster_experts
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
@@ -185,6 +186,8 @@ def load_model(
         _fill(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
+        if device.type == "cuda":
+            keep_faster_experts(model)
         # A stage may have dense layers alone.
         has_experts = stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
         moves_experts = build.moves_experts and has_experts

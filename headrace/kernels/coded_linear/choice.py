@@ -153,7 +153,7 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[]
     """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves.
     Solutions that fail or give other numbers than the plain weight are left out, with a warning."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
-    plain, times, faults = dequantise(weight, dtype), Times(), _find_faults()
+    plain, times, faults = dequantise(weight, dtype), Times(), find_faults()
     left_out: set[str] = set()
     _compile(weight, dtype, [(rows, name) for rows in ROWS for name in find_candidates(query, rows)])
     for rows in ROWS:
@@ -188,14 +188,14 @@ def _compile(weight: DeviceCodes, dtype: torch.dtype, calls: list[tuple[int, str
 
     def run() -> None:
         for rows, name in calls:
-            with suppress(*_find_faults()):
+            with suppress(*find_faults()):
                 CODED_LINEAR.load(name)(torch.zeros(rows, weight.in_features, dtype=dtype, device=device), weight, None)
 
     device = weight.codes.device
     precompile(run, f"coded products {describe_codes(weight, dtype, (0, 0))} {calls}", device)
 
 
-def _find_faults() -> tuple[type[Exception], ...]:
+def find_faults() -> tuple[type[Exception], ...]:
     """What a solution that cannot run here raises."""
     if find_spec("triton") is None:
         return PluginError, RuntimeError, NotImplementedError

@@ -132,7 +132,7 @@ def _gemv_kernel(
         tl.store(out_ptr + m * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M"])  # one compilation for all numbers of rows of a tile
+@triton.jit(do_not_specialize=["M", "each"])  # one compilation for all numbers of rows of a tile
 def _skinny_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N, each,
     IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, K, G, STRIDE, GROUP: tl.constexpr,
@@ -143,11 +143,11 @@ def _skinny_kernel(
     split = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    row = n.to(tl.int64)
+    row, start = n.to(tl.int64), split * each * _BLOCK  # of blocks, so that Triton knows it is a multiple
     wait_for_previous(PDL)
     total, _ = multiply(
-        x_ptr, m, x_stride, m < M, (codes_ptr, scales_ptr, zeros_ptr, values_ptr), row, row, n < N, split * each,
-        tl.minimum((split + 1) * each, K), False, K, G, STRIDE, GROUP, SHARED, KIND, SHORT, POWERS, PAIRS, HAS_ZEROS,
+        x_ptr, m, x_stride, m < M, (codes_ptr, scales_ptr, zeros_ptr, values_ptr), row, row, n < N, start,
+        tl.minimum(start + each * _BLOCK, K), False, K, G, STRIDE, GROUP, SHARED, KIND, SHORT, POWERS, PAIRS, HAS_ZEROS,
         WHOLE, SAME, FAST, WIDTH, ROWS, OUTPUTS
     )
     mask = (n < N)[:, None] & (m < M)[None, :]
@@ -223,7 +223,7 @@ def skinny(
     extra = dict(HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl)
     _skinny_kernel[(ceil_div(outputs, SKINNY_OUTPUTS), splits, ceil_div(rows, tile_rows))](
         x, *point_at(weight, x.dtype), x if bias is None else bias, out, partial_sums, x.stride(0), rows, outputs,
-        ceil_div(width, splits * BLOCK) * BLOCK, IS_SPLIT=splits > 1, ROWS=tile_rows, OUTPUTS=SKINNY_OUTPUTS,
+        ceil_div(width, splits * BLOCK), IS_SPLIT=splits > 1, ROWS=tile_rows, OUTPUTS=SKINNY_OUTPUTS,
         num_stages={16: 5, 32: 5, 64: 4}.get(tile_rows, 3), **find_constants(weight, x.dtype), **extra,
     )
     if splits > 1:

@@ -86,7 +86,7 @@ class MoeMlp(Branch):
     def __init__(self, spec: MoeSpec, hidden_size: int, build: Build):
         super().__init__()
         routing = spec.routing
-        self.num_experts, self.gate = routing.num_experts, describe_gate(spec.expert)
+        self.num_experts, self.gate, self.dtype = routing.num_experts, describe_gate(spec.expert), build.dtype
         self.router = Router(routing, hidden_size, build)
         group = build.tensor
         self.group = None if group.is_single else group

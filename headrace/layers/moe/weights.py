@@ -48,7 +48,8 @@ class StackedLinear(StorableLayer):
         self.shares = {name: as_share(size) for name, size in parts.items()}
         self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
         outputs = tuple(self.shares.values())
-        self.weight = build.parameter(self.experts, outputs, columns)
+        self._allocate = lambda: build.parameter(self.experts, outputs, columns)
+        self.weight = self._allocate()
         self.bias = build.parameter(self.experts, outputs) if bias else None
         self._adds_bias = columns.is_whole or build.tensor.rank == 0
         self.lora: StackBank | None = None
@@ -97,6 +98,12 @@ class StackedLinear(StorableLayer):
         """The matrices, [X * O, I], where a CPU keeps them packed."""
         assert isinstance(self.stored, PanelWeight)
         return self.stored.matrix
+
+    def restore(self) -> None:
+        """Keep the stored weight as a plain parameter again."""
+        weight = self._allocate()
+        weight.data.copy_(self.unpack(weight.dtype))
+        self.stored, self.weight = None, weight
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """The stored weight as a new plain tensor, [X, O, I]."""

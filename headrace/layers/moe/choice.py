@@ -1,0 +1,113 @@
+"""Choose whether experts stay in codes on a GPU: both ways are timed once for each shape, then cached in a file.
+
+X experts, D hidden size, F expert intermediate size, T tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.base import env
+from headrace.kernels.coded_linear.choice import find_faults, time_on_gpu
+from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.measured import MeasuredFile
+from headrace.kernels.moe import CODED_EXPERTS, RUN_EXPERTS
+from headrace.kernels.operation import KernelQuery
+from headrace.kernels.precompile import precompile
+from headrace.layers.moe.layer import MoeMlp
+
+logger = logging.getLogger(__name__)
+
+TOKENS = (1, 4, 16, 64, 256)
+"""Steps that are measured. Experts stay in codes where that is faster on the average, relative to plain ones."""
+
+
+@torch.no_grad()
+def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], float] = time_on_gpu) -> None:
+    """Dequantise the experts of a model that are in codes and slower so, if there is memory for them."""
+    gains: dict[str, float] = {}
+    measured = MeasuredFile(env.cache_dir() / "coded_experts.json")
+    for module in model.modules():
+        stacks = (module.experts.gate_up, module.experts.down) if isinstance(module, MoeMlp) else ()
+        if not isinstance(module, MoeMlp) or not all(isinstance(stack.stored, CodedWeight) for stack in stacks):
+            continue
+        key = _describe(module)
+        if key not in gains:
+            known = measured.find(key)
+            gains[key] = known if isinstance(known, float) else _measure(module, key, time)
+            measured.put(key, gains[key])
+            logger.info(
+                "experts of %s: %s (%.2f times as fast as plain for few tokens)", key.partition(": ")[2],
+                "kept in codes" if gains[key] > 1.0 else "dequantised", gains[key]
+            )
+        if gains[key] <= 1.0:
+            for stack in stacks:
+                stack.restore()
+    measured.save()
+
+
+def _describe(module: MoeMlp) -> str:
+    codes = module.experts.gate_up.codes
+    width, inner = module.experts.gate_up.codes.in_features, module.experts.down.codes.in_features
+    device = codes.codes.device
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return (
+        f"{machine}, torch {torch.__version__}: {module.experts.gate_up.num_stacked} x {width} x {inner} in "
+        f"{codes.code.value}, scales of {codes.rows} x {codes.group}, {module.router.shape['top_k']} a token, "
+        f"{module.gate}"
+    )
+
+
+def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], float]) -> float:
+    """The mean over `TOKENS` of plain experts' time over that of coded ones; infinite where plain ones do not fit."""
+    gate_up, down = module.experts.gate_up, module.experts.down
+    device, dtype = gate_up.codes.codes.device, module.dtype
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    query = KernelQuery(device.type, str(dtype).removeprefix("torch."), capability)
+    coded = partial(
+        CODED_EXPERTS.choose(query), gate_up=(gate_up.codes, gate_up.own_bias), down=(down.codes, down.own_bias),
+        gate=module.gate
+    )
+    try:
+        plain = partial(
+            RUN_EXPERTS.choose(query), gate_up=(gate_up.unpack(dtype), gate_up.own_bias),
+            down=(down.unpack(dtype), down.own_bias), gate=module.gate
+        )
+    except torch.OutOfMemoryError:
+        return float("inf")
+    steps = [_draw_step(module, num_tokens, device, dtype) for num_tokens in TOKENS]
+
+    def run() -> None:
+        for step in steps:
+            for experts in (coded, plain):
+                with suppress(*find_faults()):
+                    experts(*step)
+
+    precompile(run, f"coded experts {about}", device)
+    gains = []
+    for step in steps:
+        expected, out = plain(*step).float(), coded(*step).float()
+        if not float((out - expected).norm()) <= 0.05 * float(expected.norm()):
+            logger.warning("kernels for experts in codes give other numbers than plain ones; they are dequantised")
+            return 0.0
+        gains.append(time(partial(plain, *step)) / time(partial(coded, *step)))
+    return sum(gains) / len(gains)
+
+
+def _draw_step(
+    module: MoeMlp, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random tokens [T, D], choices and weights [T, k]."""
+    num_experts, top_k = module.experts.gate_up.num_stacked, min(
+        module.router.shape["top_k"], module.experts.gate_up.num_stacked
+    )
+    x = torch.randn(num_tokens, module.experts.gate_up.codes.in_features, device=device).to(dtype)
+    ids = torch.rand(num_tokens, num_experts, device=device).topk(top_k).indices
+    return x, ids, torch.rand(num_tokens, top_k, device=device)
