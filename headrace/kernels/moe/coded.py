@@ -122,7 +122,8 @@ def _down_kernel(
     num_tokens, each, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, X: tl.constexpr,
     BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr, K: tl.constexpr,
     G: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr,
-    SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, WHOLE: tl.constexpr, SAME: tl.constexpr,
+    SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+    SAME: tl.constexpr,
     FAST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):
     wait_for_previous(PDL)
