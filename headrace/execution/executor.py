@@ -5,8 +5,9 @@ Refuses: scheduling.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -161,21 +162,18 @@ class LocalExecutor:
 
     def release_memory(self, parts: Collection[DevicePart], *, discards_weights: bool = False) -> None:
         """Take parts off the device; see `headrace.base.admin`. Nothing may be running."""
-        self._leave_pools()
-        with self._model.ranks.tensor.waits.patient():
+        with self._without_moves():
             self._model.release(parts, self._progress, discards_weights=discards_weights)
 
     def acquire_memory(self, parts: Collection[DevicePart]) -> None:
         """Bring them back."""
-        self._leave_pools()
-        with self._model.ranks.tensor.waits.patient():
+        with self._without_moves():
             self._model.acquire(parts, self._progress)
 
     def replace_weights(self, model: str, load_format: str) -> None:
         """Serve another checkpoint of the same shapes; nothing of a row is kept."""
-        self._leave_pools()
         config = replace(self.config.model, model=model, load_format=load_format, revision=None)
-        with self._model.ranks.tensor.waits.patient():
+        with self._without_moves():
             self._model.replace_weights(config, self._progress)
 
     def start_profile(self, options: StartProfile) -> None:
@@ -186,10 +184,18 @@ class LocalExecutor:
         """Write the trace; returns its file's name."""
         return self._profiler.stop()
 
-    def _leave_pools(self) -> None:
-        """Before the runner may be dropped: end all moves, and refer to its pools no longer."""
+    @contextlib.contextmanager
+    def _without_moves(self) -> Iterator[None]:
+        """While the runner may be dropped: ranks wait for each other patiently, no page moves and nothing else refers
+        to the pools. Afterwards pages move between those that there are then."""
         if self._tiers is not None:
             self._tiers.leave()
+        try:
+            with self._model.ranks.tensor.waits.patient():
+                yield
+        finally:
+            if self._tiers is not None and self._model.runner is not None:
+                self._tiers.join(self._model)
 
     def close(self) -> None:
         """Free the device; idempotent."""

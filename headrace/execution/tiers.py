@@ -11,7 +11,6 @@ import torch
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
-from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
@@ -46,7 +45,6 @@ class DeviceTiers:
         self.mover.add("host", "device", self._lane)
         self._lane.attach(copier)
         self._storage = self._open_storage(model) if model.layout.has_storage else None
-        model.equips.append(lambda runner: self._join(runner, model))
 
     def _open_storage(self, model: DeviceModel) -> StorageLane:
         lane = StorageLane(self._host, open_stores(model), describe_pages(model), self.mover.wake)
@@ -54,13 +52,15 @@ class DeviceTiers:
             self.mover.add(source, target, lane)
         return lane
 
-    def _join(self, runner: Runner, model: DeviceModel) -> None:
+    def join(self, model: DeviceModel) -> None:
+        """Move pages of the model's runner from now on."""
+        assert model.runner is not None
         if self._storage is not None:
             self._storage.rename(describe_pages(model))  # the weights may be others
-        self._lane.attach(PageCopier(runner.pools, self._device))
+        self._lane.attach(PageCopier(model.runner.pools, self._device))
 
     def leave(self) -> None:
-        """End all moves and refer to the pools no longer; those of the next runner are joined when it is built."""
+        """End all moves and refer to the pools no longer."""
         self.mover.reset()
         self._lane.attach(None)
 

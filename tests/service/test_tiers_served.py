@@ -13,7 +13,12 @@ import test_deepseek_v4_served as v4
 import test_families_served as families
 
 from headrace import LLM, SamplingParams
+from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.build import build_engine
+from headrace.service.engine import Engine
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 GB = 0.02
@@ -132,6 +137,54 @@ def test_other_weights_find_nothing(tmp_path: Path):
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         run(llm, prompts[:1])
         assert llm.stats().tiers.storage.read_pages_total == 0
+
+
+def complete(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """One prompt after another; ends when no page moves any more either."""
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    for name, prompt in zip(tokens, prompts, strict=True):
+        engine.submit(EngineRequest(name, prompt, SamplingSpec(), StopSpec(max_tokens=4)))
+        while engine.has_work:
+            for output in engine.step():
+                tokens[output.request_id] += output.token_ids
+        engine.check()
+    return list(tokens.values())
+
+
+def test_no_page_of_other_weights_comes_back_and_sleep_keeps_pages_moving(tmp_path: Path):
+    first, options, prompts = save("Llama", tmp_path / "first")
+    model = families.make_model("Llama")
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    second = str(tmp_path / "second")
+    model.save_pretrained(second)
+
+    def build(model: str, **more: Any) -> Engine:
+        return build_engine(engine_config(model=model, skip_tokenizer=True, **options, **more))
+
+    expected = {}
+    for folder in (first, second):
+        plain = build(folder)
+        expected[folder] = complete(plain, prompts)
+        plain.close()
+    assert expected[first] != expected[second]
+    engine = build(first, host_cache_gb=GB, disk_cache=str(tmp_path / "cache"))
+    assert complete(engine, prompts) == expected[first]
+    engine.drain()
+    engine.executor.acquire_memory(["kv_cache"])  # nothing is away: pages must go on to move
+    assert complete(engine, prompts * 2) == expected[first] * 2
+    assert engine.stats().tiers.host.read_pages_total > 0 and engine.stats().tiers.host.failed_pages_total == 0
+    engine.drain()
+    engine.executor.replace_weights(second, "auto")
+    assert complete(engine, prompts * 2) == expected[second] * 2
+    engine.drain()
+    engine.executor.release_memory(["weights", "kv_cache"])
+    engine.executor.acquire_memory(["weights", "kv_cache"])
+    read = engine.stats().tiers.storage.read_pages_total
+    assert complete(engine, prompts) == expected[second]
+    assert engine.stats().tiers.storage.read_pages_total > read, "their own pages are still on disk"
+    assert engine.stats().tiers.host.failed_pages_total == 0
+    engine.close()
 
 
 PLUGIN = """
