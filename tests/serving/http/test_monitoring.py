@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace.base.adapters import AdapterStats
+from headrace.base.messages import EngineStats
 from headrace.serving.http.transport.metrics import Metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
@@ -22,6 +24,7 @@ def known_series() -> dict[str, set[str]]:
     """Names of the live registry, as they are scraped, with their labels."""
     metrics, series = Metrics(), {}
     metrics.finished.labels("stop").inc()
+    metrics.engine.stats = EngineStats(adapters=AdapterStats(running={"a": 1}))
     metrics.http.requests.labels("GET", "/health", "200").inc()
     for family in metrics.registry.collect():
         for sample in family.samples:
