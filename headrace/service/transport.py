@@ -217,7 +217,9 @@ class ClientChannel(asyncio.Protocol):
         """Hand a message to the line without waiting; raises `EngineUnavailable` when no engine is at its end."""
         if self._transport is None or self._transport.is_closing():
             raise EngineUnavailable("the engine is not connected", retry_after=1.0)
-        self._transport.write(frame(message))
+        payload = encode(message)
+        # Apart, as images make large messages: the event loop would copy what is joined.
+        self._transport.writelines((LENGTH.pack(len(payload)), payload))
 
     def close(self) -> None:
         """Close at once; unsent messages are lost."""

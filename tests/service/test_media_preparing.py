@@ -158,3 +158,10 @@ def test_places_and_items_must_agree(preparer, model, facts, prompt, message):
 def test_values_that_are_no_images(preparer, value):
     with pytest.raises(MediaError, match="here"):
         preparer.prepare_value("image", value, "here")
+
+
+def test_a_kind_without_its_libraries_says_what_to_install(preparer, monkeypatch):
+    monkeypatch.setattr(preparer._processor, "video_processor", None)
+    with pytest.raises(MediaError, match=r"pip install 'headrace\[video\]'") as caught:
+        preparer.prepare(Job("video", b"x", bytes(32), "here"))
+    assert caught.value.param == "here"

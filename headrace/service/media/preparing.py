@@ -27,6 +27,12 @@ from headrace.service.media.wire import Job, PreparedItem, Setup
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'headrace[vision]'"
+TORCHVISION = "pip install 'headrace[video]'"
+_PARTS = {
+    "image": ("image_processor", INSTALL), "video": ("video_processor", TORCHVISION),
+    "audio": ("feature_extractor", "pip install 'headrace[audio]'"),
+}
+"""The part of a processor that a kind needs, and what brings its libraries."""
 LOW_DETAIL = 512
 """Pixels of the longer side of an image with ``detail`` "low"."""
 VIDEO_FPS, VIDEO_FRAMES = 2.0, 64
@@ -52,6 +58,7 @@ class Preparer:
 
     def prepare(self, job: Job) -> PreparedItem:
         """The item of a job; raises `MediaError`."""
+        self._require_part(job.kind, job.param)
         settings = json.dumps(job.options, sort_keys=True) + self._settings
         digest = digest_of(job.kind, settings, [job.sha256])
         return self._process(job.kind, self._open(job), digest, job.param)
@@ -60,6 +67,7 @@ class Preparer:
         """The item of an image (PIL, or an array of shape [height, width] or [height, width, 3 or 4]), of frames (a
         list of images, or an array of shape [frames, height, width, 3]), or of samples (an array at the model's rate,
         or a pair of samples and rate). Raises `MediaError`."""
+        self._require_part(kind, param)
         if kind == "image":
             image = self._as_image(value, param)
             return self._process(kind, image, self._digest(kind, [image]), param)
@@ -72,6 +80,13 @@ class Preparer:
         samples = self._as_samples(value, param)
         digest = digest_of(kind, self._settings, [samples.tobytes()])
         return self._process(kind, samples, digest, param)
+
+    def _require_part(self, kind: MediaKind, param: str) -> None:
+        name, install = _PARTS[kind]
+        if vars(self._processor).get(name) is None:
+            raise MediaError(
+                f"{param}: libraries that prepare {kind} for this model are not installed here: {install}", param=param
+            )
 
     def _digest(self, kind: str, images: Iterable[Any]) -> bytes:
         parts = [part for image in images for part in (repr(image.size).encode(), image.tobytes())]
@@ -192,20 +207,16 @@ def _processor_class(transformers: Any, stated: Iterable[dict[str, Any]], config
 
     names = [each.get("processor_class") for each in stated]
     names.append(PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type"))))
-    for name in names:
-        found = vars(transformers).get(name) if isinstance(name, str) else None
-        found = found or (_public(transformers, name) if isinstance(name, str) else None)
+    for name in filter(None, names):
+        found = getattr(transformers, str(name), None)  # names are imported when they are asked for
         if isinstance(found, type) and issubclass(found, transformers.ProcessorMixin):
             return found
+        if found is not None:  # stands for a class whose libraries are missing
+            raise ModelError(f"{name} of transformers needs torchvision, which is not installed here: {TORCHVISION}")
     raise ModelError(
         f"no processor of media for models of type {config.get('model_type')!r} in transformers; is "
         "preprocessor_config.json there?"
     )
-
-
-def _public(transformers: Any, name: str) -> Any:
-    """A class of transformers, whose names are imported when they are asked for."""
-    return getattr(transformers, name, None)
 
 
 def _load_part(transformers: Any, name: str, folder: Path) -> Any:
