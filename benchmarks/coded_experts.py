@@ -1,0 +1,80 @@
+"""Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64 256 1024]``.
+
+For shapes of whole layers, microseconds from choices to sums (cold cache): plain, in codes, and in codes with other
+tiles and numbers of programs; before, bytes of the chosen experts' codes over the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from headrace.kernels.coded_linear.choice import time_on_gpu
+from headrace.kernels.coded_linear.codes import CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.expand import expand
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
+from headrace.kernels.moe import Gate, coded
+from headrace.kernels.moe.coded import Tile
+from headrace.kernels.moe.experts import run_experts_pdl
+
+SHAPES: dict[str, tuple[Callable[[torch.Tensor], CodedMatrix], int, int, int, int]] = {
+    "gpt-oss-20b MXFP4": (quantise_fp4, 32, 4, 2880, 2880),
+    "Qwen3-30B-A3B FP8 block": (partial(quantise_float, rows=128, group=128), 128, 8, 2048, 768),
+    "Qwen3-30B-A3B INT4": (partial(quantise_integer, bits=4, group=128), 128, 8, 2048, 768),
+}
+TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
+    Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 4), Tile(128, 128, 8, 2)
+]
+PROGRAMS = (0, 400, 800, 1600)
+
+
+def draw(form: Callable[[torch.Tensor], CodedMatrix], outputs: int, inputs: int) -> DeviceCodes:
+    """Random stacked matrices in codes."""
+    packed = pack_for_device(form(torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02))
+    assert packed is not None
+    return packed
+
+
+def run_shape(name: str, tokens: list[int]) -> None:
+    """Print the lines of one shape."""
+    form, num_experts, top_k, width, inner = SHAPES[name]
+    gate = Gate("clamped", 7.0, 1.702, 1.0) if "oss" in name else Gate("silu")
+    gate_up, down = draw(form, num_experts * 2 * inner, width), draw(form, num_experts * width, inner)
+    plain = [(expand(codes, torch.bfloat16).unflatten(0, (num_experts, -1)), None) for codes in (gate_up, down)]
+    tiles, programs = coded.choose_tile, coded.LEAST_PROGRAMS
+    for num_tokens in tokens:
+        x = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices
+        step = (x, ids, torch.rand(num_tokens, top_k, device="cuda"))
+        found = {"plain": time_on_gpu(partial(run_experts_pdl, *step, *plain, gate))}
+        call = partial(coded.run_experts_pdl, *step, (gate_up, None), (down, None), gate)
+        found["chosen"] = time_on_gpu(call)
+        read = len(ids.unique()) / num_experts * (gate_up.num_bytes + down.num_bytes)
+        for tile in TILES if num_tokens > 16 else TILES[:3]:
+            coded.choose_tile = lambda *_, tile=tile, **__: tile  # type: ignore[assignment]
+            for least in PROGRAMS if num_tokens <= 16 else (programs,):
+                coded.LEAST_PROGRAMS = least
+                key = f"{tile.rows}x{tile.outputs}/{tile.num_stages}" + (f" of {least}" if num_tokens <= 16 else "")
+                try:
+                    found[key] = time_on_gpu(call)
+                except Exception as error:  # a benchmark goes on
+                    print(f"{key}: {type(error).__name__}", flush=True)
+        coded.choose_tile, coded.LEAST_PROGRAMS = tiles, programs
+        line = " | ".join(f"{key} {seconds * 1e6:.0f}" for key, seconds in sorted(found.items(), key=lambda p: p[1]))
+        print(f"{name} {num_tokens:>5} tokens {read / found['chosen'] / 1e12:.2f} TB/s  {line}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 1024])
+    tokens = parser.parse_args().tokens
+    for name in SHAPES:
+        run_shape(name, tokens)
+
+
+if __name__ == "__main__":
+    main()
