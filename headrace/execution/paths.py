@@ -120,11 +120,12 @@ class _DecodeArrays:
     """What a fused step of the same entries [2, R] reads and writes, step after step: the native call's tensors and
     numpy's views of them, as a call of torch takes longer than all that numpy does here.
 
-    ``requests`` [3, R]: see `FusedDecode`. ``tokens`` [3, R]: ids, states and counts, which are 1 without drafts;
-    ``sampled`` are the first two."""
+    ``requests`` [3, R] and ``adapter_rows``, by ``slots`` [R]: see `FusedDecode`. ``tokens`` [3, R]: ids, states and
+    counts, which are 1 without drafts; ``sampled`` are the first two."""
 
-    def __init__(self, entries: np.ndarray):
-        count = entries.shape[1]
+    def __init__(self, entries: np.ndarray, slots: np.ndarray):
+        count, own = entries.shape[1], np.flatnonzero(slots >= 0)
+        self.adapter_rows = torch.from_numpy(np.stack((own, slots[own]))) if len(own) else None
         self.entries, self.rows = entries, entries[0]
         self.requests_np, tokens_np = np.empty((3, count), dtype=np.int64), np.ones((3, count), dtype=np.int64)
         self.requests_np[0] = entries[0]
@@ -136,7 +137,7 @@ class _DecodeArrays:
 class FusedPath:
     """Decodes alone, in one native call on a CPU that computes the argmax, too."""
 
-    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR
+    covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.ADAPTERS
     is_greedy_sampler = True
 
     def __init__(self, model: ServedModel, rows: Rows, tables: PageTables):
@@ -146,21 +147,24 @@ class FusedPath:
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`; None until the native kernels are compiled and the weights packed for them."""
         fused = self._model.fuse_decode()
-        return None if fused is None else partial(self._launch, step, fused)
+        if fused is None or (StepFeature.ADAPTERS in step.features and not fused.takes_adapters):
+            return None
+        return partial(self._launch, step, fused)
 
     def _launch(self, step: Step, fused: FusedDecode, sent: Sent) -> StepOutput:
         shape, rows, arrays = step.shape, self._rows, self._arrays
         # One memory on a CPU: lengths are exact, and the native call reads the page tables in place.
         assert rows.last_token_np is not None, "a fused path runs on a CPU"
         if arrays is None or arrays.entries is not shape.entries:
-            arrays = self._arrays = _DecodeArrays(shape.entries)
+            arrays = self._arrays = _DecodeArrays(shape.entries, rows.adapter_slots_np[shape.rows])
         arrays.lengths_np[:] = shape.ends
         if shape.most_drafts:
             entries = torch.from_numpy(shape.entries)
             arrays.requests[2] = entry_tokens(entries[0], entries[1], rows.tensors)
         else:
             arrays.inputs_np[:] = rows.last_token_np[arrays.rows]
-        logits = fused.run(arrays.requests, self._tables.tensor, arrays.sampled if step.is_greedy else None)
+        sampled = arrays.sampled if step.is_greedy else None
+        logits = fused.run(arrays.requests, self._tables.tensor, sampled, arrays.adapter_rows)
         if logits is not None:
             return StepOutput(logits, torch.from_numpy(shape.ends - 1))
         if shape.most_drafts:

@@ -101,13 +101,16 @@ class Linear(StorableLayer):
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
         accumulated into the stream, whichever is faster. Nothing else may be pending."""
-        weight = plain_weight(self)
-        if weight is not None and not self._has_adapters:
-            # what other ranks must be added to cannot go into the stream, which all of them have
-            stream = residual.stream if self.group is None else None
-            residual.pending = self._linear_sums(x, weight, self._own_bias, stream)
-        else:
+        weight, has_adapters = plain_weight(self), self._has_adapters
+        if weight is None or (has_adapters and self.lora is not None and not self.lora.is_low_rank):
             residual.pending = self.compute_share(x)
+        else:
+            # what other ranks must be added to cannot go into the stream, which all of them have; nor what adapters do
+            stream = residual.stream if self.group is None and not has_adapters else None
+            residual.pending = sums = self._linear_sums(x, weight, self._own_bias, stream)
+            if has_adapters and self.lora is not None:
+                assert sums is not None, "without a stream there are sums"
+                self.lora.adapt(x, sums if sums.dim() == 2 else sums[0])  # to any of the partial sums
         residual.group = self.group
 
     @property

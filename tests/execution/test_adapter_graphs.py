@@ -18,7 +18,7 @@ from headrace.layers.lora.sites import PreparedAdapter
 SLOTS = 3
 
 
-def make_adapter(runner: Runner, seed: int, rank: int, kinds: tuple[str, ...] = ("linear", "head")) -> PreparedAdapter:
+def make_adapter(runner: Runner, seed: int, rank: int, kinds: tuple[str, ...] = ("linear",)) -> PreparedAdapter:
     banks, generator = runner._inputs.adapters.banks, torch.Generator().manual_seed(seed)
     parts = []
     for site in banks.sites.sites.values():

@@ -45,8 +45,9 @@ def test_the_plain_path_covers_everything():
 
 
 def test_paths_of_decodes_cover_no_prefill():
-    assert FusedPath.covers == StepFeature.SAMPLING | StepFeature.GRAMMAR
-    assert DecodeGraphPath.covers == FusedPath.covers | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
+    sampled = StepFeature.SAMPLING | StepFeature.GRAMMAR
+    assert FusedPath.covers == sampled | StepFeature.ADAPTERS
+    assert DecodeGraphPath.covers == sampled | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
 
 
 def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_media():

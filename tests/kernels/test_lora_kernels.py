@@ -62,7 +62,7 @@ BATCHES = (
 
 @pytest.mark.parametrize("slots", BATCHES, ids=len)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("solution", ["reference"])
+@pytest.mark.parametrize("solution", ["reference", "cpu"])
 def test_cpu_solutions(solution: str, dtype: torch.dtype, slots: list[int]):
     check(ADD_LOW_RANK.load(solution), "cpu", dtype, 1e-5 if dtype == torch.float32 else 1e-2, slots, room=0)
 

@@ -91,11 +91,15 @@ def take(outputs: list[RequestOutput], answers: dict[str, Answer]) -> None:
         answer.logprobs += [entry.logprob for entry in output.logprobs or []]
 
 
-def make_config(model: Path, *, adapters: AdapterConfig | None = None, **options: object) -> EngineConfig:
+def make_config(
+    model: Path, *, adapters: AdapterConfig | None = None, device: str = "cpu", dtype: str = "float32",
+    **options: object
+) -> EngineConfig:
     scheduler = {"max_running_requests": 8, "max_step_tokens": 24, **options}
+    cache = CacheConfig(page_size=4 if device == "cpu" else None, kv_pages=120)
     return EngineConfig(
-        model=ModelConfig(model=str(model), dtype="float32", skip_tokenizer=True),
-        cache=CacheConfig(page_size=4, kv_pages=120), device=DeviceConfig(device="cpu", threads=1),
+        model=ModelConfig(model=str(model), dtype=dtype, skip_tokenizer=True),
+        cache=cache, device=DeviceConfig(device=device, threads=1),
         scheduler=SchedulerConfig(**scheduler), adapters=adapters or AdapterConfig(),
     )
 
@@ -103,8 +107,12 @@ def make_config(model: Path, *, adapters: AdapterConfig | None = None, **options
 class Rig:
     """``num_adapters`` adapters of different ranks, named a0, a1 and so on, and oracles with each merged."""
 
-    def __init__(self, folder: Path, *, num_adapters: int = 3, max_loras: int = 2, **options: object):
-        self.folder, self.base = folder, write_tiny_checkpoint(folder / "base", 5)
+    def __init__(
+        self, folder: Path, *, num_adapters: int = 3, max_loras: int = 2, shape: dict[str, int] | None = None,
+        **options: object
+    ):
+        self.folder, self.base = folder, write_tiny_checkpoint(folder / "base", 5, **(shape or {}))
+        self._options = options
         self.paths = [
             write_adapter(self.base, folder / f"a{i}", i, rank=1 + 3 * i, targets=TARGETS[i % 3 :])
             for i in range(num_adapters)
@@ -120,7 +128,7 @@ class Rig:
             path = self.base
             if adapter:
                 path = merge(self.base, self.folder / adapter, self.folder / f"{adapter}-merged")
-            self._oracles[adapter] = build_engine(make_config(path))
+            self._oracles[adapter] = build_engine(make_config(path, **self._options))
         engine = self._oracles[adapter]
         alone = EngineRequest(request.request_id, request.prompt_token_ids, request.sampling, request.stop)
         engine.submit(alone)

@@ -180,9 +180,11 @@ class DecodeStep {
 }  // namespace layers
 
 // requests [3, R]: rows, their lengths up to and with the decode's token, and that token. Writes sampled [2, R] (ids,
-// and 1 where the greatest logit is not finite). With logits [R, V] it writes these instead and samples nothing.
+// and 1 where the greatest logit is not finite). With logits [R, V] it writes these instead and samples nothing. Banks
+// [layers * 4, fields] and adapter_rows [2, n]: decodes with an adapter, and their slots.
 inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor tables,
-                        Tensor sampled, std::optional<Tensor> logits) {
+                        Tensor sampled, std::optional<Tensor> logits, std::optional<Tensor> banks,
+                        std::optional<Tensor> adapter_rows) {
   layers::check_table(table, reals);
   STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && ends.is_contiguous() &&
                       ends.numel() == sizeof(layers::Ends) / sizeof(int64_t),
@@ -213,8 +215,13 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
   static thread_local Arena arena;
   arena.reserve(2 * Arena::rounded(bytes));
   char *residual = arena.take(bytes), *branch = arena.take(bytes);
-  const layers::Inputs in{static_cast<int>(about.type), count, hidden_size, decodes.positions.data(),
-                          decodes.groups.data(), decodes.requests()};
+  layers::Inputs in{static_cast<int>(about.type), count, hidden_size, decodes.positions.data(),
+                    decodes.groups.data(), decodes.requests()};
+  layers::Adapters adapters{};
+  if (adapter_rows) {
+    adapters = layers::adapters_of(banks, *adapter_rows, table.size(0), count);
+    in.adapters = &adapters;
+  }
   layers::Step step(layers_of, pointer<layers::Reals>(reals), table.size(0), in, residual, branch, &about.head);
   const layers::Reals norm{numbers[1], numbers[2], 1.0, 0.0};
   const layers::DecodeStep outside(about, numbers[0], norm);
@@ -239,7 +246,7 @@ inline void decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_real
 inline void define_decodes(Library& m) {
   m.def(
       "decode_step(Tensor table, Tensor reals, Tensor ends, Tensor end_reals, Tensor requests, Tensor tables, "
-      "Tensor(a!) sampled, Tensor(b!)? logits) -> ()");
+      "Tensor(a!) sampled, Tensor(b!)? logits, Tensor? banks, Tensor? adapter_rows) -> ()");
 }
 
 inline void implement_decodes(Library& m) { m.impl("decode_step", TORCH_BOX(&decode_step)); }

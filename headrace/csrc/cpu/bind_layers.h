@@ -42,6 +42,15 @@ struct Reals {
   double route_scale, limit, alpha, up_offset;  // MoE
 };
 constexpr int64_t kReals = sizeof(Reals) / sizeof(double);
+struct Bank {  // one row of `banks`: the additions to one product of a layer, see lora.h
+  int64_t a, b, ranks, ends, parts, most_ranks, inputs, outputs;
+};
+constexpr int kBanks = 4;  // of a layer: qkv, output, gate_up, down
+struct Adapters {          // banks of all layers; rows with an adapter, and their slots
+  const Bank* banks;
+  const int64_t *order, *slots;
+  int64_t count;
+};
 struct Group {  // one row of `groups`: addresses of a cache group's slots [M] int64 and page table [R, *] int32
   int64_t slots, page_table, table_stride;
 };
@@ -77,6 +86,7 @@ struct Inputs {
   const int64_t* places = nullptr;
   Requests wanted = {};
   Group wanted_group = {};
+  const Adapters* adapters = nullptr;  // null: no row has one; never with experts or `places`
 };
 
 // What a member of the team passes from phase to phase. `rows` is the same for all members at any phase, as all must
@@ -135,7 +145,7 @@ class Step {
       }
       hidden = std::max(hidden, layer.down.inputs);
       gate_bytes = std::max(gate_bytes,
-                            (is_gated_at_once(in.rows, layer) ? kRowBlock : in.rows) * layer.gate_up.outputs * size_);
+                            (is_gated_at_once(in, in.rows, layer) ? kRowBlock : in.rows) * layer.gate_up.outputs * size_);
       for (const Product* p : {&layer.gate_up, &layer.down}) count(*p);
     }
     num_members_ = std::clamp<int64_t>(work / ((num_layers + (head != nullptr)) * kMemberBytes), 1,
@@ -243,6 +253,7 @@ class Step {
     const Buffers& own = buffers(member);
     enter(member, layer.attention_norm, reals, i > 0, layer.qkv);
     multiply(member, layer.qkv, own.normed, qkv_);
+    adapt(member, i, 0, own.normed, qkv_);
     const RopeRows rope = rope_of(layer, reals);
     member.share_rows([&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
     if (in_.places && i == num_layers_ - 1) narrow(member, layer.num_heads * layer.head_dim * size_);
@@ -250,23 +261,26 @@ class Step {
     attend(member.team, attentions_[i], *works_[i]);
     prepare(member, layer.output, attended_);
     multiply(member, layer.output, attended_, branch_);
+    adapt(member, i, 1, attended_, branch_);
     leave(member, layer.attention_post, reals);
     enter(member, layer.mlp_norm, reals, true, layer.num_experts ? layer.router : layer.gate_up);
     if (layer.num_experts) {
       mix(member, layer, reals);
     } else {
-      gate(member, layer);
+      gate(member, i);
       multiply(member, layer.down, own.hidden, branch_);
+      adapt(member, i, 3, own.hidden, branch_);
     }
     leave(member, layer.mlp_post, reals);
   }
 
   // activation(gate) * up of the product with gate_up, in the form that `down` takes. Many rows: fused, block by block.
-  void gate(const Member& member, const Layer& layer) {
+  void gate(const Member& member, int64_t i) {
+    const Layer& layer = layers_[i];
     const packed::Weight weight = weight_of(layer.gate_up), down = weight_of(layer.down);
     const Buffers& own = buffers(member);
     const Activation activation = static_cast<Activation>(layer.activation);
-    if (is_gated_at_once(member.rows, layer)) {
+    if (is_gated_at_once(in_, member.rows, layer)) {
       const packed::Output to{own.hidden, weight.outputs / 2, in_.type == kBFloat16, at(layer.gate_up.bias),
                               layer.gate_up.bias_type == kBFloat16};
       const GatedProduct product(weight, rows_of(member, weight, own.normed), to, in_.type, activation);
@@ -276,11 +290,25 @@ class Step {
       return prepare(member, layer.down, own.hidden);
     }
     multiply(member, layer.gate_up, own.normed, gates_);
+    adapt(member, i, 2, own.normed, gates_);
     const int64_t size = weight.outputs / 2;  // intermediate size
     const GatedRows gated{gates_, 2 * size, own.hidden, size, activation};
     over_rows(member, [&](int64_t begin, int64_t end) {
       best_row_kernels().gate(in_.type, gated, begin, end);
       prepare_rows(member, down, own.hidden, begin, end);
+    });
+  }
+
+  // What adapters add to product `which` of layer i.
+  void adapt(const Member& member, int64_t i, int which, const char* x, char* out) const {
+    if (!in_.adapters) return;
+    const Adapters& adapters = *in_.adapters;
+    const Bank& bank = adapters.banks[i * kBanks + which];
+    const LowRankRows rows{{at(bank.a), at(bank.b), at<int64_t>(bank.ranks), at<int64_t>(bank.ends), bank.parts,
+                            bank.most_ranks, bank.inputs, bank.outputs},
+                           x, bank.inputs, out, bank.outputs, false, adapters.order, adapters.slots};
+    member.share_parts(adapters.count, 1, [&](int64_t begin, int64_t end) {
+      best_low_rank_kernels().add(in_.type, rows, begin, end);
     });
   }
 
@@ -320,8 +348,8 @@ class Step {
     }
   }
 
-  static bool is_gated_at_once(int64_t rows, const Layer& layer) {
-    return rows > kRowBlock && GatedProduct::suits(weight_of(layer.gate_up));
+  static bool is_gated_at_once(const Inputs& in, int64_t rows, const Layer& layer) {
+    return !in.adapters && rows > kRowBlock && GatedProduct::suits(weight_of(layer.gate_up));
   }
 
   // After the last KV writes: queries and residuals of the rows still wanted move to the front. By one member, in
@@ -446,6 +474,19 @@ inline void check_table(const Tensor& table, const Tensor& reals) {
   STD_TORCH_CHECK(reals.scalar_type() == ScalarType::Double && reals.is_contiguous() &&
                       reals.size(0) == table.size(0) && reals.size(1) == kReals,
                   "the reals do not match this library's layout");
+}
+
+inline Adapters adapters_of(const std::optional<Tensor>& banks, const Tensor& rows, int64_t num_layers, int64_t count) {
+  STD_TORCH_CHECK(banks && banks->scalar_type() == ScalarType::Long && banks->is_contiguous() &&
+                      banks->numel() == num_layers * kBanks * static_cast<int64_t>(sizeof(Bank) / sizeof(int64_t)),
+                  "the banks do not match this library's layout");
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.dim() == 2 &&
+                      rows.size(0) == 2,
+                  "adapter_rows must be int64 [2, n]");
+  const int64_t *order = pointer<int64_t>(rows), *slots = order + rows.size(1);
+  for (int64_t i = 0; i < rows.size(1); ++i)
+    STD_TORCH_CHECK(order[i] >= 0 && order[i] < count && slots[i] >= 0, "no such row or slot");
+  return {pointer<Bank>(*banks), order, slots, rows.size(1)};
 }
 
 }  // namespace layers

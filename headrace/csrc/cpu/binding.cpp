@@ -8,6 +8,7 @@
 #include "bind_decodes.h"
 #include "bind_experts.h"
 #include "bind_layers.h"
+#include "bind_lora.h"
 #include "bind_pack.h"
 #include "bind_packed.h"
 #include "bind_pages.h"
@@ -34,6 +35,7 @@ STABLE_TORCH_LIBRARY(headrace_cpu, m) {
   headrace::define_decodes(m);
   headrace::define_experts(m);
   headrace::define_layers(m);
+  headrace::define_lora(m);
   headrace::define_pack(m);
   headrace::define_packed(m);
   headrace::define_pages(m);
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL(headrace_cpu, CPU, m) {
   headrace::implement_decodes(m);
   headrace::implement_experts(m);
   headrace::implement_layers(m);
+  headrace::implement_lora(m);
   headrace::implement_pack(m);
   headrace::implement_packed(m);
   headrace::implement_pages(m);

@@ -20,6 +20,7 @@ inline const PackedKernels& best_packed_kernels() { return *kernels_in_use().loa
 inline const PackedGather& best_packed_gather() { return *kernels_in_use().load()->gather; }
 inline const RopeKernels& best_rope_kernels() { return *kernels_in_use().load()->rope; }
 inline const RowKernels& best_row_kernels() { return *kernels_in_use().load()->rows; }
+inline const LowRankKernels& best_low_rank_kernels() { return *kernels_in_use().load()->low_rank; }
 inline const SampleKernels& best_sample_kernels() { return *kernels_in_use().load()->sample; }
 
 }  // namespace headrace

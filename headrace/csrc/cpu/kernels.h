@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "lora.h"
 #include "pack.h"
 #include "packed_linear.h"
 #include "rope.h"
@@ -20,6 +21,7 @@ struct Kernels {
   const RopeKernels* rope;
   const RowKernels* rows;
   const SampleKernels* sample;
+  const LowRankKernels* low_rank;
 };
 
 }  // namespace headrace

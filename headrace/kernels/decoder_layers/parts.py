@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.kernels.lora import LowRankBank
 from headrace.kernels.moe import Gate, RouteShape
 from headrace.kernels.packed_linear.layout import PackedMatrix
 
@@ -105,6 +106,8 @@ class LayerParts:
     heads: Heads
     rotation: Rotation
     pages: Pages
+    banks: tuple[LowRankBank, ...] = ()
+    """What adapters add to qkv, output, gate_up and down; empty where none are served."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.kernels.decoder_layers.parts import EndParts, Heads, LayerParts, Mixture, Pages, Product, Rotation
+from headrace.kernels.lora import LowRankBank
 from headrace.kernels.moe.cpu import SCORES
 from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
@@ -32,6 +33,9 @@ class LayerTable:
         self._numbers = torch.tensor([numbers for numbers, _ in rows], dtype=torch.int64)
         self._reals = torch.tensor([reals for _, reals in rows], dtype=torch.float64)
         self.last_group = layers[-1].pages.group
+        self.banks: torch.Tensor | None = None
+        if all(layer.banks for layer in layers):
+            self.banks = torch.tensor([self._bank(bank) for layer in layers for bank in layer.banks])
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -78,6 +82,12 @@ class LayerTable:
         ]
         numbers, reals = self._mixture(layer.mlp) if isinstance(layer.mlp, Mixture) else NO_MIXTURE
         return [*row, *numbers], [norms.eps, norms.offset, layer.heads.scale, layer.heads.softcap, *reals]
+
+    def _bank(self, bank: LowRankBank) -> list[int]:
+        """The fields of `Bank`, in their order."""
+        _, parts, most_ranks, inputs = bank.a.shape
+        addresses = [self._address(tensor) for tensor in (bank.a, bank.b, bank.ranks, torch.tensor(bank.ends))]
+        return [*addresses, parts, most_ranks, inputs, bank.b.shape[2]]
 
     def _mixture(self, mixture: Mixture) -> tuple[list[int], list[float]]:
         shape, router = mixture.shape, mixture.router
@@ -137,18 +147,28 @@ class FusedDecode:
         self._ends = torch.tensor([*products, ends.norm.data_ptr(), TYPES[ends.norm.dtype], TYPES[ends.dtype]])
         self._reals = torch.tensor((ends.embedding_scale, ends.eps, ends.offset), dtype=torch.float64)
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether rows may have adapters: low-rank additions to the linears of all layers."""
+        return self._layers.banks is not None
+
     def run(
         self, requests: torch.Tensor, page_tables: torch.Tensor, sampled: torch.Tensor | None,
+        adapter_rows: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run one step. ``requests`` [3, R] int64, contiguous: row indices, the rows' lengths up to and with the token
         that is computed, and that token; a row may occur several times, in order. ``page_tables`` [groups, rows,
         entries] int32. Writes ids and states as `SAMPLE_GREEDY` into ``sampled`` [2, R] int64 and returns None; without
-        it, returns logits [R, V] float32."""
+        it, returns logits [R, V] float32. ``adapter_rows`` [2, n] int64, contiguous: decodes that have an adapter, and
+        its slot; only where ``takes_adapters``."""
         ops, logits = NATIVE.find(), None
         assert ops is not None, "fused layers exist only where the native library is loaded"
         if sampled is None:
             count = requests.shape[1]
             sampled = torch.empty((2, count), dtype=torch.int64)  # not written
             logits = torch.empty((count, self._vocab_size), dtype=torch.float32)
-        ops.decode_step(*self._layers.numbers, self._ends, self._reals, requests, page_tables, sampled, logits)
+        ops.decode_step(
+            *self._layers.numbers, self._ends, self._reals, requests, page_tables, sampled, logits,
+            self._layers.banks, adapter_rows,
+        )
         return logits

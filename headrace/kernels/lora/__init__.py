@@ -44,7 +44,7 @@ class LowRankBank:
     tiles: torch.Tensor
 
 
-TILE_OUTPUTS = 128
+TILE_OUTPUTS = 256
 """Outputs of a tile."""
 
 
@@ -64,6 +64,10 @@ row t that has the adapter in slot s: of each part its own outputs. Other rows a
 in x's dtype or float32; what is added is computed in float32 from operands in the bank's dtype."""
 
 ADD_LOW_RANK.add("reference", "headrace.kernels.lora.reference:add_low_rank", doc="torch, an adapter at a time")
+ADD_LOW_RANK.add(
+    "cpu", "headrace.kernels.lora.cpu:add_low_rank",
+    supports=requires(device="cpu", dtypes=("float32", "bfloat16", "float16")), priority=10, doc="own C++ kernels",
+)
 ADD_LOW_RANK.add(
     "triton", "headrace.kernels.lora.triton:add_low_rank", supports=requires(device="cuda"), priority=10,
     doc="two launches for all parts and adapters",

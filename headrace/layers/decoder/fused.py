@@ -26,6 +26,7 @@ from headrace.kernels.decoder_layers.parts import (
     Rotation,
 )
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
+from headrace.kernels.lora import LowRankBank
 from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
@@ -121,8 +122,16 @@ def describe_layer(layer: Any) -> LayerParts:
     parts = _describe_mixture(mlp) if isinstance(mlp, MoeMlp) else _describe_mlp(mlp)
     return LayerParts(
         norms, qkv, output, parts, _describe_heads(attention), _describe_rotation(attention, norms),
-        _describe_pages(attention)
+        _describe_pages(attention), _describe_banks(attention, mlp)
     )
+
+
+def _describe_banks(attention: Attention, mlp: GatedMlp | MoeMlp) -> tuple[LowRankBank, ...]:
+    """Empty where no adapters are served, or the kernel does not add what they have."""
+    if isinstance(mlp, MoeMlp):
+        return ()
+    banks = [linear.lora for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
+    return tuple(bank.tensors for bank in banks if bank is not None)
 
 
 def _require(condition: bool, reason: str) -> None:

@@ -150,6 +150,11 @@ class LinearBank(AdapterBank):
         """Whether some row of the step has an adapter."""
         return self._find_rows() is not None
 
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether all that adapters on the device do here is to add to sums."""
+        return not self._extras
+
     def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
         """See `AdapterBank`."""
         if self.is_low_rank_only and not part.is_low_rank:
@@ -297,6 +302,11 @@ class HeadBank(LinearBank):
     """The bank of a head, whose rows are sampled or pooled ones."""
 
     kind: ClassVar[SiteKind] = "head"
+
+    def has_extras(self, slot: int) -> bool:
+        """See `AdapterBank`. The native call for decodes on a CPU adds to layers alone."""
+        is_native = not self.b.is_cuda and bool(self.ranks[slot].any())
+        return is_native or super().has_extras(slot)
 
 
 def _keep(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
