@@ -21,7 +21,6 @@ from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.media import MediaFacts
 from headrace.base.messages import FamilyParsers, ModelFacts
-from headrace.base.registry import load_target
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.layers.build import Build
@@ -239,7 +238,7 @@ def choose_stage(
     stages, stated = layout.pipeline, config.parallel.pipeline_layers
     if stages == 1:
         return Stage()
-    if not load_target(family.model).supports_stages:
+    if not family.model_class(spec).supports_stages:
         raise ConfigError(
             f"{family.name} models cannot be divided into pipeline stages; use tensor_parallel_size",
             param="pipeline_parallel_size",
@@ -456,7 +455,8 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: Mo
 
 
 def _read_media(loaded: LoadedModel) -> MediaFacts | None:
-    facts = loaded.family.media and loaded.family.media(loaded.source.config)
+    media = loaded.family.media
+    facts = None if media is None else media.facts(loaded.source.config)
     return facts and msgspec.structs.replace(facts, element_bytes=loaded.dtype.itemsize)
 
 

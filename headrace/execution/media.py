@@ -13,6 +13,7 @@ from headrace.base.step import Encode, MediaUse, RowStart
 from headrace.execution.rows import HAS_MEDIA, HAS_ROPE_OFFSET, Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload, to_device
+from headrace.layers.attention.contract import MediaBlock
 from headrace.layers.batch import ForwardBatch, MediaVectors
 from headrace.layers.media import EncoderInput
 from headrace.layers.model import ServedModel
@@ -98,7 +99,7 @@ class MediaState:
         """Give a batch the vectors of its placeholders, and positions in three axes where it needs them."""
         if step.plan.media.uses:
             parts = [self._outputs[key][begin:end] for _, slices in self._find(step) for key, begin, end in slices]
-            batch.media = MediaVectors(sent["media_indices"], torch.cat(parts))
+            batch.media = MediaVectors(sent["media_indices"], torch.cat(parts), self._find_blocks(step))
         if "axes" in sent and batch.rope_positions is not None:
             axes, count = sent["axes"].view(3, -1), step.shape.num_decodes
             axes[:, :count] = batch.rope_positions[:count]
@@ -133,6 +134,26 @@ class MediaState:
                 slices.append((use.key, number + low - offset, number + high - offset))
             number += count
         return np.concatenate(places), slices
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the placeholders of an item attend to one another in both directions."""
+        return self._model is not None and self._model.is_whole
+
+    def _find_blocks(self, step: Step) -> list[MediaBlock]:
+        """One for each run of placeholders that the step computes."""
+        if not self.is_whole:
+            return []
+        shape, blocks = step.shape, []
+        number_of = {int(row): i for i, row in enumerate(shape.rows)}
+        for use in step.plan.media.uses:
+            i = number_of[use.row]
+            begin, first = int(shape.begins[i]), int(shape.query_start[i])
+            for offset, count in self._places[use.row][use.index].runs:
+                low, end = max(begin, offset), offset + count
+                if low < end <= int(shape.ends[i]):
+                    blocks.append(MediaBlock(i, first + low - begin, end - low, end))
+        return blocks
 
     def _find_axes(self, shape: StepShape) -> np.ndarray:
         """[3, T]: positions of the prefill's tokens; 0 for decodes, whose positions the device knows."""

@@ -82,6 +82,8 @@ class PlainPath:
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
         is_pruned = is_pruned and not step.plan.replica_tokens  # others know how many tokens each layer has
         is_pruned = is_pruned and StepFeature.ADAPTERS not in step.features  # whose rows are those of all tokens
+        # queries of both directions are among all of a step's
+        is_pruned = is_pruned and not (step.plan.media.uses and self._inputs.media.is_whole)
         if is_pruned:
             upload.add("sample_requests", step.samples)
         return partial(self._launch, step, is_pruned)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
+from headrace.layers.attention.contract import AttentionBackend, AttentionInputs, MediaBlock
 from headrace.layers.residual import Residual
 
 
@@ -97,10 +97,12 @@ class StepContext:
 @dataclass(slots=True)
 class MediaVectors:
     """Encoder outputs of a step: ``vectors`` [N, W] take the places ``indices`` [N] int64 among the T tokens. W is the
-    hidden size, or several times that for models that add further parts behind their first layers."""
+    hidden size, or several times that for models that add further parts behind their first layers. ``blocks``: tokens
+    that attend in both directions."""
 
     indices: torch.Tensor
     vectors: torch.Tensor
+    blocks: list[MediaBlock] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -26,9 +26,10 @@ class EncoderInput:
 
 class MediaModel(ABC):
     """The encoders of a model. ``rope_length``: above 0, `find_positions` says what tokens of requests with media are
-    rotated by, numbers below it."""
+    rotated by, numbers below it. ``is_whole``: placeholders of an item attend to one another in both directions."""
 
     rope_length: int = 0
+    is_whole: bool = False
 
     @abstractmethod
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:

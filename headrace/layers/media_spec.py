@@ -26,11 +26,13 @@ class EncoderKind(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class MultimodalSpec(DecoderSpec):
     """A decoder with an encoder. ``merge`` and ``tokens_per_second``: see `headrace.layers.media.grid_positions`, for
-    models whose rotary embedding has sections."""
+    models whose rotary embedding has sections. ``is_whole``: placeholders of an item attend to one another in both
+    directions."""
 
     encoder: EncoderKind
     merge: int = 1
     tokens_per_second: float = 1.0
+    is_whole: bool = False
 
     @classmethod
     def of(cls, text: DecoderSpec, encoder: EncoderKind, **special: Any) -> MultimodalSpec:
@@ -56,3 +58,21 @@ class VisionSpec:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """A vision transformer over images of one size, as CLIP and SigLIP have it. ``has_class_token``: a token of its own
+    comes before the patches. ``first_norm`` is applied to the embeddings, ``last_norm`` behind the last layer."""
+
+    vision: VisionSpec
+    image_size: int
+    patch_size: int
+    has_class_token: bool = False
+    first_norm: bool = False
+    last_norm: bool = True
+
+    @property
+    def side(self) -> int:
+        """Patches of a row, and rows."""
+        return self.image_size // self.patch_size

@@ -18,7 +18,7 @@ from headrace.layers.spec import MlpSpec
 GATED_ACTIVATIONS = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "silu": F.silu,
-    "relu2": lambda x: F.relu(x).square_(),
+    "relu2": lambda x: F.relu(x).square_(), "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 """Of MLPs without a gate."""
 

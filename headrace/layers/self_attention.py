@@ -9,9 +9,11 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
+from headrace.kernels.attention.reference import read_codes
 from headrace.kernels.rowwise import ROPE_WRITE
-from headrace.layers.attention.contract import AttentionParams, KvPages
+from headrace.layers.attention.contract import AttentionParams, KvPages, MediaBlock
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.norm import RmsNorm
@@ -148,4 +150,37 @@ class Attention(AttentionLayer):
         q = self._rope_write(qkv, positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
         if batch.queries is not None:
             q = q.index_select(0, batch.queries)
-        return step.backend.attend(q, pages, self.params).flatten(1)
+        out = step.backend.attend(q, pages, self.params)
+        if batch.media is not None and batch.media.blocks:
+            for block in batch.media.blocks:
+                attend_block(out, q, block, pages, step.inputs.page_table, self.params)
+        return out.flatten(1)
+
+
+def attend_block(
+    out: torch.Tensor, q: torch.Tensor, block: MediaBlock, pages: KvPages, page_table: torch.Tensor,
+    params: AttentionParams
+) -> None:
+    """Replace rows of ``out`` [T, H, E] by what the block's queries, rows of ``q`` [T, H, E], see: all positions before
+    the block's end, with a window the latest before each query and those behind it. ``page_table`` [R, pages] int32.
+    Does not wait for the device."""
+    assert not params.softcap and params.sinks is None, "no model has images of both directions, and these"
+    own = slice(block.first, block.first + block.length)
+    start = block.end - block.length  # position of the first query
+    page_size = pages.k.shape[1]
+    first_page = max(0, start - params.window + 1) // page_size if params.window else 0
+    ids = page_table[block.request, first_page : -(-block.end // page_size)].long()
+    if pages.scales is not None:
+        k, v = (x.to(q.dtype) for x in read_codes((pages.k, pages.v), pages.scales, ids))
+    else:
+        k, v = (x.index_select(0, ids).flatten(0, 1).to(q.dtype) for x in (pages.k, pages.v))
+    low = first_page * page_size
+    k, v = (x[: block.end - low].transpose(0, 1) for x in (k, v))  # [K, L, E]
+    mask = None
+    if params.window:
+        at = torch.arange(start, block.end, device=q.device)
+        mask = torch.arange(low, block.end, device=q.device) > at[:, None] - params.window
+    found = F.scaled_dot_product_attention(
+        q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=params.scale, enable_gqa=True
+    )
+    out[own] = found[0].transpose(0, 1)

@@ -15,7 +15,7 @@ from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 

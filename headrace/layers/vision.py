@@ -14,8 +14,9 @@ from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.media import upload
-from headrace.layers.media_spec import VisionSpec
+from headrace.layers.media_spec import ImageSpec, VisionSpec
 from headrace.layers.mlp import GatedMlp, Mlp
+from headrace.layers.model import number_layers
 from headrace.layers.norm import make_norm
 
 
@@ -89,3 +90,45 @@ class PatchMerger(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x.reshape(-1, self.size)) if self._norms_merged else self.norm(x).reshape(-1, self.size)
         return self.down(F.gelu(self.up(x)))
+
+
+class ImageEncoder(nn.Module):
+    """``images [n, C, S, S] -> [n, patches, D]``, of patches alone."""
+
+    def __init__(self, spec: ImageSpec, build: Build):
+        super().__init__()
+        self.spec, vision = spec, spec.vision
+        size, norm = vision.hidden_size, vision.norm
+        self.patches = Linear(build, vision.input_size, size, bias=vision.patch_bias)
+        self.class_token = build.parameter(size) if spec.has_class_token else None
+        self.positions = build.parameter(spec.side**2 + spec.has_class_token, size)
+        self.first_norm = make_norm(norm, size, build) if spec.first_norm else None
+        self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
+        self.last_norm = make_norm(norm, size, build) if spec.last_norm else None
+
+    def forward(self, images: torch.Tensor, num_layers: int | None = None) -> torch.Tensor:
+        """What leaves layer ``num_layers`` (None: all, and the last norm)."""
+        count = len(images)
+        x = self.patches(cut_patches(images, self.spec.patch_size)).unflatten(0, (count, -1))
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(count, 1, -1), x), dim=1)
+        x = x + self.positions
+        length = x.shape[1]
+        x = x.flatten(0, 1)
+        x = x if self.first_norm is None else self.first_norm(x)
+        spans = make_spans([length] * count, images.device)
+        for i, block in enumerate(self.blocks):
+            if num_layers is None or i < num_layers:
+                x = block(x, spans)
+        if num_layers is None and self.last_norm is not None:
+            x = self.last_norm(x)
+        return x.unflatten(0, (count, length))[:, int(self.spec.has_class_token) :]
+
+
+def cut_patches(images: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Images [n, C, S, S] as flat patches [n * patches, C * patch_size^2], row by row."""
+    count, channels, height, width = images.shape
+    rows, columns = height // patch_size, width // patch_size
+    cut = images[:, :, : rows * patch_size, : columns * patch_size]
+    cut = cut.reshape(count, channels, rows, patch_size, columns, patch_size).permute(0, 2, 4, 1, 3, 5)
+    return cut.reshape(count * rows * columns, channels * patch_size**2)

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "LlamaForSequenceClassification": "llama",
     "LlamaModel": "llama",
+    "LlavaForConditionalGeneration": "llava",
     "MistralForCausalLM": "llama",
     "MistralForSequenceClassification": "llama",
     "MistralModel": "llama",

@@ -40,7 +40,8 @@ GATED_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_tanh": "gelu_tanh"
 }
 ACTIVATIONS: dict[str, Activation] = {
-    **GATED_ACTIVATIONS, "gelu": "gelu", "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2"
+    **GATED_ACTIVATIONS, "gelu": "gelu", "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
+    "relu2": "relu2",
 }
 ROPE_KINDS: dict[str, RopeKind] = {
     "default": "default", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",

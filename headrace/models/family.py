@@ -13,12 +13,27 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.cache import CacheSpec
 from headrace.base.media import MediaFacts
 from headrace.base.registry import PLUGIN_API, load_target
+from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames, GgufNaming
 from headrace.layers.spec import decoder_cache_specs
 
 if TYPE_CHECKING:
     from headrace.layers.build import Build
     from headrace.layers.model import ServedModel
+
+
+MULTIMODAL = "headrace.layers.decoder.multimodal:MultimodalDecoder"
+"""The class of decoders with encoders."""
+
+
+@dataclass(frozen=True)
+class FamilyMedia:
+    """``facts(config)`` says what media a model of that config.json takes, None for text alone; ``read_config`` gives a
+    `headrace.layers.media_spec.MultimodalSpec` for the others. ``names`` map checkpoints of these, where they are not
+    the family's."""
+
+    facts: Callable[[dict[str, Any]], MediaFacts | None]
+    names: CheckpointNames | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +53,7 @@ class Family:
     renders as ``service.tokenization.chat_template.ChatTemplates`` does. Torch-free; used when the model brings no
     template.
 
-    ``media(config)`` says what media a model of that config.json takes; its model class is then a
-    `headrace.layers.decoder.multimodal.MultimodalModel`. None: text alone.
+    ``media`` is set for a family whose models take images, videos or audio.
     """
 
     name: str
@@ -55,9 +69,15 @@ class Family:
     reasoning_parser: str | None = None
     generates: bool = True
     chat_encoder: str | None = None
-    media: Callable[[dict[str, Any]], MediaFacts | None] | None = None
+    media: FamilyMedia | None = None
     plugin_api: int = PLUGIN_API
 
     def build_model(self, spec: Any, build: Build) -> ServedModel:
         """Import the model's class and build it with empty parameters."""
-        return load_target(self.model)(spec, self.names, build)
+        is_multimodal = isinstance(spec, MultimodalSpec)
+        names = self.media.names or self.names if is_multimodal and self.media is not None else self.names
+        return self.model_class(spec)(spec, names, build)
+
+    def model_class(self, spec: Any) -> Any:
+        """Import the class of a spec's models, a `headrace.layers.model.ServedModel`."""
+        return load_target(MULTIMODAL if isinstance(spec, MultimodalSpec) else self.model)

@@ -7,8 +7,10 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.base.media import MediaFacts
-from headrace.layers.spec import DecoderSpec
+from headrace.layers.media_spec import ImageSpec, VisionSpec
+from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
+from headrace.models.config_specs import read_mlp
 
 
 def read_text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -62,3 +64,56 @@ def read_grid_media(
         },
         texts={"image": marks.format("image"), "video": marks.format("video")}, vector_size=hidden_size * num_parts,
     )
+
+
+CLIP = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224,
+}
+"""transformers' defaults of CLIP and SigLIP."""
+
+
+def read_image_encoder(vision: Fields) -> ImageSpec:
+    """The vision part of a CLIP or SigLIP model."""
+    kinds = {"clip_vision_model": True, "siglip_vision_model": False}
+    is_clip = vision.choice("model_type", kinds, "clip_vision_model")
+    fields = Fields({**CLIP, "patch_size": 32 if is_clip else 16, **vision.config})
+    patch = fields.integer("patch_size")
+    spec = VisionSpec(
+        fields.integer("hidden_size"), fields.integer("num_hidden_layers"), fields.integer("num_attention_heads"),
+        input_size=fields.integer("num_channels", 3) * patch**2,
+        mlp=read_mlp(fields, default="quick_gelu" if is_clip else "gelu_pytorch_tanh", gated=False, bias=True),
+        norm=NormSpec(fields.number("layer_norm_eps", 1e-5 if is_clip else 1e-6), kind="layer", bias=True),
+        patch_bias=not is_clip,
+    )
+    return ImageSpec(spec, fields.integer("image_size"), patch, has_class_token=is_clip, first_norm=is_clip)
+
+
+IMAGE_ENCODER_NAMES = {
+    "vision_tower.embeddings.patch_embedding": "encoder.image.patches",
+    "vision_tower.embeddings.class_embedding": "encoder.image.class_token",
+    "vision_tower.embeddings.position_embedding.weight": "encoder.image.positions",
+    "vision_tower.pre_layrnorm": "encoder.image.first_norm",
+    "vision_tower.post_layernorm": "encoder.image.last_norm",
+    "vision_tower.encoder.layers.{i}.layer_norm1": "encoder.image.blocks.{i}.attention_norm",
+    "vision_tower.encoder.layers.{i}.layer_norm2": "encoder.image.blocks.{i}.mlp_norm",
+    "vision_tower.encoder.layers.{i}.self_attn.q_proj": "encoder.image.blocks.{i}.qkv#q",
+    "vision_tower.encoder.layers.{i}.self_attn.k_proj": "encoder.image.blocks.{i}.qkv#k",
+    "vision_tower.encoder.layers.{i}.self_attn.v_proj": "encoder.image.blocks.{i}.qkv#v",
+    "vision_tower.encoder.layers.{i}.self_attn.out_proj": "encoder.image.blocks.{i}.output",
+    "vision_tower.encoder.layers.{i}.mlp.fc1": "encoder.image.blocks.{i}.mlp.up",
+    "vision_tower.encoder.layers.{i}.mlp.fc2": "encoder.image.blocks.{i}.mlp.down",
+}
+"""To be added to a table: CLIP and SigLIP beside a decoder."""
+
+TOWER_RENAMES = {
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head": "lm_head",
+    "model.vision_tower.": "vision_tower.", "model.multi_modal_projector.": "multi_modal_projector.",
+    "vision_tower.vision_model.": "vision_tower.",
+}
+"""Names of newer and older files that have a decoder, a vision tower and a projector."""
+
+UNUSED_HEADS = tuple(
+    f"{prefix}vision_tower.{part}head." for prefix in ("", "model.") for part in ("", "vision_model.")
+)
+"""A pooling head of SigLIP, which a decoder does not read."""

@@ -94,6 +94,17 @@ class AttentionParams:
     sinks: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MediaBlock:
+    """``length`` tokens of request number ``request`` from token ``first`` of the step on, the last ones before its
+    position ``end``, that see all positions up to there."""
+
+    request: int
+    first: int
+    length: int
+    end: int
+
+
 class CacheBackend(ABC):
     """Per-step state of one cache group, shared by its layers: an `AttentionBackend`, or a class of a family whose
     layers read their pages themselves.

@@ -44,6 +44,7 @@ class OneTower(MediaModel):
 
     def __init__(self, tower: Tower, spec: MultimodalSpec, rope_length: int):
         self._tower, self._spec, self.rope_length = tower, spec, rope_length
+        self.is_whole = spec.is_whole
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `MediaModel`."""

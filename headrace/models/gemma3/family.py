@@ -1,14 +1,18 @@
-"""Gemma 3, the text part: five sliding-window layers to one with full attention, a rotary base for each kind, norms
-before and after every branch that multiply by ``1 + weight``, scaled embeddings."""
+"""Gemma 3, for text and images: five sliding-window layers to one with full attention, a rotary base for each kind,
+norms before and after every branch that multiply by ``1 + weight``, scaled embeddings."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
+from headrace.base.media import MediaFacts
+from headrace.layers.media_spec import ImageSpec, MultimodalSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames, GgufNaming
 from headrace.layers.spec import DecoderSpec, LayerSpec, NormSpec
-from headrace.models.config_fields import Fields
+from headrace.models.config_fields import Fields, architecture_of
 from headrace.models.config_specs import (
     make_rope,
     read_attention,
@@ -19,8 +23,15 @@ from headrace.models.config_specs import (
     read_vocabulary,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, FamilyMedia
 from headrace.models.gguf_config import read_gguf_config
+from headrace.models.vision_fields import (
+    IMAGE_ENCODER_NAMES,
+    TOWER_RENAMES,
+    UNUSED_HEADS,
+    read_image_encoder,
+    read_vision_part,
+)
 
 DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -30,23 +41,40 @@ DEFAULTS = {
 """transformers' defaults; published configs omit fields that equal these."""
 
 MULTIMODAL = "Gemma3ForConditionalGeneration"
-"""The architecture for text and images; only its text part is served."""
+"""The architecture for text and images."""
 
 GGUF_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq", "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
+@dataclass(frozen=True)
+class PooledImageSpec:
+    """An image has ``tokens_per_side`` ** 2 placeholders; ``norm_eps`` is that of the norm before the projection."""
+
+    image: ImageSpec
+    tokens_per_side: int
+    norm_eps: float
+    num_parts: int = 1
+
+    tower: ClassVar[str] = "headrace.models.gemma3.vision:PooledTower"
+
+    @property
+    def num_layers(self) -> int:
+        return self.image.vision.num_layers
+
+
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """``attn_logit_softcapping`` is left over from Gemma 2: no published config sets it, and transformers does not
-    apply it. Raises `ConfigError` for the bidirectional variant, which is an encoder."""
+    """A `MultimodalSpec` where the config has a vision part. ``attn_logit_softcapping`` is left over from Gemma 2: no
+    published config sets it, and transformers does not apply it. Raises `ConfigError` for the bidirectional variant,
+    which is an encoder."""
     fields = Fields({**DEFAULTS, **_text_part(config)})
     if fields.flag("use_bidirectional_attention", False):
         raise ConfigError(
             "config.json: use_bidirectional_attention must be false; this family serves causal models",
             param="use_bidirectional_attention"
         )
-    return read_decoder(
+    text = read_decoder(
         fields, _read_layers(fields),
         attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),
         mlp=read_mlp(fields, activation="hidden_activation", default="gelu_pytorch_tanh"),
@@ -55,6 +83,34 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
             fields, tied=True, embedding_scale=fields.integer("hidden_size") ** 0.5,
             softcap=fields.number("final_logit_softcapping", 0.0),
         ),
+    )
+    return MultimodalSpec.of(text, _read_encoder(config), is_whole=True) if _takes_images(config) else text
+
+
+def _takes_images(config: dict[str, Any]) -> bool:
+    return architecture_of(config) == MULTIMODAL and isinstance(config.get("vision_config"), dict)
+
+
+def _read_encoder(config: dict[str, Any]) -> PooledImageSpec:
+    image = read_image_encoder(Fields({"model_type": "siglip_vision_model", **read_vision_part(config).config}))
+    count = Fields(config).integer("mm_tokens_per_image", 256)
+    side = math.isqrt(count)
+    if side * side != count or image.side % side:
+        raise ConfigError(
+            f"config.json: mm_tokens_per_image must be a square whose side divides {image.side}, got {count}",
+            param="mm_tokens_per_image",
+        )
+    return PooledImageSpec(image, side, image.vision.norm.eps)
+
+
+def read_media(config: dict[str, Any]) -> MediaFacts | None:
+    """Images alone; their tokens attend to one another."""
+    if not _takes_images(config):
+        return None
+    return MediaFacts(
+        token_ids={"image": Fields(config).integer("image_token_index", 262144)},
+        texts={"image": "<start_of_image>"},
+        vector_size=Fields({**DEFAULTS, **_text_part(config)}).integer("hidden_size"), is_whole=True,
     )
 
 
@@ -99,21 +155,33 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+MODULES = {
+    **SPLIT_NAMES,
+    "model.layers.{i}.post_attention_layernorm": "layers.{i}.attention_post_norm",
+    "model.layers.{i}.pre_feedforward_layernorm": "layers.{i}.mlp_norm",
+    "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
+}
+
 FAMILY = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", MULTIMODAL),
     read_config=read_config,
     names=CheckpointNames(
-        {
-            **SPLIT_NAMES,
-            "model.layers.{i}.post_attention_layernorm": "layers.{i}.attention_post_norm",
-            "model.layers.{i}.pre_feedforward_layernorm": "layers.{i}.mlp_norm",
-            "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
-        },
+        MODULES,
         # multimodal files, newer and older
         renames={"model.language_model.": "model.", "language_model.": ""},
         ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     ),
+    media=FamilyMedia(read_media, CheckpointNames(
+        {
+            **MODULES,
+            **IMAGE_ENCODER_NAMES,
+            "multi_modal_projector.mm_soft_emb_norm": "encoder.norm",
+            "multi_modal_projector.mm_input_projection_weight": "encoder.projection",
+        },
+        renames=TOWER_RENAMES,
+        ignored=UNUSED_HEADS,
+    )),
     gguf_architectures=("gemma3",),
     gguf_config=gguf_config,
     gguf_naming=GgufNaming(norm_offset=1.0),

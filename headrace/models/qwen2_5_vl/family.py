@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_windowed_layers,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, FamilyMedia
 from headrace.models.vision_fields import read_grid_media, read_text_part, read_vision_part, with_sections
 
 TEXT = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
@@ -85,7 +85,6 @@ FAMILY = Family(
         },
         renames={"model.visual.": "visual.", "model.language_model.": "model."},
     ),
-    model="headrace.layers.decoder.multimodal:MultimodalDecoder",
     tool_parser="hermes",
-    media=read_grid_media,
+    media=FamilyMedia(read_grid_media),
 )

@@ -13,7 +13,7 @@ from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import ACTIVATIONS, read_attention, read_decoder, read_layers, read_rope
-from headrace.models.family import Family
+from headrace.models.family import Family, FamilyMedia
 from headrace.models.vision_fields import read_grid_media, read_text_part, read_vision_part, with_sections
 
 TEXT = {"rms_norm_eps": 1e-6, "max_position_embeddings": 128000, "head_dim": 128}
@@ -105,7 +105,6 @@ FAMILY = Family(
         },
         renames={"model.visual.": "visual.", "model.language_model.": "model."},
     ),
-    model="headrace.layers.decoder.multimodal:MultimodalDecoder",
     tool_parser="hermes",
-    media=read_media,
+    media=FamilyMedia(read_media),
 )

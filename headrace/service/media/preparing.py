@@ -47,7 +47,7 @@ class Preparer:
     def __init__(self, setup: Setup):
         source = resolve_source(setup.model)
         family = find_family(source.architecture)
-        facts = family.media(source.config) if family.media is not None else None
+        facts = family.media.facts(source.config) if family.media is not None else None
         if facts is None:
             raise ModelError(f"{source.architecture} takes text alone")
         self._facts: MediaFacts = facts

@@ -1,0 +1,117 @@
+"""Models with an image encoder and a projector through the engine, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from media_rig import (
+    IMAGE_ID,
+    VOCAB,
+    Prompt,
+    ask_oracle,
+    compare,
+    run,
+    save_model,
+    start_engine,
+    to_tensor,
+    tokens_of,
+)
+
+TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}
+VISION = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24,
+    "patch_size": 4,
+}
+SIZE, NUM_PATCHES = 24, 36
+
+
+def make_llava(folder: Path, *, vision: str = "clip_vision_model", text: str = "llama") -> Any:
+    is_clip = vision == "clip_vision_model"
+    config = transformers.LlavaConfig(
+        text_config={"model_type": text, **TEXT}, vision_config={"model_type": vision, **VISION},
+        image_token_index=IMAGE_ID, vision_feature_select_strategy="default" if is_clip else "full",
+        image_seq_length=NUM_PATCHES,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    save_model(model, folder)
+    return model, NUM_PATCHES
+
+
+def make_llava_with_siglip(folder: Path) -> Any:
+    return make_llava(folder, vision="siglip_vision_model", text="qwen2")
+
+
+def make_gemma3(folder: Path) -> Any:
+    text = {
+        **TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 7, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={"model_type": "siglip_vision_model", **VISION}, mm_tokens_per_image=9,
+        image_token_index=IMAGE_ID, boi_token_index=102, eoi_token_index=103,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    save_model(model, folder)
+    return model, 9
+
+
+MAKERS = {"llava": make_llava, "llava_siglip": make_llava_with_siglip, "gemma3": make_gemma3}
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(request.param)
+    model, count = MAKERS[request.param](folder)
+    return model, folder, count
+
+
+def add_image(prompt: Prompt, count: int, seed: int) -> Prompt:
+    values = np.random.default_rng(seed).standard_normal((1, 3, SIZE, SIZE)).astype(np.float32)
+    return prompt.text(102).add("image", values, count).text(103)
+
+
+def expect(model: Any, prompt: Prompt, num_tokens: int = 8) -> tuple[list[int], torch.Tensor]:
+    inputs: dict[str, Any] = {}
+    if prompt.items:
+        inputs["pixel_values"] = torch.cat([to_tensor(item.arrays["pixel_values"]) for item in prompt.items])
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = (torch.tensor([prompt.ids]) == IMAGE_ID).long()
+    return ask_oracle(model, prompt, num_tokens, **inputs)
+
+
+def prompts(count: int) -> list[Prompt]:
+    two = add_image(add_image(Prompt().text(5, 6, 7), count, 1).text(8, 9), count, 2).text(10, 11, 12)
+    return [add_image(Prompt().text(3), count, 0).text(4, 5, 6, 7), two, Prompt().text(*range(1, 20))]
+
+
+@pytest.mark.parametrize("step_tokens", [17, 256])
+def test_images_in_chunks(served: Any, step_tokens: int):
+    model, folder, count = served
+    engine = start_engine(folder, max_step_tokens=step_tokens, max_running_requests=4)
+    for outputs, prompt in zip(run(engine, prompts(count)), prompts(count), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def test_hits_within_images(served: Any):
+    model, folder, count = served
+    first = add_image(Prompt().text(3, 4), count, 0)
+    engine = start_engine(folder)
+    run(engine, [first])
+    longer = add_image(Prompt().text(3, 4), count, 0).text(7, 8, 9)
+    again = run(engine, [longer])[0]
+    compare(again, expect(model, longer))
+    assert again[-1].num_cached_tokens >= 8
+    other = add_image(Prompt().text(3, 4), count, 5).text(7)
+    different = run(engine, [other])[0]
+    assert tokens_of(different) == expect(model, other)[0]
+    assert different[-1].num_cached_tokens < 4
+    engine.close()
