@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.adapters import AdapterConfig
+from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
 from headrace.base.media_config import MediaConfig
@@ -340,7 +341,7 @@ class ServerConfig(ToleranceConfig):
 SECTIONS: dict[str, type] = {
     "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
     "parallel": ParallelConfig, "nodes": NodesConfig, "speculation": SpeculationConfig,
-    "adapters": AdapterConfig, "media": MediaConfig,
+    "adapters": AdapterConfig, "media": MediaConfig, "disaggregation": DisaggregationConfig,
     "server": ServerConfig,
     "operations": OperationsConfig,
 }
@@ -350,7 +351,8 @@ SECTIONS: dict[str, type] = {
 class EngineConfig:
     """Options of the engine process; sent to it as msgpack. ``replica``: which of ``data_parallel_size`` it is;
     ``board``: inherited descriptors by which replicas that divide experts take steps together. ``placement_group``: id
-    of the one that was made for it on the Ray cluster at ``ray_address``, with this process in the first bundle."""
+    of the one that was made for it on the Ray cluster at ``ray_address``, with this process in the first bundle.
+    ``transfer_host``: the address on which a prefill engine's transfer agent listens."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -361,12 +363,16 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    transfer_host: str = "127.0.0.1"
     replica: int = 0
     board: tuple[int, ...] = ()
     placement_group: str | None = None
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
+        if self.disaggregation.disaggregation_mode is not None:
+            self._check_role()
         if not self.parallel.shares_experts:
             return
         if self.parallel.pipeline_parallel_size > 1:
@@ -378,6 +384,14 @@ class EngineConfig:
             raise ConfigError(
                 "replicas that divide experts are on one host; leave nnodes at 1 and executor at local, or leave out "
                 "enable_expert_parallel", param="enable_expert_parallel"
+            )
+
+    def _check_role(self) -> None:
+        if self.parallel.num_ranks * self.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                "servers with a disaggregation_mode have one rank each: leave tensor_parallel_size, "
+                "pipeline_parallel_size and data_parallel_size at 1, and start more servers behind the router",
+                param="disaggregation_mode"
             )
 
     @property

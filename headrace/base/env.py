@@ -105,6 +105,12 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
+def one_device(index: int) -> dict[str, str]:
+    """Environment for a process that shall see one GPU alone: the ``index``-th of those that this process sees."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) else str(index)}
+
+
 def set_passive_waiting() -> None:
     """Apply the same waiting policy to this process; has an effect only before torch is imported."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -34,7 +34,7 @@ from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
-from headrace.execution.tiers import build_tiers, fit_host, staging_bytes
+from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
 from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import start_triton
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
@@ -108,6 +108,11 @@ class LocalExecutor:
         except torch.OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # or the error would keep the step's tensors alive
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
+
+    @property
+    def tiers(self) -> DeviceTiers | None:
+        """Where else pages can be; None for the device alone."""
+        return self._tiers
 
     def check(self) -> None:
         """See `headrace.service.executor.Executor`."""

@@ -15,6 +15,7 @@ from headrace.execution.sleep import DeviceModel
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
+from headrace.memory.peer_lane import PeerLane
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
 from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
 from headrace.memory.storage.lane import StorageLane
@@ -27,24 +28,35 @@ GPU_SHARE = 128
 
 
 class DeviceTiers:
-    """Of one rank."""
+    """Of one rank. ``page_bytes`` by cache group; ``peers`` in an engine that exchanges pages with others."""
 
     def __init__(self, model: DeviceModel):
         assert model.runner is not None
         groups, device = model.layout.groups, model.device
         copier = PageCopier(model.runner.pools, device)
         widths = [copier.page_bytes(group) for group in range(len(groups))]
-        self._device = device
+        self._device, self.page_bytes = device, widths
         self._host = HostPages(groups, widths, device)
         self.mover = PageMover()
-        self._lane = (
-            GpuHostLane(self._host, groups, widths, device) if device.type == "cuda"
-            else HostLane(self._host, self.mover.wake)
-        )
-        self.mover.add("device", "host", self._lane)
-        self.mover.add("host", "device", self._lane)
-        self._lane.attach(copier)
+        self._lanes: list[GpuHostLane | HostLane | PeerLane] = []
+        self.peers: PeerLane | None = None
+        if any(group.host_pages for group in groups):
+            self._add("host", GpuHostLane(self._host, groups, widths, device) if device.type == "cuda"
+                      else HostLane(self._host, self.mover.wake))
+        if model.config.disaggregation.disaggregation_mode is not None:
+            self.peers = PeerLane(device)
+            self._add("peer", self.peers)
+        self._attach(copier)
         self._storage = self._open_storage(model) if model.layout.has_storage else None
+
+    def _add(self, place: str, lane: GpuHostLane | HostLane | PeerLane) -> None:
+        self._lanes.append(lane)
+        self.mover.add("device", place, lane)
+        self.mover.add(place, "device", lane)
+
+    def _attach(self, copier: PageCopier | None) -> None:
+        for lane in self._lanes:
+            lane.attach(copier)
 
     def _open_storage(self, model: DeviceModel) -> StorageLane:
         lane = StorageLane(self._host, open_stores(model), describe_pages(model), self.mover.wake)
@@ -57,12 +69,12 @@ class DeviceTiers:
         assert model.runner is not None
         if self._storage is not None:
             self._storage.rename(describe_pages(model))  # the weights may be others
-        self._lane.attach(PageCopier(model.runner.pools, self._device))
+        self._attach(PageCopier(model.runner.pools, self._device))
 
     def leave(self) -> None:
         """End all moves and refer to the pools no longer."""
         self.mover.reset()
-        self._lane.attach(None)
+        self._attach(None)
 
     def close(self) -> None:
         """Free the host's memory; idempotent."""
@@ -71,8 +83,10 @@ class DeviceTiers:
 
 
 def build_tiers(model: DeviceModel) -> DeviceTiers | None:
-    """None where the layout has no pages in host memory."""
-    return DeviceTiers(model) if any(group.host_pages for group in model.layout.groups) else None
+    """None where the layout has no pages in host memory, and pages are not exchanged with other engines."""
+    has_host = any(group.host_pages for group in model.layout.groups)
+    exchanges = model.config.disaggregation.disaggregation_mode is not None
+    return DeviceTiers(model) if has_host or exchanges else None
 
 
 def open_stores(model: DeviceModel) -> list[PageStore]:

@@ -10,17 +10,17 @@ from enum import Enum
 from headrace.base.config import SchedulerConfig
 from headrace.base.errors import ContextLengthExceeded, OutOfPages, QueueFull, RequestError
 from headrace.scheduling.cache.prefix_tree import PrefixMatch
+from headrace.scheduling.exchange import Exchange
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
-from headrace.scheduling.tiering import Tiers
 
 
 class Verdict(Enum):
     """What became of the next request: it runs (ADMITTED), it waits elsewhere, for another one's prefill of the same
     prefix or for its adapter (FOLLOWS), there are no pages for it (BLOCKED), or it has a row and waits for pages from
-    the host (AWAITS)."""
+    elsewhere (AWAITS)."""
 
     ADMITTED = 1
     FOLLOWS = 2
@@ -96,7 +96,7 @@ class Admission:
     def __init__(
         self,
         *,
-        tiers: Tiers,
+        exchange: Exchange,
         running: RunningSet,
         queue: WaitingQueue,
         sharing: SharedPrefills,
@@ -105,7 +105,7 @@ class Admission:
         limits: QueueLimits,
         clock: Callable[[], float],
     ):
-        self._ledger, self._tiers = tiers.ledger, tiers
+        self._ledger, self._tiers, self._exchange = exchange.tiers.ledger, exchange.tiers, exchange
         self._running = running
         self._queue = queue
         self._sharing = sharing
@@ -158,7 +158,7 @@ class Admission:
             self._queue.remove(request)
             return Verdict.FOLLOWS
         match = self.match(request)
-        leader = self._sharing.find_leader(request, match)
+        leader = None if self._exchange.has_pages(request) else self._sharing.find_leader(request, match)
         if leader is not None:
             self._sharing.follow(request, leader)
             return Verdict.FOLLOWS
@@ -177,14 +177,17 @@ class Admission:
         request.num_unsure = request.num_proposed = 0
         request.is_warm = True
         request.goal_len = request.known_len
-        hit = self._tiers.find_hit(request, match)
-        if hit > match.num_pages and self._tiers.start_reading(request, hit):
+        if self._exchange.start_importing(request) or self._start_reading(request, match):
             self._running.await_pages(request)
             self._sharing.update(request)
             return Verdict.AWAITS
         self.note_start(request)
         self._sharing.update(request)
         return Verdict.ADMITTED
+
+    def _start_reading(self, request: Request, match: PrefixMatch) -> bool:
+        hit = self._tiers.find_hit(request, match)
+        return hit > match.num_pages and self._tiers.start_reading(request, hit)
 
     def note_start(self, request: Request) -> None:
         """Its hit is known, and the rest is computed from now on."""

@@ -67,13 +67,14 @@ class Arrivals:
 
     def _resume(self, request: Request) -> None:
         """Its prefix is complete: it goes on behind that."""
-        self._tiers.num_hit_tokens += request.holding.capacity - request.cached_len
-        request.cached_len = request.computed_len = request.planned_len = request.holding.capacity
+        length, request.arriving_len = request.arriving_len or request.holding.capacity, 0
+        self._tiers.num_hit_tokens += length - request.cached_len
+        request.cached_len = request.computed_len = request.planned_len = length
         self._admission.note_start(request)
         self._lifecycle.store_computed(request)
         self._running.resume(request)
         self._sharing.update(request)
 
     def _give_up(self, request: Request) -> None:
-        request.skips_tiers = True
+        request.skips_tiers, request.arriving_len = True, 0
         self._lifecycle.retract(request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from headrace.base.errors import HeadraceError, RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
+from headrace.base.transfer import FirstTokens
 from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.lifecycle import Lifecycle
 from headrace.scheduling.planner import Flight
@@ -129,7 +130,7 @@ class Committer:
             request.computed_len = plan.begins[index] + plan.lengths[index]
             # Stored now, not at the end: requests with the same prefix can use the pages from the next plan on. The
             # claim in ``sharing`` moves to the page behind those stored.
-            self._lifecycle.store_computed(request)
+            self._lifecycle.note_chunk(request)
             self._sharing.update(request)
             prompt = None
             if request.row in chunks:
@@ -141,6 +142,18 @@ class Committer:
                 outputs.append(self._append_first(request, token, None if entry is None else [entry], prompt))
             elif prompt:
                 outputs.append(RequestOutput(request.request_id, [], None, request.num_cached_tokens, None, prompt))
+
+    def take_first(self, request: Request, first: FirstTokens) -> RequestOutput:
+        """Append tokens that another engine sampled for a request that has not run here."""
+        request.tokens.extend(first.token_ids)
+        self._counters.generation_tokens += len(first.token_ids)
+        request.goal_len = request.known_len
+        finish = self._find_finish(request, first.token_ids[-1])
+        if finish is not None:
+            return self._lifecycle.finish(request, finish, first.token_ids, logprobs=first.logprobs)
+        return RequestOutput(
+            request.request_id, first.token_ids, None, request.prompt_len, first.logprobs, queued_s=request.queued_s
+        )
 
     def _append_first(
         self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, prompt: list[TokenLogprobs] | None

@@ -11,23 +11,23 @@ from headrace.base.step import TokenLogprobs
 from headrace.scheduling.admission import OutputForecast
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.drafting import Drafting
+from headrace.scheduling.exchange import Exchange
 from headrace.scheduling.fairness import Share
 from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Counters, Request, State
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.sharing import SharedPrefills
-from headrace.scheduling.tiering import Tiers
 
 
 class Lifecycle:
     """Releases pages, row, queue entry and followers of a request, each exactly once."""
 
     def __init__(
-        self, *, tiers: Tiers, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
+        self, *, exchange: Exchange, running: RunningSet, queue: WaitingQueue, sharing: SharedPrefills,
         drafting: Drafting, forecast: OutputForecast, counters: Counters,
         hooks: Hooks,
     ):
-        self._ledger, self._tiers = tiers.ledger, tiers
+        self._ledger, self._tiers, self._exchange = exchange.tiers.ledger, exchange.tiers, exchange
         self._running = running
         self._queue = queue
         self._sharing = sharing
@@ -60,6 +60,7 @@ class Lifecycle:
             self._queue.settle(request, max(1, request.known_len - max(0, request.num_cached_tokens)))
         self._give_up_pages(request, keep_pages=keep_pages)  # before `leave`, which makes it a request without pages
         self._running.leave(request, State.FINISHED)
+        self._exchange.note_end(request, finish, token_ids, logprobs)
         if finish.reason in ("stop", "length"):
             self._forecast.note_finish(request)
         elif finish.reason == "abort":
@@ -86,6 +87,11 @@ class Lifecycle:
         """The first token since admission was sampled: tell the hooks."""
         if self._hooks:
             self._hooks.dispatch("request_admitted", update_of(request))
+
+    def note_chunk(self, request: Request) -> None:
+        """A chunk of its prefill was committed."""
+        self.store_computed(request)
+        self._exchange.note_computed(request)
 
     def store_computed(self, request: Request) -> None:
         """Put the complete pages computed so far into the prefix tree. Committed positions alone: pages that a step in

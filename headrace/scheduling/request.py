@@ -56,12 +56,13 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "arrived_at", "awaits_until", "cached_len", "charged_len", "computed_len", "deadline", "epoch",
-        "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader", "limit_len", "max_len",
-        "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens", "num_proposed", "num_shared_waits",
-        "num_unsure", "origin", "page_keys", "path", "places", "planned_len", "pooling", "priority", "prompt_len",
-        "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row", "sampling", "seq", "shared_pages",
-        "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
+        "adapter", "arrived_at", "arriving_len", "awaits_until", "cached_len", "charged_len", "computed_len",
+        "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader",
+        "limit_len", "max_len", "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens",
+        "num_proposed", "num_shared_waits", "num_unsure", "origin", "page_keys", "path", "places", "planned_len",
+        "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id",
+        "row", "sampling", "seq", "shared_pages", "skips_tiers", "state", "stop_ids", "tickets", "tokens",
+        "wait_mark",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +116,7 @@ class Request:
         self.hit_version = -1
         self.page_keys: list[bytes] = []  # names of its leading pages in tiers other than the device
         self.tickets: set[int] = set()  # page moves that it waits for
+        self.arriving_len = 0  # tokens of the prefix that they bring, where it is not whole pages
         self.awaits_until = 0.0  # by the scheduler's clock: then it computes instead
         self.skips_tiers = False  # a copy has failed: it computes what the device does not have
 

@@ -27,6 +27,7 @@ from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
 from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
+from headrace.scheduling.exchange import Exchange
 from headrace.scheduling.lifecycle import Lifecycle, Retraction
 from headrace.scheduling.planner import Flight, Planner, StepLimit
 from headrace.scheduling.queue import POLICIES, WaitingQueue
@@ -75,6 +76,7 @@ class Scheduler:
         self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._tiers = Tiers(self._ledger, Transfers(), layout, clock)
+        self.exchange = Exchange(self._tiers, clock)
         encoders = EncoderAccount(
             features.media, _encoder_limits(config, cache, features.media, max_step_tokens - max_running)
         )
@@ -89,12 +91,12 @@ class Scheduler:
             self._queue, layout.page_size, is_enabled=config.share_prefix_in_batch and self._ledger.use_prefixes
         )
         self._admission = Admission(
-            tiers=self._tiers, running=self._running, queue=self._queue, sharing=self._sharing,
+            exchange=self.exchange, running=self._running, queue=self._queue, sharing=self._sharing,
             counters=self._counters, max_model_len=layout.max_model_len, limits=QueueLimits.of(config), clock=clock,
         )  # fmt: skip
         forecast = self._admission.forecast
         self._lifecycle = Lifecycle(
-            tiers=self._tiers, running=self._running, queue=self._queue, sharing=self._sharing,
+            exchange=self.exchange, running=self._running, queue=self._queue, sharing=self._sharing,
             drafting=self._drafting, forecast=forecast, counters=self._counters,
             hooks=Hooks() if hooks is None else hooks,
         )  # fmt: skip
@@ -126,6 +128,7 @@ class Scheduler:
         """Queue a request, or hold it until `release` (its grammar is being compiled). ``adapter``: the number of its
         adapter, 0 for none; ``namespace`` then has that one's content. Raises, with no state changed, when it is
         invalid (`RequestError`), can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
+        submitted = self.exchange.adapt(submitted)
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:
@@ -153,12 +156,21 @@ class Scheduler:
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, request.seq, request.request_id))
 
-    def release(self, request_id: str) -> None:
-        """Queue a request that was held. Does nothing if it has ended meanwhile (aborted, or past its deadline)."""
+    def release(self, request_id: str) -> RequestOutput | None:
+        """Queue a request that was held. Does nothing if it has ended meanwhile (aborted, or past its deadline).
+        Returns its first output if another engine computed its prompt, which may be its last."""
         request = self._running.requests.get(request_id)
-        if request is not None and request in self._running.held:
+        if request is None or request not in self._running.held:
+            return None
+        first = self.exchange.take_first(request)
+        output = None if first is None else self._committer.take_first(request, first)
+        if output is None:
             del self._running.held[request]
             self._arrivals.enter(request)
+        elif output.finish is None:
+            del self._running.held[request]
+            self._queue.push(request)
+        return output
 
     def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
         """End a held request with an error; None when no such request is held any more."""
@@ -267,6 +279,7 @@ class Scheduler:
         tiers = self._tiers
         return bool(
             self._running.requests or self._flights or tiers.transfers.num_open or tiers.has_unwritten
+            or self.exchange.events
         )
 
     def reset_prefix_cache(self, *, retracts: bool = False) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Features, Scheduler
+from headrace.service.coordination import RequestCoordinator
 from headrace.service.engine import Engine
 from headrace.service.executor import Executor, Pace, Progress
 
@@ -77,8 +79,12 @@ def build_rank_0(
     return executor
 
 
-def assemble_engine(executor: Executor, pace: Pace | None = None) -> Engine:
-    """The scheduler and engine over an executor."""
+def assemble_engine(
+    executor: Executor, pace: Pace | None = None,
+    join: Callable[[Scheduler], Sequence[RequestCoordinator]] = lambda scheduler: (),
+) -> Engine:
+    """The scheduler and engine over an executor, with the coordinators that ``join`` returns beside those of the
+    registry."""
     hooks = load_hooks(executor.config)
     drafting = build_drafting(executor.config.speculation.options, executor.speculation)
     scheduler = Scheduler(
@@ -87,7 +93,7 @@ def assemble_engine(executor: Executor, pace: Pace | None = None) -> Engine:
             executor.config.parallel.pipeline_parallel_size, executor.config.adapters.max_loras, executor.facts.media
         ),
     )
-    engine = Engine(scheduler, executor, hooks, pace)
+    engine = Engine(scheduler, executor, hooks, pace, join(scheduler))
     engine.adapters.load_modules(executor.config.adapters)
     return engine
 

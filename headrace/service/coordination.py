@@ -108,14 +108,17 @@ class WaitingRoom:
         self._pass_on(request, 0)
 
     def poll(self) -> list[RequestOutput]:
-        """Release the requests that no coordinator holds any more; the outputs end those that cannot run."""
+        """Release the requests that no coordinator holds any more. Outputs: of those that cannot run, and first tokens
+        that other engines have sampled."""
         outputs = []
         # In order, so a request that moves on to a later coordinator is polled there in the same call.
         for position, coordinator in enumerate(self._coordinators):
             for request, error in coordinator.poll():
-                if error is None:
-                    self._pass_on(request, position + 1)
-                elif (output := self._scheduler.refuse(request.request_id, error)) is not None:
+                output = (
+                    self._pass_on(request, position + 1) if error is None
+                    else self._scheduler.refuse(request.request_id, error)
+                )
+                if output is not None:
                     outputs.append(output)
         return outputs
 
@@ -123,13 +126,13 @@ class WaitingRoom:
         """Wait briefly, in the first coordinator that holds a request."""
         next(coordinator for coordinator in self._coordinators if coordinator.is_waiting).pause()
 
-    def _pass_on(self, request: EngineRequest, first: int) -> None:
+    def _pass_on(self, request: EngineRequest, first: int) -> RequestOutput | None:
         """Hold the request in the next coordinator from index ``first`` on that applies, else release it."""
         for coordinator in self._coordinators[first:]:
             if coordinator.concerns(request):
                 coordinator.hold(request)
-                return
-        self._scheduler.release(request.request_id)
+                return None
+        return self._scheduler.release(request.request_id)
 
 
 COMPILE_LIMIT_S = 30.0

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +22,7 @@ from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import Arrival, StepPlan, StepResult
 from headrace.service.adapters import AdapterGate, AdapterRegistry
-from headrace.service.coordination import WaitingRoom, create_coordinators
+from headrace.service.coordination import RequestCoordinator, WaitingRoom, create_coordinators
 from headrace.service.executor import Executor, Pace, PendingStep
 
 if TYPE_CHECKING:
@@ -77,18 +78,21 @@ class Engine:
     plans launched behind it are void, and other running requests resume from their committed tokens. Then the accounts
     are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests
     resume, in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and must be
-    thrown away; an executor whose failures cannot be contained raises `EngineBroken`.
+    thrown away; an executor whose failures cannot be contained raises `EngineBroken`. ``gates``: coordinators beside
+    those of the registry.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None, pace: Pace | None = None
+        self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None, pace: Pace | None = None,
+        gates: Sequence[RequestCoordinator] = (),
     ):
         self.executor, self.pace = executor, pace or Pace()
         self._scheduler = scheduler
         self._hooks = Hooks() if hooks is None else hooks
         self.adapters = AdapterRegistry(scheduler.adapters, executor)
         self._waiting_room = WaitingRoom(scheduler, [
-            *create_coordinators(executor, self._hooks), AdapterGate(self.adapters, scheduler.adapters, executor)
+            *create_coordinators(executor, self._hooks), AdapterGate(self.adapters, scheduler.adapters, executor),
+            *gates,
         ])
         self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""

@@ -145,12 +145,15 @@ class CacheLedger:
             self.promised[group] += holding.num_promised(group) - before
         holding.capacity += count * self.page_size
 
-    def extend(self, holding: Holding, num_pages: int) -> list[tuple[int, int]] | None:
-        """Add own pages for a prefix of ``num_pages`` whole pages that is about to arrive from elsewhere: in each group
-        those that a hit of that length needs. Returns by group the entries ``(begin, end)`` to be filled, or None, with
-        nothing done, when there are no pages. Entries of shorter hits that a longer one does not need are freed."""
-        length = num_pages * self.page_size
-        firsts = [policy.first_needed(length) for policy in self.policies]
+    def extend(
+        self, holding: Holding, num_pages: int, computed_len: int | None = None
+    ) -> list[tuple[int, int]] | None:
+        """Add own pages for a prefix of ``num_pages`` pages that is about to arrive from elsewhere: in each group those
+        that a hit of that length needs. ``computed_len``: tokens of it, where the last page is not full. Returns by
+        group the entries ``(begin, end)`` to be filled, or None, with nothing done, when there are no pages. Entries of
+        shorter hits that a longer one does not need are freed."""
+        length = num_pages * self.page_size if computed_len is None else computed_len
+        firsts = [policy.first_needed(length - length % self.page_size) for policy in self.policies]
         begins = [max(first, len(table)) for first, table in zip(firsts, holding.tables, strict=True)]
         if not self._reserve_each([max(0, num_pages - begin) for begin in begins]):
             return None
@@ -163,7 +166,7 @@ class CacheLedger:
                 holding.unsent[group] = max(holding.unsent[group], firsts[group])
             table += self.accounts[group].take(num_pages - begin)
             self.promised[group] += holding.num_promised(group) - before
-        holding.capacity = length
+        holding.capacity = num_pages * self.page_size
         return [(begin, num_pages) for begin in begins]
 
     def end_ticket(self, holding: Holding, ticket: int) -> None:

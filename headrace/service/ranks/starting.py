@@ -14,6 +14,7 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.ranks.launch import Launcher, LocalLauncher
 from headrace.service.ranks.nodes import NodeLauncher
+from headrace.service.ranks.wire import find_fingerprint
 from headrace.service.ranks.workers import Workers
 
 
@@ -23,6 +24,10 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     size = config.parallel.num_ranks
     launcher = choose_launcher(config, size, progress)
     if size == 1 and not config.parallel.shares_experts:
+        if config.disaggregation.disaggregation_mode is not None:
+            from headrace.service.transfer.build import build_role_engine
+
+            return build_role_engine(config, progress, find_fingerprint(config))
         from headrace.service.build import build_engine
 
         return build_engine(config, progress)

@@ -45,6 +45,11 @@ class AgentLine:
         self._began_at = self._heard_at = 0.0
 
     @property
+    def num_bytes(self) -> int:
+        """Of the region."""
+        return self._options.num_bytes
+
+    @property
     def pid(self) -> int | None:
         """Of the agent."""
         return None if self._process is None else self._process.pid

@@ -11,6 +11,7 @@ from headrace.base.config import SECTIONS
 from headrace.base.registry import load_target
 
 ENGINE = ("model", "cache", "scheduler", "device", "parallel", "nodes", "speculation", "adapters", "media")
+ROLE = ("disaggregation",)
 SERVING = ("server", "operations")
 # Sections that `base.config` does not have, as "module:class": imported only for the command that needs them.
 _HOMES = {
@@ -66,7 +67,8 @@ class Command:
 
 _ALL = (
     Command(
-        "serve", "serve a model over HTTP, with OpenAI's API", (*ENGINE, *SERVING), "headrace.serving.cli.serve:run", (
+        "serve", "serve a model over HTTP, with OpenAI's API", (*ENGINE, *ROLE, *SERVING),
+        "headrace.serving.cli.serve:run", (
             ("the default model on port 8000", "headrace serve"),
             ("a GGUF file, open to the network", "headrace serve model.gguf --host 0.0.0.0 --port 9000"),
             ("a folder, with room for more requests", "headrace serve ./Qwen3-0.6B --max-running-requests 128"),
@@ -80,6 +82,10 @@ _ALL = (
             (
                 "the pods of a headless Kubernetes service, open to the network",
                 "headrace router --workers-dns engines.default.svc:8000 --host 0.0.0.0"
+            ),
+            (
+                "prompts computed by one server, outputs by another",
+                "headrace router --prefill http://gpu1:8000 --decode http://gpu2:8000"
             ),
         ), "urls",
         "Passes requests on to servers of OpenAI's API, Headrace's or others, chosen by --policy. A request whose "
@@ -202,7 +208,7 @@ _ALL = (
         ), "checked", quiet=True,
     ),
     Command(
-        "show-config", "show the options of serve with their values and sources", ("show", *ENGINE, *SERVING),
+        "show-config", "show the options of serve with their values and sources", ("show", *ENGINE, *ROLE, *SERVING),
         "headrace.serving.cli.serve:run_show_config",
         (
             ("the options that a file changes", "headrace show-config --config prod.toml --changed"),

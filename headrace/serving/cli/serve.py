@@ -9,24 +9,30 @@ from typing import Any
 from headrace.base.config import EngineConfig, ServeConfig, all_options, flatten
 from headrace.base.errors import HeadraceError
 from headrace.service.spawn import spawn_engine
-from headrace.serving.cli.commands import ENGINE, SERVING
+from headrace.serving.cli.commands import ENGINE, ROLE, SERVING
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.layout import Block, print_blocks, terminal_width, wrap
 
 
 def serve_config(invocation: Invocation) -> ServeConfig:
     """The server's configuration, with the source of each value."""
-    sections = {name: invocation.section(name) for name in (*ENGINE, *SERVING)}
+    sections = {name: invocation.section(name) for name in (*ENGINE, *ROLE, *SERVING)}
     serving = {name: sections.pop(name) for name in SERVING}
-    names = invocation.given_in((*ENGINE, *SERVING))
+    names = invocation.given_in((*ENGINE, *ROLE, *SERVING))
     return ServeConfig(
-        engine=EngineConfig(**sections), **serving, sources={n: s for n, s in invocation.sources.items() if n in names}
+        engine=EngineConfig(**sections, transfer_host=serving["server"].host), **serving,
+        sources={n: s for n, s in invocation.sources.items() if n in names}
     )
 
 
 def run(invocation: Invocation) -> int:
     """Serve until a signal stops the server; on a host other than 0, until host 0 has ended."""
     config = serve_config(invocation)
+    if config.engine.disaggregation.disaggregate is not None:
+        from headrace.serving.router.pairs_on_host import serve_pairs
+
+        serve_pairs(config)
+        return 0
     if config.engine.nodes.node_rank:
         from headrace.service.ranks.agent import run_agents
 

@@ -41,6 +41,7 @@ from headrace.serving.router.forwarding import Forwarder
 from headrace.serving.router.limits import RateLimit
 from headrace.serving.router.metrics import RouterMetrics
 from headrace.serving.router.options import RouterOptions
+from headrace.serving.router.pairing import Pairing
 from headrace.serving.router.workers import Worker
 
 RETRY_AFTER_S = 5.0
@@ -67,6 +68,7 @@ class WorkerInfo(msgspec.Struct):
     models: list[str]
     requests: int
     load_tokens: int
+    role: str
 
 
 class WorkerName(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,17 +78,20 @@ class WorkerName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Router:
-    """The application without gates. ``is_draining`` refuses new requests; ``num_running`` counts those that are being
-    relayed."""
+    """The application without gates. ``fleet`` answers requests; workers of ``prefill`` compute prompts for it.
+    ``is_draining`` refuses new requests; ``num_running`` counts those that are being relayed."""
 
-    def __init__(self, fleet: Fleet, options: RouterOptions):
-        self.fleet, self.metrics = fleet, RouterMetrics(fleet)
+    def __init__(self, fleet: Fleet, options: RouterOptions, prefill: Fleet | None = None):
+        self.fleet, self.metrics = fleet, RouterMetrics([fleet] if prefill is None else [prefill, fleet])
+        self._prefill = prefill
         self.is_draining = False
         self.num_running = 0
         self._options = options
         self._limit = RateLimit(options.rate_limit, options.rate_burst, options.max_concurrent_per_client)
         self._has_keys = options.api_key is not None
-        self._forwarder = Forwarder(fleet, self.metrics)
+        self._forwarder = Forwarder(
+            fleet, self.metrics, None if prefill is None else Pairing(prefill, self.metrics)
+        )
         self._routes: dict[str, Callable[[Scope, Receive], Awaitable[Response]]] = {
             "/health": self._health, "/ping": self._health, "/ready": self._ready, "/metrics": self._metrics,
             "/v1/models": self._models, "/workers": self._workers,
@@ -98,7 +103,7 @@ class Router:
 
     async def end_running(self) -> None:
         """See `headrace.serving.http.listening.Drained`."""
-        for worker in self.fleet:
+        for worker in self.all_workers():
             worker.give_up()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +161,7 @@ class Router:
 
     async def _ready(self, scope: Scope, receive: Receive) -> Response:
         is_ready = self.fleet.is_ready and not self.is_draining
-        states = [{"url": worker.url, "state": describe_state(worker)} for worker in self.fleet]
+        states = [{"url": worker.url, "state": describe_state(worker)} for worker in self.all_workers()]
         content = {"status": "ready" if is_ready else "draining" if self.is_draining else "waiting", "workers": states}
         return JsonResponse(content, 200 if is_ready else 503, None if is_ready else {"Retry-After": "5"})
 
@@ -175,12 +180,22 @@ class Router:
                     self.fleet.add(url)
                 except ConfigError as error:
                     raise RequestError(error.message, param="url") from error
-            elif not self.fleet.drain(url):
+            elif not (self.fleet.drain(url) or (self._prefill is not None and self._prefill.drain(url))):
                 raise NotFound(f"{url} is no worker of this router", param="url")
         infos = [
-            WorkerInfo(w.url, describe_state(w), w.reason, list(w.models), len(w.relays), w.load) for w in self.fleet
+            WorkerInfo(w.url, describe_state(w), w.reason, list(w.models), len(w.relays), w.load, self._role_of(w))
+            for w in self.all_workers()
         ]
         return JsonResponse({"workers": infos})
+
+    def all_workers(self) -> list[Worker]:
+        """Those that compute prompts, then those that answer."""
+        return [*(self._prefill or ()), *self.fleet]
+
+    def _role_of(self, worker: Worker) -> str:
+        if self._prefill is None:
+            return "worker"
+        return "prefill" if worker.is_prefill else "decode"
 
     async def _read_url(self, scope: Scope, receive: Receive) -> str:
         query: bytes = scope.get("query_string", b"")

@@ -30,10 +30,11 @@ def full_url(url: str) -> str:
 
 
 class Fleet:
-    """Owns one task per worker, which checks its health. ``options.worker_api_key`` is used for checks too."""
+    """Owns one task per worker, which checks its health. ``options.worker_api_key`` is used for checks too. Workers
+    of a prefill fleet are asked for the port of their transfer agents."""
 
-    def __init__(self, options: WorkerOptions, policy: str):
-        self.options = options
+    def __init__(self, options: WorkerOptions, policy: str, *, is_prefill: bool = False):
+        self.options, self._is_prefill = options, is_prefill
         self._policy: Policy = create_policy(policy)
         self._workers: dict[str, Worker] = {}  # by URL
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -58,7 +59,7 @@ class Fleet:
             known.is_draining = False
             return known
         client = HttpClient(url, api_key=self.options.worker_api_key, idle_s=IDLE_S)
-        worker = Worker(next(self._indices), url, client, self.options.breaker_failures)
+        worker = Worker(next(self._indices), url, client, self.options.breaker_failures, self._is_prefill)
         self._workers[url] = worker
         self._tasks[url] = asyncio.get_running_loop().create_task(self._watch(worker))
         return worker

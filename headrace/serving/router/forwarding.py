@@ -7,7 +7,6 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +16,7 @@ from headrace.serving.http.transport.errors import end_of_stream
 from headrace.serving.http_client import HttpResponse, RawHeaders
 from headrace.serving.router.fleet import RETRY_AFTER_S, Fleet
 from headrace.serving.router.metrics import RouterMetrics
+from headrace.serving.router.pairing import Exchange, Pair, Pairing
 from headrace.serving.router.prompt_view import PromptView, pack_hint, text_of, view_prompt
 from headrace.serving.router.relay import Relay, end_to_end
 from headrace.serving.router.workers import FAILURE_STATUSES, Worker
@@ -36,22 +36,12 @@ SESSION_HEADERS = frozenset({b"x-session-id", b"x-affinity-key"})
 """Name a conversation, for the policy consistent-hash."""
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """What is sent to a worker. ``tokens``: its load there."""
-
-    method: str
-    target: bytes
-    headers: RawHeaders
-    body: bytes
-    tokens: int
-
-
 class Forwarder:
-    """Routes of stored responses are found by the response's id; everything else by the policy."""
+    """Routes of stored responses are found by the response's id; everything else by the policy. With ``pairing``
+    prompts are computed by prefill workers."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics):
-        self._fleet, self._metrics = fleet, metrics
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, pairing: Pairing | None = None):
+        self._fleet, self._metrics, self._pairing = fleet, metrics, pairing
         self._max_tries, self._key = fleet.options.max_tries, fleet.options.worker_api_key
         self._stored: OrderedDict[str, str] = OrderedDict()  # id of a response: URL of its worker
 
@@ -59,7 +49,7 @@ class Forwarder:
         """Answer a request. Raises `HeadraceError` while nothing was sent."""
         begin, view = time.perf_counter(), view_prompt(body)
         hint = pack_hint(view.hint)
-        exchange = _Exchange(
+        exchange = Exchange(
             scope["method"], _target_of(scope), self._headers_for_worker(scope), body, len(hint) + OUTPUT_TOKENS
         )
         request = RoutedRequest(hint, _namespace(view), _affinity(view, scope))
@@ -77,7 +67,12 @@ class Forwarder:
                     break  # what the last one said tells the client more
                 tried.append(worker)
                 relay = Relay(scope, send, may_retry=num_left > 0)
-                await self._exchange(exchange, worker, relay, client)
+                pair = self._begin_pair(path, exchange, request, view)
+                try:
+                    await self._exchange(exchange if pair is None else pair.exchange, worker, relay, client)
+                finally:
+                    if pair is not None:
+                        pair.end(is_answered=relay.is_complete)
                 if not relay.is_complete and client.done():
                     return
                 if not relay.is_complete and relay.has_begun:
@@ -113,7 +108,7 @@ class Forwarder:
         return max(answers, key=len, default=b"")
 
     async def _exchange(
-        self, exchange: _Exchange, worker: Worker, relay: Relay, client: asyncio.Task[None]
+        self, exchange: Exchange, worker: Worker, relay: Relay, client: asyncio.Task[None]
     ) -> None:
         """Give a request to one worker; its response is complete, whatever its status, or the worker was lost."""
         def leave(_: object) -> None:
@@ -136,6 +131,14 @@ class Forwarder:
                 worker.note_outcome(failed=not relay.is_complete or relay.status in FAILURE_STATUSES)
                 self._metrics.requests.labels(worker.url, str(relay.status) if relay.is_complete else "lost").inc()
             self._fleet.drop_if_drained(worker)
+
+    def _begin_pair(
+        self, path: str, exchange: Exchange, request: RoutedRequest, view: PromptView
+    ) -> Pair | None:
+        """Send the request to a prefill worker too, where there are any."""
+        if self._pairing is None:
+            return None
+        return self._pairing.begin(path, exchange, request, text_of(view.model))
 
     def _choose(self, path: str, view: PromptView, request: RoutedRequest, tried: list[Worker]) -> Worker:
         home = self._stored.get(_stored_id(path, view)) if self._stored else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,8 +13,8 @@ from headrace.serving.router.fleet import Fleet
 
 
 class _FleetCollector(Collector):
-    def __init__(self, fleet: Fleet):
-        self._fleet = fleet
+    def __init__(self, fleets: Sequence[Fleet]):
+        self._fleets = fleets
 
     def collect(self) -> Iterable[Metric]:
         gauges = {
@@ -26,7 +26,7 @@ class _FleetCollector(Collector):
             name: GaugeMetricFamily(f"headrace_router_worker_{name}", doc, labels=("worker",))
             for name, doc in gauges.items()
         }
-        for worker in self._fleet:
+        for worker in (worker for fleet in self._fleets for worker in fleet):
             values = {
                 "up": float(worker.takes_requests), "requests_active": len(worker.relays), "load_tokens": worker.load
             }
@@ -38,9 +38,9 @@ class _FleetCollector(Collector):
 class RouterMetrics:
     """All metrics of one router."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleets: Sequence[Fleet]):
         self.registry = CollectorRegistry()
-        self.registry.register(_FleetCollector(fleet))
+        self.registry.register(_FleetCollector(fleets))
         self.http = HttpMetrics(self.registry)
         self.requests = Counter(
             "headrace_router_requests", "Requests sent to workers, by the status that came back; lost: no response.",

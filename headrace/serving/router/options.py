@@ -33,6 +33,12 @@ class RouterOptions(AccessConfig):
 class WorkerOptions(Section):
     """The servers behind the router."""
 
+    prefill: list[str] | None = option(  # noqa: RUF009
+        None, "a server with --disaggregation-mode prefill; may be repeated, with at least one --decode", metavar="URL"
+    )
+    decode: list[str] | None = option(  # noqa: RUF009
+        None, "a server with --disaggregation-mode decode; may be repeated", metavar="URL"
+    )
     workers_file: str | None = option(
         None, "file with a worker's URL per line, read again when it changes", metavar="FILE"
     )

@@ -20,9 +20,13 @@ from headrace.serving.router.options import RouterOptions, WorkerOptions
 def serve_router(urls: Sequence[str], options: RouterOptions, workers: WorkerOptions) -> None:
     """Serve until SIGTERM or SIGINT; returns after an orderly shutdown. Raises `ConfigError` when the router cannot
     start, `SystemExit` after a second signal."""
-    if not (urls or workers.workers_file or workers.workers_dns):
+    if bool(workers.prefill) != bool(workers.decode):
+        given, lacking = ("prefill", "decode") if workers.prefill else ("decode", "prefill")
+        raise ConfigError(f"--{given} needs --{lacking}: a server of each mode at least", param=lacking)
+    if not (urls or workers.decode or workers.workers_file or workers.workers_dns):
         raise ConfigError(
-            "the router needs workers: headrace router http://HOST:PORT ..., --workers-file, or --workers-dns",
+            "the router needs workers: headrace router http://HOST:PORT ..., --prefill URL --decode URL, "
+            "--workers-file, or --workers-dns",
             param="workers_file"
         )
     if workers.workers_file is not None and not Path(workers.workers_file).is_file():
@@ -38,15 +42,20 @@ class RouterServer:
 
     def __init__(self, urls: Sequence[str], options: RouterOptions, workers: WorkerOptions):
         self._urls, self._options, self._workers = urls, options, workers
-        self._fleet = Fleet(workers, options.policy)
-        self._router = Router(self._fleet, options)
+        # Prefixes are in the caches of prefill workers; decode workers get the pages whatever they have.
+        self._prefill = Fleet(workers, options.policy, is_prefill=True) if workers.prefill else None
+        self._fleet = Fleet(workers, options.policy if self._prefill is None else "least-loaded")
+        self._router = Router(self._fleet, options, self._prefill)
         self._server = ListeningServer(create_app(self._router, options), self._router, options.drain_s)
 
     async def run(self) -> None:
         """Serve until a signal."""
         loop = asyncio.get_running_loop()
-        for url in self._urls:
+        for url in (*self._urls, *(self._workers.decode or ())):
             self._fleet.add(url)
+        if self._prefill is not None:
+            for url in self._workers.prefill or ():
+                self._prefill.add(url)
         with open_listener(self._options) as listener, self._server.handling_signals():
             watches = self._watch_workers(loop)
             address = address_of(listener)
@@ -62,6 +71,8 @@ class RouterServer:
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
                 await self._fleet.close()
+                if self._prefill is not None:
+                    await self._prefill.close()
         if self._server.is_forced:
             raise SystemExit(1)
 

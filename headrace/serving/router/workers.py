@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
 from headrace.service.balancing import ReplicaState
 from headrace.serving.http_client import HttpClient, HttpResponse
-from headrace.serving.router.relay import Relay
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,22 @@ IDLE_S = 4.0
 """How long an idle connection is kept: shorter than servers keep theirs, which is five seconds for uvicorn's."""
 FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
 FAILURE_STATUSES = frozenset({500, 502, 503, 504})
+BOOTSTRAP_PORT = 8998
+"""Of the transfer agent of a prefill worker that does not name another one."""
 Health = Literal["starting", "ready", "failing"]
+
+
+class Running(Protocol):
+    """A request that runs on a worker."""
+
+    def abort(self) -> None:
+        """Break its connection."""
+
+
+class _Settings(msgspec.Struct):
+    """What matters of the answer of ``/get_server_info``."""
+
+    disaggregation_bootstrap_port: int | None = None
 
 
 class _Listing(msgspec.Struct):
@@ -34,21 +50,28 @@ class Worker:
     """``index`` is never used again. ``models``: what it lists, by id; empty until it was asked. ``failures`` counts
     requests that failed one after the other; until ``open_until`` (`time.monotonic`) the breaker keeps requests away,
     and then lets one pass at a time. ``load``: tokens, roughly, of the requests that run there.
-    ``was_lost`` asks for a health check at once."""
+    ``was_lost`` asks for a health check at once. ``bootstrap_port``: of a prefill worker's transfer agent."""
 
     index: int
     url: str
     client: HttpClient
     breaker_failures: int
+    is_prefill: bool = False
     health: Health = "starting"
     is_draining: bool = False
     reason: str = "not asked yet"
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    relays: set[Relay] = field(default_factory=set)
+    relays: set[Running] = field(default_factory=set)
     load: int = 0
     failures: int = 0
     open_until: float = 0.0
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
+    bootstrap_port: int = BOOTSTRAP_PORT
+
+    @property
+    def host(self) -> str:
+        """The host of its URL."""
+        return urlsplit(self.url).hostname or "127.0.0.1"
 
     def lists(self, model: str) -> bool:
         """Whether it serves a model: by its id, or an adapter as ``parent:id``."""
@@ -112,6 +135,8 @@ class Worker:
             return False
         if self.health != "ready":
             await self.read_models(timeout_s)
+            if self.is_prefill:
+                await self.read_port(timeout_s)
             logger.info("%s is ready: %s", self.url, ", ".join(self.models) or "models unknown")
         self.health, self.reason = "ready", ""
         return True
@@ -126,6 +151,14 @@ class Worker:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
         self.models = {str(model["id"]): model for model in listing.data if "id" in model}
+
+    async def read_port(self, timeout_s: float) -> None:
+        """Learn where its transfer agent listens."""
+        answer = await self._ask("/get_server_info", timeout_s)
+        if isinstance(answer, HttpResponse) and answer.status == 200:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                found = msgspec.json.decode(answer.body, type=_Settings).disaggregation_bootstrap_port
+                self.bootstrap_port = found or BOOTSTRAP_PORT
 
     async def _ask(self, route: str, timeout_s: float) -> HttpResponse | str:
         """The response, or why there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,15 +162,16 @@ class Running:
 
 @asynccontextmanager
 async def routing(
-    *workers: Worker, options: RouterOptions | None = None, **worker_options: Any
+    *workers: Worker, options: RouterOptions | None = None, prefill: Sequence[Worker] = (), **worker_options: Any
 ) -> AsyncIterator[Running]:
-    """Start workers and a router over them. Health is checked often."""
+    """Start workers and a router over them, with ``prefill`` workers beside. Health is checked often."""
     options = options or RouterOptions(port=0, policy="round-robin")
-    for worker in workers:
+    for worker in (*prefill, *workers):
         await worker.start()
-    fleet = Fleet(WorkerOptions(**{"health_interval_s": 0.05, "health_timeout_s": 0.5, **worker_options}),
-                  options.policy)
-    router = Router(fleet, options)
+    settings = WorkerOptions(**{"health_interval_s": 0.05, "health_timeout_s": 0.5, **worker_options})
+    fleet = Fleet(settings, options.policy)
+    prefills = Fleet(settings, options.policy, is_prefill=True) if prefill else None
+    router = Router(fleet, options, prefills)
     server = ListeningServer(create_app(router, options), router, drain_s=1.0)
     with open_listener(options) as listener:
         serving = asyncio.create_task(server.run(listener))
@@ -181,12 +182,18 @@ async def routing(
             for worker in workers:
                 fleet.add(worker.url)
             await running.until_ready(sum(worker.status == 200 for worker in workers))
+            if prefills is not None:
+                for worker in prefill:
+                    added = prefills.add(worker.url)
+                    await running.until(lambda: added.takes_requests == (worker.status == 200))  # noqa: B023
             await running.until(lambda: server.is_started)
             yield running
         finally:
             client.close()
             await fleet.close()
+            if prefills is not None:
+                await prefills.close()
             server.end(at_once=True)
             await serving
-            for worker in workers:
+            for worker in (*prefill, *workers):
                 await worker.stop()

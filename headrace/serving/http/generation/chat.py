@@ -28,6 +28,7 @@ from headrace.serving.http.generation.conversation import (
     render_conversation,
     render_size,
 )
+from headrace.serving.http.generation.exchange import with_transfers
 from headrace.serving.http.generation.media import media_of, prepare_media
 from headrace.serving.http.generation.run import GenerationRequest, Prompt
 from headrace.serving.http.generation.sampling import (
@@ -260,9 +261,9 @@ def _prepare(
     # own.
     generation = GenerationRequest(
         request_id=pick_request_id(body_request_id(body), request, id_prefix), prompts=[fitted],
-        params=[plan.extend(params)], namespace=body.cache_salt or "", priority=body.priority or 0,
-        deadline_s=body.deadline_s, add_special_tokens=has_special, truncate=body.truncate_prompt_tokens,
-        keeps_begin=body.truncation_side == "right",
+        params=with_transfers([plan.extend(params)], body, context.client.config), namespace=body.cache_salt or "",
+        priority=body.priority or 0, deadline_s=body.deadline_s, add_special_tokens=has_special,
+        truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
         grammar_field=lambda: grammar_field(body) or "tools", prompt_field=prompt_field,
     )
     return Chat(generation, plan, is_capped)

@@ -54,6 +54,7 @@ class ServerInfo(Struct):
     stats: dict[str, Any]
     options: dict[str, Any]
     replicas: list[ReplicaInfo]
+    disaggregation_bootstrap_port: int | None = None
 
 
 class ModelInfo(Struct):

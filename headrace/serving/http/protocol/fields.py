@@ -194,7 +194,32 @@ class AnswerFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
     return_timings: bool | None = None
 
 
-class OpenAIFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
+BootstrapHost = Annotated[str, Meta(min_length=1, max_length=255)]
+BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
+BootstrapRoom = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class TransferParams(Struct, kw_only=True):
+    """vLLM's ``kv_transfer_params``; keys of its connectors that are not listed are ignored."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_request_id: Annotated[str, Meta(max_length=256)] | None = None
+    remote_host: BootstrapHost | None = None
+    remote_port: BootstrapPort | None = None
+
+
+class ExchangeFields(AnswerFields, kw_only=True, forbid_unknown_fields=True):
+    """Prefill-decode disaggregation: set by routers, in SGLang's form (``bootstrap_*``; lists have one entry for each
+    prompt) or vLLM's."""
+
+    bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: BootstrapRoom | list[BootstrapRoom] | None = None
+    kv_transfer_params: TransferParams | None = None
+
+
+class OpenAIFields(ExchangeFields, kw_only=True, forbid_unknown_fields=True):
     """Fields of both OpenAI routes. ``deadline_s``: seconds from arrival after which the request fails with 504.
     ``truncate_prompt_tokens``: keep the last so many prompt tokens (the first with ``truncation_side`` "right"); -1: as
     many as leave room for the output.
@@ -247,8 +272,12 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "return_sampling_mask", INTERNALS
     ),
     (
-        "bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key routed_dp_rank data_parallel_rank routing_key "
-        "disagg_prefill_dp_rank decode_tp_size kv_transfer_params kv_hints", PLACEMENT
+        "bootstrap_host bootstrap_port bootstrap_room kv_transfer_params",
+        "KV pages are exchanged for /v1/chat/completions, /v1/completions and /generate"
+    ),
+    (
+        "bootstrap_pair_key routed_dp_rank data_parallel_rank routing_key disagg_prefill_dp_rank decode_tp_size "
+        "kv_hints", PLACEMENT
     ),
     ("input_embeds prompt_embeds", "embeddings as input are not supported; send text or token ids"),
     (

@@ -8,6 +8,9 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.serving.http.protocol.fields import (
     INT32,
+    BootstrapHost,
+    BootstrapPort,
+    BootstrapRoom,
     Count,
     Deadline,
     LogprobIds,
@@ -19,6 +22,7 @@ from headrace.serving.http.protocol.fields import (
     Salt,
     Seed,
     TokenId,
+    TransferParams,
     Truncation,
 )
 from headrace.serving.http.protocol.media import MediaFields
@@ -47,6 +51,10 @@ class NativeHandling(MediaFields, kw_only=True, forbid_unknown_fields=True):
     extra_key: Salt | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
+    bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: BootstrapRoom | list[BootstrapRoom] | None = None
+    kv_transfer_params: TransferParams | None = None
 
 
 class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):

@@ -182,6 +182,19 @@ class ChatChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class TransferAnswer(Struct):
+    """vLLM's form: what a router sends to the decode server as ``kv_transfer_params``."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    remote_block_ids: list[int] = []
+    tp_size: int = 1
+
+
 class ChatCompletion(Struct):
     """The whole response."""
 
@@ -195,6 +208,7 @@ class ChatCompletion(Struct):
     prompt_logprobs: list[PromptLogprobsJson | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -293,3 +307,4 @@ class Completion(Struct):
     object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET

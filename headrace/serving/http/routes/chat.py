@@ -13,6 +13,7 @@ from headrace.service.parsing.message import MessageBuilder, ParsedMessage
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.chat import OutputPlan, prepare_chat
 from headrace.serving.http.generation.context import AppContext, read_request
+from headrace.serving.http.generation.exchange import answer_router
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.sampling import check_stream_options
@@ -218,6 +219,7 @@ async def create_chat_completion(request: Request) -> JsonResponse | EventStream
         prompt_logprobs=prompt_logprobs_json(output.prompt_logprobs, names) if output.prompt_logprobs else UNSET,
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else UNSET,
         timings=generation.timings() if body.return_timings else UNSET,
+        kv_transfer_params=answer_router(chat.request.params, body, context.client.config),
     ))
 
 

@@ -14,6 +14,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_around_gap
 from headrace.serving.http.generation.context import AppContext, compute, read_request
+from headrace.serving.http.generation.exchange import answer_router, with_transfers
 from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import split_inputs
@@ -85,9 +86,10 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
     has_special = body.add_special_tokens is not False
     refs = read_fields(body, len(prompts), is_batch=len(prompts) > 1)
     placed = await place_fields(request, context, prompts, refs, add_special_tokens=has_special)
+    params = with_transfers([_params(body, context)] * len(prompts), body, context.client.config)
     generation_request = GenerationRequest(
-        request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=placed,
-        params=[_params(body, context)] * len(prompts), namespace=body.cache_salt or "", priority=body.priority or 0,
+        request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=placed, params=params,
+        namespace=body.cache_salt or "", priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=has_special,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
         discards_output=body.max_tokens == 0, adapter=adapter,
@@ -102,6 +104,7 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         choices=[c for i, o in enumerate(outputs) for c in writer.write(i, o)],
         usage=generation.usage(), system_fingerprint=context.system_fingerprint,
         timings=generation.timings() if body.return_timings else UNSET,
+        kv_transfer_params=answer_router(params, body, context.client.config),
     ))
 
 

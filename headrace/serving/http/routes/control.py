@@ -179,6 +179,11 @@ def _options(context: AppContext) -> dict[str, Any]:
     return {name: "***" if name in SECRETS and value is not None else value for name, value in options.items()}
 
 
+def _bootstrap_port(context: AppContext) -> int | None:
+    role = context.client.config.disaggregation
+    return role.disaggregation_bootstrap_port if role.disaggregation_mode == "prefill" else None
+
+
 async def show_server(request: Request) -> JsonResponse:
     """Options, model, memory and counters."""
     context = context_of(request)
@@ -189,6 +194,7 @@ async def show_server(request: Request) -> JsonResponse:
         model=msgspec.structs.asdict(facts) if facts else None,
         memory=[msgspec.structs.asdict(line) for line in context.client.memory],
         stats=msgspec.structs.asdict(await current_stats(context)), options=_options(context),
+        disaggregation_bootstrap_port=_bootstrap_port(context),
         replicas=[
             ReplicaInfo(
                 one.index, one.state, one.pid, one.num_restarts, one.facts.device if one.facts else None,

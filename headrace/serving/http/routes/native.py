@@ -13,6 +13,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import read_request
+from headrace.serving.http.generation.exchange import with_transfers
 from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import check_amount
@@ -113,6 +114,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         params = [_params(body, fields, defaults) for fields in sampling]
     else:
         params = [_params(body, sampling[0], defaults)] * len(prompts)
+    params = with_transfers(params, body, context.client.config)
     request_id, stream_ids = _request_ids(body, request, len(prompts))
     placed = await place_fields(request, context, prompts, read_fields(body, len(prompts), is_batch=is_batch))
     generation_request = GenerationRequest(

@@ -1,0 +1,112 @@
+"""From the fields of a routed request to where its KV pages are exchanged, and vLLM's answer to its router."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headrace.base.config import EngineConfig
+from headrace.base.errors import RequestError
+from headrace.base.sampling import SamplingParams, TransferSpec
+from headrace.serving.http.protocol.fields import TransferParams
+from headrace.serving.http.protocol.openai import TransferAnswer
+
+DEFAULT_PORT = 8998
+"""Of a transfer agent; SGLang's."""
+T = TypeVar("T")
+
+
+class ExchangeBody(Protocol):
+    """Bodies with `headrace.serving.http.protocol.fields.ExchangeFields`."""
+
+    bootstrap_host: str | list[str | None] | None
+    bootstrap_port: int | list[int | None] | None
+    bootstrap_room: int | list[int] | None
+    kv_transfer_params: TransferParams | None
+
+
+def with_transfers(params: Sequence[SamplingParams], body: ExchangeBody, config: EngineConfig) -> list[SamplingParams]:
+    """The parameters of each prompt, with a room of its own where the body asks for an exchange. Raises `RequestError`
+    for what is incomplete, and where this server exchanges nothing."""
+    role, specs = config.disaggregation.disaggregation_mode, _read_bootstrap(body, len(params))
+    vllm = None
+    if body.kv_transfer_params is not None:
+        vllm = _read_vllm(body.kv_transfer_params, role)
+        if vllm is not None and specs:
+            raise RequestError("bootstrap_room and kv_transfer_params exclude each other", param="kv_transfer_params")
+        specs = specs if vllm is None else _number(vllm, len(params))
+    if not specs:
+        return list(params)
+    if role is None:
+        raise RequestError(
+            "this server exchanges no KV pages: leave out bootstrap_room and kv_transfer_params, or start it with "
+            "--disaggregation-mode prefill or decode", param="bootstrap_room" if vllm is None else "kv_transfer_params"
+        )
+    if role == "decode" and not all(spec.host for spec in specs):
+        raise RequestError(
+            "bootstrap_host is required: the address of the prefill server's transfer agent", param="bootstrap_host"
+        )
+    return [msgspec.structs.replace(p, transfer=spec) for p, spec in zip(params, specs, strict=True)]
+
+
+def answer_router(
+    params: Sequence[object], body: ExchangeBody, config: EngineConfig
+) -> TransferAnswer | UnsetType:
+    """What the response of a prefill server tells vLLM's router; unset for any other request."""
+    asked, role = body.kv_transfer_params, config.disaggregation
+    spec = params[0].transfer if isinstance(params[0], SamplingParams) else None
+    if asked is None or not asked.do_remote_decode or spec is None or role.disaggregation_mode != "prefill":
+        return UNSET
+    room, host = spec.room if len(params) == 1 else spec.room.rpartition(".")[0], config.transfer_host
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    port = role.disaggregation_bootstrap_port
+    return TransferAnswer(f"{host}:{port}", room, host, port)
+
+
+def _read_bootstrap(body: ExchangeBody, count: int) -> list[TransferSpec]:
+    if body.bootstrap_room is None:
+        return []
+    rooms = _spread(body.bootstrap_room, count, "bootstrap_room")
+    hosts = _spread(body.bootstrap_host, count, "bootstrap_host")
+    ports = _spread(body.bootstrap_port, count, "bootstrap_port")
+    names = [f"{room}.{i}" for i, room in enumerate(rooms)] if isinstance(body.bootstrap_room, int) else map(str, rooms)
+    if count == 1:
+        names = [str(rooms[0])]
+    return [
+        TransferSpec(name, host or "", port or DEFAULT_PORT)
+        for name, host, port in zip(names, hosts, ports, strict=True)
+    ]
+
+
+def _read_vllm(asked: TransferParams, role: str | None) -> TransferSpec | None:
+    if asked.do_remote_decode and role == "prefill":
+        return TransferSpec(secrets.token_hex(16))
+    if not asked.do_remote_prefill:
+        # For a server without a role, whose refusal says so.
+        return TransferSpec("") if asked.do_remote_decode and role is None else None
+    if not (asked.remote_request_id and asked.remote_host):
+        raise RequestError(
+            "kv_transfer_params with do_remote_prefill needs remote_request_id, remote_host and remote_port, as the "
+            "prefill server's response has them", param="kv_transfer_params"
+        )
+    return TransferSpec(asked.remote_request_id, asked.remote_host, asked.remote_port or DEFAULT_PORT)
+
+
+def _number(spec: TransferSpec, count: int) -> list[TransferSpec]:
+    if count == 1:
+        return [spec]
+    return [msgspec.structs.replace(spec, room=f"{spec.room}.{i}") for i in range(count)]
+
+
+def _spread(value: T | list[T], count: int, param: str) -> list[T]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{param} must be one, or one for each of the {count} prompts", param=param)
+    return value

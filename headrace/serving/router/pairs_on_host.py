@@ -1,0 +1,195 @@
+"""`serve_pairs`: prefill and decode servers on this host, and the router before them: ``headrace serve --disaggregate
+1:1``. Owns the servers' processes, which end with this one; one that ends is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.base import env
+from headrace.base.config import AccessConfig, OperationsConfig, ServeConfig, ServerConfig, all_options, flatten
+from headrace.base.errors import ConfigError
+from headrace.base.option import options_of
+from headrace.serving.http_client import loop_factory
+from headrace.serving.router.options import RouterOptions, WorkerOptions
+from headrace.serving.router.server import RouterServer
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+RESTART_PAUSE_S = 1.0
+WINDOW_S = 600.0
+WATCH_S = 0.5
+DRAIN_GRACE_S = 10.0
+NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {"disaggregate", "config", "drain_s"}
+"""Options of the router, which alone is reached from outside."""
+
+
+@dataclass
+class _Role:
+    """One server: its role, its command, and its process."""
+
+    name: str
+    url: str
+    command: list[str]
+    index: int
+    count: int
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = env.worker_environment() | env.one_device(self.index)
+        self.process = subprocess.Popen(
+            self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=lambda: _settle(self.index, self.count),
+        )
+
+
+def _settle(index: int, count: int) -> None:
+    """In the new process: end with the parent, and take one of ``count`` parts of the cores."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= count:
+            os.sched_setaffinity(0, cores[index * len(cores) // count : (index + 1) * len(cores) // count])
+
+
+class PairServers:
+    """The servers of a configuration, in a folder that is removed with them."""
+
+    def __init__(self, config: ServeConfig, folder: Path):
+        self._max_restarts = config.server.max_restarts
+        counts = config.engine.disaggregation.count_servers()
+        total = sum(counts)
+        self.roles: list[_Role] = []
+        self._starts: dict[str, deque[float]] = {}
+        ports = free_ports(total + counts[0])
+        for index in range(total):
+            mode = "prefill" if index < counts[0] else "decode"
+            options = _shared_options(config, total) | {
+                "host": LOOPBACK, "port": ports[index], "trusted_proxies": LOOPBACK, "disaggregation_mode": mode,
+            }
+            if mode == "prefill":
+                options["disaggregation_bootstrap_port"] = ports[total + index]
+            path = folder / f"{mode}-{index}.json"
+            path.write_text(json.dumps(options))
+            command = [sys.executable, "-P", "-m", "headrace", "serve", "--config", str(path)]
+            self.roles.append(_Role(mode, f"http://{LOOPBACK}:{ports[index]}", command, index, total))
+
+    def urls(self, mode: str) -> list[str]:
+        """Of the servers of a mode."""
+        return [role.url for role in self.roles if role.name == mode]
+
+    def start(self) -> None:
+        """Start all."""
+        for role in self.roles:
+            self._start(role)
+
+    async def watch(self) -> None:
+        """Start servers again that have ended; raises `ConfigError` for one that ends too often, or never began."""
+        while True:
+            for role in self.roles:
+                if role.process is not None and role.process.poll() is not None:
+                    starts, status = self._starts[role.url], role.process.returncode
+                    recent = [start for start in starts if time.monotonic() - start < WINDOW_S]
+                    if status == 2 or len(recent) > self._max_restarts:
+                        raise ConfigError(
+                            f"the {role.name} server {role.url} ended with status {status}; its last lines say why",
+                            param="disaggregate"
+                        )
+                    logger.warning("the %s server %s has ended (status %d) and is started again", role.name, role.url,
+                                   status)
+                    await asyncio.sleep(RESTART_PAUSE_S)
+                    self._start(role)
+            await asyncio.sleep(WATCH_S)
+
+    def close(self, drain_s: float) -> None:
+        """End all, with time to finish what runs."""
+        running = [role.process for role in self.roles if role.process is not None and role.process.poll() is None]
+        for process in running:
+            process.terminate()
+        limit = time.monotonic() + drain_s + DRAIN_GRACE_S
+        for process in running:
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, role: _Role) -> None:
+        self._starts.setdefault(role.url, deque(maxlen=64)).append(time.monotonic())
+        role.start()
+        logger.info("%s server %s: process %d", role.name, role.url, role.process.pid if role.process else 0)
+
+
+def _shared_options(config: ServeConfig, count: int) -> dict[str, Any]:
+    """What the servers have of this command's options: all but the router's, with a part of the memory each."""
+    values: Mapping[str, Any] = flatten(config)
+    options = {
+        info.name: values[info.name] for info in all_options()
+        if info.name not in NOT_PASSED and values[info.name] != info.default
+    }
+    device = str(values["device"])
+    if not device.startswith("cuda"):
+        options["memory_fraction"] = max(0.01, values["memory_fraction"] / count)
+    options["drain_s"] = values["drain_s"]
+    return options
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    holders = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
+    ports = [int(holder.getsockname()[1]) for holder in holders]
+    for holder in holders:
+        holder.close()
+    return ports
+
+
+def router_options(server: ServerConfig, operations: OperationsConfig) -> RouterOptions:
+    """The router's part of the options of ``headrace serve``."""
+    access = {info.name: getattr(server, info.name) for info in options_of(AccessConfig, "")}
+    return RouterOptions(
+        **access, max_body_bytes=server.max_body_bytes, drain_s=server.drain_s,
+        log_requests=operations.log_requests != "none"
+    )
+
+
+def serve_pairs(config: ServeConfig) -> None:
+    """Serve until SIGTERM or SIGINT; raises as `headrace.serving.router.server.serve_router` does, and when a server
+    cannot start."""
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder, asyncio.Runner(
+        loop_factory=loop_factory()
+    ) as runner:
+        servers = PairServers(config, Path(folder))
+        try:
+            servers.start()
+            runner.run(_route(config, servers))
+        finally:
+            servers.close(config.server.drain_s)
+
+
+async def _route(config: ServeConfig, servers: PairServers) -> None:
+    workers = WorkerOptions(prefill=servers.urls("prefill"), decode=servers.urls("decode"), health_interval_s=1.0)
+    router = RouterServer([], router_options(config.server, config.operations), workers)
+    routing, watching = asyncio.ensure_future(router.run()), asyncio.ensure_future(servers.watch())
+    done, _ = await asyncio.wait((routing, watching), return_when=asyncio.FIRST_COMPLETED)
+    for task in {routing, watching} - done:
+        task.cancel()
+    await asyncio.gather(routing, watching, return_exceptions=True)
+    for task in done:
+        task.result()

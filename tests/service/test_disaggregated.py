@@ -1,0 +1,283 @@
+"""A prefill and a decode engine, with their agents: the same tokens as one engine gives, for every kind of cache, and
+whatever happens to the other side."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_tiers_served as tiers
+
+from headrace.base.config import engine_config
+from headrace.base.disaggregation import DisaggregationConfig
+from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
+from headrace.service.engine import Engine
+from headrace.service.ranks.starting import build_ranked_engine
+from headrace.service.transfer.gate import TransferGate
+
+NUM_TOKENS = 6
+LIMIT_S = 60.0
+GREEDY = SamplingSpec(temperature=0.0, num_logprobs=2)
+
+
+class Side:
+    """An engine that is stepped by hand."""
+
+    def __init__(self, folder: str, options: dict[str, Any], port: int, **role: Any):
+        config = engine_config(model=folder, skip_tokenizer=True, **options)
+        if role:
+            role["disaggregation_bootstrap_port"] = port
+            config = replace(config, disaggregation=DisaggregationConfig(**role))
+        self.engine: Engine = build_ranked_engine(config, lambda stage, fraction: None)
+        self.port = port
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    @property
+    def gate(self) -> TransferGate:
+        return next(c for c in self.engine._waiting_room._coordinators if isinstance(c, TransferGate))
+
+    def submit(self, name: str, prompt: list[int], *, sampling: SamplingSpec = GREEDY, fetches_from: int = 0,
+               room: str = "", num_tokens: int = NUM_TOKENS) -> None:
+        spec = TransferSpec(room, "127.0.0.1" if fetches_from else "", fetches_from) if room else None
+        self.outputs[name] = []
+        self.engine.submit(EngineRequest(name, prompt, sampling, StopSpec(max_tokens=num_tokens), transfer=spec))
+
+    def step(self) -> None:
+        for output in self.engine.step():  # also without work: it hears what the agent says
+            self.outputs[output.request_id].append(output)
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+    def is_done(self, name: str) -> bool:
+        return bool(self.outputs[name]) and self.outputs[name][-1].finish is not None
+
+    def close(self) -> None:
+        for coordinator in self.engine._waiting_room._coordinators:
+            if isinstance(coordinator, TransferGate):
+                coordinator.close()
+        self.engine.close()
+
+
+def run_until(sides: list[Side], done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        for side in sides:
+            side.step()
+        assert time.monotonic() < deadline, [side.outputs for side in sides]
+
+
+def settle(sides: list[Side]) -> None:
+    """Every lease is free again, and every page accounted for."""
+    def is_free() -> bool:
+        return all(
+            side.gate._leases.num_taken_bytes == 0 and not side.gate._held and not side.engine.has_work
+            for side in sides
+        )
+
+    run_until(sides, is_free)
+    for side in sides:
+        side.engine.check()
+        assert not side.gate._exchange._exports and not side.gate._exchange._imports
+        assert not side.gate._exchange.expected
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return int(holder.getsockname()[1])
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Side]]:
+    with ExitStack() as undo:
+        def make(folder: str, options: dict[str, Any], mode: str = "", backend: str = "shared-memory") -> Side:
+            role = {"disaggregation_mode": mode, "disaggregation_transfer_backend": backend} if mode else {}
+            side = Side(folder, options, free_port(), **role)
+            undo.callback(side.close)
+            return side
+
+        yield make
+
+
+@pytest.mark.parametrize("name", [*tiers.SMALL, "DeepseekV4"])
+def test_two_engines_give_the_tokens_of_one(name: str, tmp_path: Path, start):
+    folder, options, prompts = tiers.save(name, tmp_path)
+    options = {**options, "max_step_tokens": 16 if name != "DeepseekV4" else 256}  # several chunks
+    one = start(folder, options)
+    for i, prompt in enumerate(prompts):
+        one.submit(f"r{i}", prompt)
+    run_until([one], lambda: all(map(one.is_done, one.outputs)))
+    prefill, decode = start(folder, options, "prefill"), start(folder, options, "decode")
+    for turn in ("first", "again"):  # again: the prefix caches of both sides have the prompts
+        for i, prompt in enumerate(prompts):
+            prefill.submit(f"{turn}{i}", prompt, room=f"{turn}-{i}")
+            decode.submit(f"{turn}{i}", prompt, room=f"{turn}-{i}", fetches_from=prefill.port)
+        run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+        for i in range(len(prompts)):
+            assert decode.tokens(f"{turn}{i}") == one.tokens(f"r{i}"), f"{turn} {i}"
+            assert [e.token_id for o in decode.outputs[f"{turn}{i}"] for e in o.logprobs or ()] == one.tokens(f"r{i}")
+            assert len(prefill.tokens(f"{turn}{i}")) == 1
+        settle([prefill, decode])
+    assert decode.gate.outcomes == {"received": 2 * len(prompts)}
+    assert prefill.gate.outcomes == {"sent": 2 * len(prompts)}
+    stats = decode.engine.stats()
+    assert stats.computed_tokens_total <= 2 * len(prompts) * (NUM_TOKENS + 1), "the decode engine computed a prompt"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], list[list[int]]]:
+    folder, options, prompts = tiers.save("Llama", tmp_path_factory.mktemp("llama"))
+    return folder, {**options, "max_step_tokens": 16}, prompts
+
+
+def expected_tokens(start, llama) -> list[list[int]]:
+    folder, options, prompts = llama
+    one = start(folder, options)
+    for i, prompt in enumerate(prompts):
+        one.submit(f"r{i}", prompt)
+    run_until([one], lambda: all(map(one.is_done, one.outputs)))
+    return [one.tokens(f"r{i}") for i in range(len(prompts))]
+
+
+def pair_of(start, llama, backend: str = "shared-memory") -> tuple[Side, Side]:
+    folder, options, _ = llama
+    return start(folder, options, "prefill", backend), start(folder, options, "decode", backend)
+
+
+@pytest.mark.parametrize("fault", [
+    "corrupt=1", "drop=1", "refuse=1", "corrupt=0.2&drop=0.2&delay=0.01&duplicate=0.5&seed=7",
+])
+def test_faults_of_the_network_change_no_token(fault: str, start, llama):
+    expected, (prefill, decode) = expected_tokens(start, llama), pair_of(start, llama, f"faulty?{fault}")
+    prompts = llama[2]
+    for i, prompt in enumerate(prompts):
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+    assert [decode.tokens(f"r{i}") for i in range(len(prompts))] == expected
+    settle([prefill, decode])
+    if fault.endswith("=1"):
+        assert decode.gate.outcomes == {"lost": len(prompts)}
+
+
+def test_a_prefill_engine_that_never_hears_of_the_request(start, llama):
+    expected, (prefill, decode) = expected_tokens(start, llama), pair_of(start, llama)
+    began = time.monotonic()
+    decode.submit("r0", llama[2][0], room="0", fetches_from=prefill.port)
+    run_until([decode], lambda: decode.is_done("r0"))
+    assert decode.tokens("r0") == expected[0] and time.monotonic() - began < 8.0
+    settle([prefill, decode])
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+def test_an_agent_that_dies_or_hangs_in_the_middle(action: str, whose: str, start, llama):
+    expected, (prefill, decode) = expected_tokens(start, llama), pair_of(start, llama)
+    prompts, victim = llama[2], {"prefill": prefill, "decode": decode}[whose]
+    for i, prompt in enumerate(prompts):
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+    prefill.step()  # the first chunk, not more
+    pid = victim.gate._line.pid
+    os.kill(pid, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+    run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+    assert [decode.tokens(f"r{i}") for i in range(len(prompts))] == expected
+    if action == "stop" and victim.gate._line.pid == pid:
+        os.kill(pid, signal.SIGCONT)
+    settle([prefill, decode])
+    # Afterwards pages are exchanged again.
+    run_until([prefill, decode], lambda: _is_up(prefill) and _is_up(decode))
+    time.sleep(2.2)  # a peer that broke is left alone for a moment
+    before = decode.gate.outcomes["received"]
+    prefill.submit("again", prompts[1], room="again")
+    decode.submit("again", prompts[1], room="again", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: decode.is_done("again"))
+    assert decode.tokens("again") == expected[1] and decode.gate.outcomes["received"] == before + 1
+    settle([prefill, decode])
+
+
+def _is_up(side: Side) -> bool:
+    return side.gate._line.is_up
+
+
+@pytest.mark.parametrize("whose", ["prefill", "decode", "both"])
+def test_requests_that_are_aborted_leave_nothing_behind(whose: str, start, llama):
+    prefill, decode = pair_of(start, llama)
+    for i, prompt in enumerate(llama[2]):
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+    prefill.step()
+    decode.step()
+    for side, names in ((prefill, ("prefill", "both")), (decode, ("decode", "both"))):
+        if whose in names:
+            for name in list(side.outputs):
+                side.engine.abort(name)
+    run_until([prefill, decode], lambda: all(
+        side.is_done(name) for side in (prefill, decode) for name in side.outputs
+    ))
+    settle([prefill, decode])
+
+
+def test_a_failed_step_on_either_side(start, llama, monkeypatch):
+    expected, (prefill, decode) = expected_tokens(start, llama), pair_of(start, llama)
+    for side in (prefill, decode):
+        execute, counts = side.engine.executor.execute, iter(range(1000))
+
+        def fail_once(plan, execute=execute, counts=counts):
+            if plan.rows and next(counts) == 1:
+                raise RuntimeError("a kernel failed")
+            return execute(plan)
+
+        monkeypatch.setattr(side.engine.executor, "execute", fail_once)
+    prompts = llama[2]
+    for i, prompt in enumerate(prompts):
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+    for i in range(len(prompts)):
+        finish = decode.outputs[f"r{i}"][-1].finish
+        assert finish.reason == "error" or decode.tokens(f"r{i}") == expected[i]
+    settle([prefill, decode])
+
+
+def test_a_prompt_of_another_model_is_computed(start, llama, tmp_path: Path, caplog):
+    """Peers whose weights differ exchange nothing."""
+    folder, options, prompts = llama
+    other, _, _ = tiers.save("Llama", tmp_path)
+    config = Path(other) / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps"', '"rms_norm_eps_"'))
+    expected, prefill, decode = expected_tokens(start, llama), start(other, options, "prefill"), None
+    decode = start(folder, options, "decode")
+    prefill.submit("r0", prompts[0], room="0")
+    decode.submit("r0", prompts[0], room="0", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: decode.is_done("r0"))
+    assert decode.tokens("r0") == expected[0] and decode.gate.outcomes == {"lost": 1}
+    assert "the models, or how their weights are quantized, differ" in caplog.text
+
+
+def test_sampled_tokens_and_stops_are_the_same(start, llama):
+    folder, options, prompts = llama
+    one, (prefill, decode) = start(folder, options), pair_of(start, llama)
+    sampling = SamplingSpec(temperature=1.0, seed=5, num_logprobs=0)
+    for side in (one, prefill, decode):
+        for i, prompt in enumerate(prompts):
+            room = "" if side is one else f"s{i}"
+            side.submit(f"s{i}", prompt, sampling=sampling, room=room, num_tokens=1 if i == 0 else NUM_TOKENS,
+                        fetches_from=prefill.port if side is decode else 0)
+    run_until([one, prefill, decode], lambda: all(
+        side.is_done(name) for side in (one, prefill, decode) for name in side.outputs
+    ))
+    for i in range(len(prompts)):
+        assert decode.tokens(f"s{i}") == one.tokens(f"s{i}")
+        assert decode.outputs[f"s{i}"][-1].finish == one.outputs[f"s{i}"][-1].finish
+    assert decode.gate.outcomes == {"received": len(prompts)}
+    settle([prefill, decode])

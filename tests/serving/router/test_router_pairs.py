@@ -1,0 +1,113 @@
+"""Prefill and decode workers behind a router: both get each request, with one room."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from workers import Running, Worker, chunk, events, reply, routing
+
+from headrace.base.errors import ConfigError
+from headrace.serving.router.options import RouterOptions, WorkerOptions
+from headrace.serving.router.pairing import name_room
+from headrace.serving.router.server import serve_router
+
+BODY = {"model": "m", "prompt": "The mill wheel", "max_tokens": 3}
+
+
+def answer(text: str):
+    return lambda asked: reply(200, {"text": text})
+
+
+@asynccontextmanager
+async def pairing(prefill: Worker, *decodes: Worker) -> AsyncIterator[Running]:
+    async with routing(*decodes, prefill=[prefill]) as router:
+        yield router
+
+
+def fields(worker: Worker, at: int = -1) -> dict:
+    return json.loads([a.body for a in worker.asked if a.method == "POST"][at])
+
+
+async def test_both_workers_get_the_request_with_one_room():
+    prefill, decode = Worker("prefill", answer=answer("p")), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        responses = [await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode()) for _ in range(2)]
+        await router.until(lambda: len([a for a in prefill.asked if a.method == "POST"]) == 2)
+    assert [json.loads(response.body)["text"] for response in responses] == ["d", "d"]
+    rooms = set()
+    for at in range(2):
+        sent, got = fields(prefill, at), fields(decode, at)
+        assert sent == got and {name: got[name] for name in BODY} == BODY
+        assert got["bootstrap_host"] == "127.0.0.1" and got["bootstrap_port"] == 8998
+        rooms.add(got["bootstrap_room"])
+    assert len(rooms) == 2
+
+
+async def test_streams_come_from_the_decode_worker():
+    prefill = Worker("prefill", answer=lambda asked: events("first"))
+    decode = Worker("decode", answer=lambda asked: events("a", "b"))
+    async with pairing(prefill, decode) as router:
+        response = await router.client.send("POST", "/generate", b'{"text": "x", "stream": true}')
+    assert b"data: a" in response.body and b"first" not in response.body
+
+
+async def test_other_routes_are_answered_by_decode_workers_alone():
+    prefill, decode = Worker("prefill", answer=answer("p")), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        await router.client.send("POST", "/v1/embeddings", b'{"input": "x"}')
+    assert not [a for a in prefill.asked if a.method == "POST"]
+    assert fields(decode) == {"input": "x"}
+
+
+async def test_without_a_prefill_worker_decode_workers_compute_the_prompt():
+    prefill, decode = Worker("prefill", status=503), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        response = await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode())
+    assert response.status == 200 and fields(decode) == BODY
+
+
+async def test_a_prefill_worker_that_breaks_off_costs_nothing():
+    prefill, decode = Worker("prefill", answer=lambda asked: None), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        response = await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode())
+        assert response.status == 200
+        await router.until(lambda: not any(worker.relays for worker in router.router.all_workers()))
+
+
+async def test_a_client_that_leaves_ends_both_requests():
+    hold = asyncio.Event()
+    prefill = Worker("prefill", answer=lambda asked: [hold])
+    decode = Worker("decode", answer=lambda asked: [hold, chunk(b"x")])
+    async with pairing(prefill, decode) as router:
+        with pytest.raises(TimeoutError):
+            await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode(), timeout_s=0.5)
+        await router.until(lambda: not any(worker.relays for worker in router.router.all_workers()))
+        hold.set()
+
+
+async def test_workers_are_listed_with_their_roles_and_counted():
+    prefill, decode = Worker("prefill", answer=answer("p")), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        listed = json.loads((await router.client.send("GET", "/workers")).body)["workers"]
+        assert [(worker["role"], worker["url"]) for worker in listed] == [
+            ("prefill", prefill.url), ("decode", decode.url)
+        ]
+        metrics = (await router.client.send("GET", "/metrics")).body.decode()
+        assert f'headrace_router_worker_up{{worker="{prefill.url}"}} 1.0' in metrics
+
+
+def test_rooms_are_added_to_any_object():
+    for body in (b"{}", b' { "a" : 1 } \n', b'{"a":{}}'):
+        found = json.loads(name_room(body, "h", 5))
+        assert found["bootstrap_host"] == "h" and found["bootstrap_port"] == 5 and found["bootstrap_room"] >= 0
+        assert {k: v for k, v in found.items() if not k.startswith("bootstrap")} == json.loads(body)
+
+
+@pytest.mark.parametrize("workers", [{"prefill": ["http://a"]}, {"decode": ["http://a"]}])
+def test_one_role_alone_is_refused(workers):
+    with pytest.raises(ConfigError, match="a server of each mode"):
+        serve_router([], RouterOptions(port=0), WorkerOptions(**workers))
