@@ -14,8 +14,8 @@ from headrace.serving.http.app import ENDPOINTS, create_app
 from headrace.serving.http.transport.access import is_loopback
 
 ADMIN = sorted(e.path for e in ENDPOINTS if e.is_admin)
-DONE = {path: 400 if path.endswith("_profile") else 200 for path in ADMIN}
-"""The status of one that is let in; profiles have no folder here."""
+DONE = {path: 400 if path.endswith("_profile") or "lora_adapter" in path else 200 for path in ADMIN}
+"""The status of one that is let in; profiles have no folder here, and no adapters are served."""
 
 
 def bearer(key: str) -> dict[str, str]:
