@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace, after all ran")
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
     parser.add_argument("--memory-fraction", type=float, default=0.5)
-    parser.add_argument("--graphs", default="auto", help="CUDA graphs: auto or off")
+    parser.add_argument("--graphs", default="on", help="CUDA graphs: on, lazy or off")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="float8_e4m3fn")

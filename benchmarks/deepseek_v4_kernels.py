@@ -124,12 +124,12 @@ def index_cases() -> Iterator[Case]:
         )
         queries = Queries(randn(tokens, 64, 128), torch.full((tokens,), 8000, device="cuda"), cos_sin, 0.0)
         weights, whole = torch.rand(tokens, 64, device="cuda"), slice(0, tokens)
-        scores = reference.index_scores(queries, weights, pool, view, top_k=512, tokens=whole)
+        scores = reference.index_scores(queries, weights, pool, view, scale=0.01, top_k=512, tokens=whole)
         yield (
             f"index_scores T{tokens} N{entries}", entries * 132.0 * max(1, decodes) + 4.0 * tokens * entries,
             2.0 * tokens * 64 * entries * 128,
             {
-                n: partial(m.index_scores, queries, weights, pool, view, top_k=512, tokens=whole)
+                n: partial(m.index_scores, queries, weights, pool, view, scale=0.01, top_k=512, tokens=whole)
                 for n, m in (("torch", reference), ("triton", indexer))
             },
             lambda result: result,

@@ -121,7 +121,7 @@ def test_scores(
     weights = torch.randn(10, num_heads, generator=generator).to(device)
     for tokens in (slice(0, 10), slice(3, 8)):
         ours, theirs = (
-            solution(queries, weights, keys, view, top_k=20, tokens=tokens)
+            solution(queries, weights, keys, view, scale=0.3, top_k=20, tokens=tokens)
             for solution in (index_scores, reference.index_scores)
         )
         seen = view.visible[tokens]

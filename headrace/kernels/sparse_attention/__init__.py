@@ -60,8 +60,8 @@ class EntryView:
 
 
 INDEX_SCORES = Operation("index score kernel")
-"""``index_scores(queries: Queries, weights [T, H] float32, keys: Slots, view: EntryView, *, top_k, tokens: slice) ->
-[n, N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``weights[h] * relu(q[h] . key)``. Queries
+"""``index_scores(queries: Queries, weights [T, H], keys: Slots, view: EntryView, *, scale, top_k, tokens: slice) -> [n,
+N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``. Queries
 are rotated, and where keys are packed turned by a Hadamard matrix; they have no norm. Undefined for entries that a
 token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim`` and ``rotary_dim``."""
 

@@ -24,7 +24,7 @@ SELECT_BLOCK = 2048
 @triton.jit
 def _score_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
-    table_width, num_columns, top_k, codes_ptr, wide_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
+    table_width, num_columns, top_k, scale, codes_ptr, wide_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -47,7 +47,7 @@ def _score_kernel(
         if HOW == 2:
             turned = tl.dot(q, hadamard_signs(E).to(q_ptr.dtype.element_ty), input_precision="ieee")
             q = (turned * (1.0 / tl.sqrt_rn(E * 1.0))).to(q_ptr.dtype.element_ty)
-        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0)
+        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0).to(tl.float32) * scale
         dim = tl.arange(0, E)
         for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
             number = first + tl.arange(0, BLOCK)
@@ -65,7 +65,8 @@ def _score_kernel(
 
 
 def index_scores(
-    queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, top_k: int, tokens: slice
+    queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, scale: float, top_k: int,
+    tokens: slice,
 ) -> torch.Tensor:
     """See `INDEX_SCORES`."""
     num_heads, dim = queries.q.shape[1:]
@@ -77,6 +78,7 @@ def index_scores(
         _score_kernel[(count, parts)](
             queries.q, queries.positions, queries.cos_sin, weights, view.requests, view.visible, view.page_table,
             scores, tokens.indices(len(queries.q))[0], view.page_table.stride(0), view.longest, top_k,
+            scale,
             **slot_arguments(keys), H=num_heads, HEADS=max(16, next_power_of_2(num_heads)), E=dim,
             R=queries.cos_sin.shape[1], BLOCK=KEYS, num_warps=4,
         )

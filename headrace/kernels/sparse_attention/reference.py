@@ -64,13 +64,15 @@ def attend(
 
 
 def index_scores(
-    queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, top_k: int, tokens: slice
+    queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, scale: float, top_k: int,
+    tokens: slice,
 ) -> torch.Tensor:
     """See `INDEX_SCORES`. Decodes are scored as one batch against their own keys, prefill chunks one request at a
     time."""
     q = rotate_last(queries.q, queries.cos_sin.index_select(0, queries.positions)).float()  # [T, H, E]
     if keys.holds_keys:
         q = q @ hadamard(q.shape[-1], q.device)
+    weights = weights.float() * scale
     slots, num_decodes = list_entries(view, keys.per_page), view.num_decodes
     scores = q.new_zeros(q.shape[0], view.longest)
     if num_decodes:

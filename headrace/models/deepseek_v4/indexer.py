@@ -50,11 +50,13 @@ class Indexer(nn.Module):
             return None
         q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         queries = Queries(q, batch.positions, self.rotary.cos_sin, 0.0)
-        weights = self.weights(x).float() * (self.spec.head_dim * self.spec.num_heads) ** -0.5
+        weights, scale = self.weights(x), (self.spec.head_dim * self.spec.num_heads) ** -0.5
         chosen, tile = [], max(1, SCORES_AT_ONCE // longest)
         for low in range(0, len(x), tile):
             tokens = slice(low, min(low + tile, len(x)))
-            scores = self._score[place.is_packed](queries, weights, place.slots, own.view, top_k=top_k, tokens=tokens)
+            scores = self._score[place.is_packed](
+                queries, weights, place.slots, own.view, scale=scale, top_k=top_k, tokens=tokens
+            )
             chosen.append(
                 self._select(scores, entries.view, top_k=top_k, per_page=entries.per_page, tokens=tokens)
             )
