@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.kernels.latents import reason_against_latents
+from headrace.kernels.latents import reason_against_dependent, reason_against_latents
 from headrace.kernels.operation import Operation, requires
 
 if TYPE_CHECKING:
@@ -79,4 +79,12 @@ STORE_STATE.add("reference", "headrace.kernels.compressor.reference:store_state"
 STORE_STATE.add(
     "triton", "headrace.kernels.compressor.triton:store_state", supports=requires(device="cuda"), priority=10,
     doc="one kernel; tokens that no later window needs write nothing",
+)
+COMPRESS.add(
+    "triton_pdl", "headrace.kernels.compressor.triton:compress_pdl", supports=reason_against_dependent, priority=15,
+    doc="with dependent launch",
+)
+STORE_STATE.add(
+    "triton_pdl", "headrace.kernels.compressor.triton:store_state_pdl",
+    supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ import triton.language as tl
 from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows
 from headrace.kernels.latents import GROUP, LatentNorm
 from headrace.kernels.latents.triton import finish_latent, scale_step, slot_arguments, write_slot
-from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 ROWS = 8
 """Tokens of a window that a program reads at a time: all those of an entry of two windows of 4."""
@@ -22,8 +24,10 @@ def _compress_kernel(
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, RATIO: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, RING: tl.constexpr, STATE_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     candidate = tl.program_id(0)
+    wait_for_previous(PDL)
     number = tl.load(numbers_ptr + candidate)
     if number >= 0:
         request = tl.load(requests_ptr + candidate)
@@ -71,7 +75,7 @@ def _compress_kernel(
 
 def compress(
     projected: torch.Tensor, windows: Windows, state: StatePages, pooling: Pooling, norm: LatentNorm,
-    entries: EntryPages,
+    entries: EntryPages, *, pdl: bool = False,
 ) -> None:
     """See `COMPRESS`."""
     width, head_dim = pooling.ape.shape[1], norm.weight.shape[0]
@@ -84,15 +88,17 @@ def compress(
             state.page_table.stride(0), entries.page_table.stride(0), norm.eps, **where, E=head_dim,
             R=norm.cos_sin.shape[1], GROUP=GROUP, SCALES=scale_step(where["HOW"], head_dim), RATIO=pooling.ratio,
             REACH=width // head_dim * pooling.ratio, WIDTH=width, BLOCK=state.block, RING=state.ring,
-            STATE_ROWS=state.values.shape[1], ROWS=ROWS, num_warps=4,
+            STATE_ROWS=state.values.shape[1], ROWS=ROWS, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
 
 
 @triton.jit
 def _store_kernel(
-    projected_ptr, rows_ptr, values_ptr, gates_ptr, WIDTH: tl.constexpr, STATE_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    projected_ptr, rows_ptr, values_ptr, gates_ptr, WIDTH: tl.constexpr, STATE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    wait_for_previous(PDL)
     row = tl.load(rows_ptr + token)
     if row >= STATE_ROWS:  # of the null page nothing is read
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +107,7 @@ def _store_kernel(
         tl.store(gates_ptr + row * WIDTH + column, tl.load(source + WIDTH, mask=column < WIDTH), mask=column < WIDTH)
 
 
-def store_state(projected: torch.Tensor, state: StatePages, rows: torch.Tensor) -> None:
+def store_state(projected: torch.Tensor, state: StatePages, rows: torch.Tensor, *, pdl: bool = False) -> None:
     """See `STORE_STATE`."""
     width = projected.shape[1] // 2
     if len(rows):
@@ -109,5 +115,9 @@ def store_state(projected: torch.Tensor, state: StatePages, rows: torch.Tensor) 
         block = min(1024, next_power_of_2(width))
         _store_kernel[(len(rows), ceil_div(width, block))](
             projected, rows, state.values, state.gates, WIDTH=width, STATE_ROWS=state.values.shape[1], BLOCK=block,
-            num_warps=4,
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
+
+
+compress_pdl = partial(compress, pdl=True)
+store_state_pdl = partial(store_state, pdl=True)

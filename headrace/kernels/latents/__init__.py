@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.kernels.operation import KernelQuery, Operation
+from headrace.kernels.operation import KernelQuery, Operation, requires
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,17 @@ def reason_against_latents(query: KernelQuery) -> str | None:
     return None
 
 
+def reason_against_dependent(query: KernelQuery) -> str | None:
+    """The same with programmatic dependent launch."""
+    return requires(device="cuda", capability=(9, 0))(query) or reason_against_latents(query)
+
+
 WRITE_LATENTS.add("reference", "headrace.kernels.latents.reference:write_latents", doc="plain torch")
 WRITE_LATENTS.add(
     "triton", "headrace.kernels.latents.triton:write_latents", supports=reason_against_latents, priority=10,
     doc="one kernel: norm, rotation, packing, write",
+)
+WRITE_LATENTS.add(
+    "triton_pdl", "headrace.kernels.latents.triton:write_latents_pdl", supports=reason_against_dependent, priority=15,
+    doc="with dependent launch",
 )

@@ -61,9 +61,10 @@ class EntryView:
 
 INDEX_SCORES = Operation("index score kernel")
 """``index_scores(queries: Queries, weights [T, H], keys: Slots, view: EntryView, *, scale, top_k, tokens: slice) -> [n,
-N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``. Queries
-are rotated, and where keys are packed turned by a Hadamard matrix; they have no norm. Undefined for entries that a
-token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim`` and ``rotary_dim``."""
+N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``.
+Queries are rotated, and where keys are packed turned by a Hadamard matrix; they have no norm. Undefined for entries
+that a token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim``, ``rotary_dim``
+and ``packed``."""
 
 SELECT_ENTRIES = Operation("entry selection kernel")
 """``select_entries(scores [n, N] float32, view: EntryView, *, top_k, per_page, tokens: slice) -> [n, top_k] int64``:
@@ -94,4 +95,21 @@ SELECT_ENTRIES.add("reference", "headrace.kernels.sparse_attention.reference:sel
 SELECT_ENTRIES.add(
     "triton", "headrace.kernels.sparse_attention.indexer:select_entries", supports=requires(device="cuda"), priority=10,
     doc="radix selection, a program a token; of equal scores the first",
+)
+
+
+def _reason_against_dependent(query: KernelQuery) -> str | None:
+    return requires(device="cuda", capability=(9, 0))(query) or _reason_against_attention(query)
+
+
+for _operation, _target in (
+    (ATTEND_SLOTS, "triton:attend_slots_pdl"), (INDEX_SCORES, "indexer:index_scores_pdl"),
+):
+    _operation.add(
+        "triton_pdl", f"headrace.kernels.sparse_attention.{_target}", supports=_reason_against_dependent, priority=15,
+        doc="with dependent launch",
+    )
+SELECT_ENTRIES.add(
+    "triton_pdl", "headrace.kernels.sparse_attention.indexer:select_entries_pdl",
+    supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )

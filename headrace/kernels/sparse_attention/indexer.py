@@ -5,13 +5,15 @@ T tokens, H index heads, E index dims of which R are rotated, N entries.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.latents.triton import hadamard_signs, slot_arguments
-from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import EntryView, Queries
 
 KEYS = 64
@@ -26,10 +28,11 @@ def _score_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
     table_width, num_columns, top_k, scale, codes_ptr, wide_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first_token + nth
+    wait_for_previous(PDL)
     visible = tl.load(visible_ptr + token).to(tl.int32)
     if (visible > top_k) & (part * BLOCK < visible):
         position, request = tl.load(positions_ptr + token), tl.load(requests_ptr + token)
@@ -66,7 +69,7 @@ def _score_kernel(
 
 def index_scores(
     queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, scale: float, top_k: int,
-    tokens: slice,
+    tokens: slice, pdl: bool = False,
 ) -> torch.Tensor:
     """See `INDEX_SCORES`."""
     num_heads, dim = queries.q.shape[1:]
@@ -80,7 +83,8 @@ def index_scores(
             scores, tokens.indices(len(queries.q))[0], view.page_table.stride(0), view.longest, top_k,
             scale,
             **slot_arguments(keys), H=num_heads, HEADS=max(16, next_power_of_2(num_heads)), E=dim,
-            R=queries.cos_sin.shape[1], BLOCK=KEYS, num_warps=4,
+            R=queries.cos_sin.shape[1], BLOCK=KEYS, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
         )
     return scores
 
@@ -95,10 +99,11 @@ def _sortable(score):
 @triton.jit
 def _select_kernel(
     scores_ptr, requests_ptr, visible_ptr, table_ptr, out_ptr, first_token, table_width, num_columns,
-    TOP_K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     nth = tl.program_id(0).to(tl.int64)
     token = first_token + nth
+    wait_for_previous(PDL)
     visible = tl.load(visible_ptr + token).to(tl.int32)
     table = table_ptr + tl.load(requests_ptr + token) * table_width
     out = out_ptr + nth * TOP_K
@@ -144,7 +149,8 @@ def _select_kernel(
 
 
 def select_entries(
-    scores: torch.Tensor, view: EntryView, *, top_k: int, per_page: int, tokens: slice
+    scores: torch.Tensor, view: EntryView, *, top_k: int, per_page: int, tokens: slice,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """See `SELECT_ENTRIES`; of equal scores that do not all fit the first are taken."""
     out = torch.empty((len(scores), top_k), dtype=torch.int64, device=scores.device)
@@ -153,6 +159,11 @@ def select_entries(
         _select_kernel[(len(scores),)](
             scores, view.requests, view.visible, view.page_table, out, tokens.indices(len(view.visible))[0],
             view.page_table.stride(0), scores.shape[1], TOP_K=top_k, S=per_page,
-            BLOCK=min(SELECT_BLOCK, max(128, next_power_of_2(max(top_k, scores.shape[1])))), num_warps=8,
+            BLOCK=min(SELECT_BLOCK, max(128, next_power_of_2(max(top_k, scores.shape[1])))), PDL=pdl, num_warps=8,
+            launch_pdl=pdl,
         )
     return out
+
+
+index_scores_pdl = partial(index_scores, pdl=True)
+select_entries_pdl = partial(select_entries, pdl=True)

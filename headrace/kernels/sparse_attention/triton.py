@@ -7,6 +7,7 @@ T tokens, H heads, E head dim: N plain dims in blocks of NB, and R rotated. K sp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from headrace.kernels.latents import GROUP
 from headrace.kernels.latents.triton import slot_arguments
-from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import Queries, SeenSlots
 
 HEADS = 64
@@ -98,13 +99,14 @@ def _attend_kernel(
     H: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, ENTRY_S: tl.constexpr, ENTRY_PAGE: tl.constexpr,
     ENTRY_SLOT: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_ENTRY_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     E: tl.constexpr = N + R
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < H
     dim, pair = tl.arange(0, NB), tl.arange(0, R // 2)
+    wait_for_previous(PDL)
     row = q_ptr + (token * H + head)[:, None] * E
     position = tl.load(positions_ptr + token)
     plain_mask, pair_mask = is_head[:, None] & (dim < N)[None, :], is_head[:, None] & (pair >= 0)[None, :]
@@ -173,13 +175,14 @@ def _attend_kernel(
 @triton.jit
 def _combine_kernel(
     sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, H: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     # one program a token and head
     E: tl.constexpr = N + R
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, pair = tl.arange(0, BLOCK_K), tl.arange(0, E // 2)
     is_split = split < SPLITS
+    wait_for_previous(PDL)
     place = (token * SPLITS + split) * H + head
     most = tl.load(stats_ptr + place * 2, mask=is_split, other=-float("inf"))
     total = tl.load(stats_ptr + place * 2 + 1, mask=is_split, other=0.0)
@@ -215,7 +218,8 @@ def _entry_arguments(window: SeenSlots, entries: SeenSlots | None) -> dict[str, 
 
 
 def attend_slots(
-    queries: Queries, window: SeenSlots, entries: SeenSlots | None, *, sinks: torch.Tensor, scale: float
+    queries: Queries, window: SeenSlots, entries: SeenSlots | None, *, sinks: torch.Tensor, scale: float,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """See `ATTEND_SLOTS`; ``window`` has a row for each token."""
     q, rotary_dim = queries.q, queries.cos_sin.shape[1]
@@ -239,11 +243,14 @@ def attend_slots(
         q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, window.numbers,
         window.counts, window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
         **_entry_arguments(window, entries), **shape, HEADS=heads, NB=max(16, next_power_of_2(plain)), GROUP=GROUP,
-        BLOCK=SLOTS, num_warps=8, num_stages=2,
+        BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=2, launch_pdl=pdl,
     )
     if splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
             sums, stats, queries.positions, queries.cos_sin, sinks, out, **shape, BLOCK_K=next_power_of_2(splits),
-            num_warps=1,
+            PDL=pdl, num_warps=1, launch_pdl=pdl,
         )
     return out
+
+
+attend_slots_pdl = partial(attend_slots, pdl=True)

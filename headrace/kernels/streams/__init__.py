@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.kernels.operation import KernelQuery, Operation
+from headrace.kernels.operation import KernelQuery, Operation, requires
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +60,17 @@ def _reason_against(query: KernelQuery) -> str | None:
     return None
 
 
-READ_STREAMS.add(
-    "triton", "headrace.kernels.streams.triton:read_streams", supports=_reason_against, priority=10,
-    doc="two kernels: split sums of products, then weights, sum of streams and norm",
-)
-WRITE_STREAMS.add(
-    "triton", "headrace.kernels.streams.triton:write_streams", supports=_reason_against, priority=10, doc="one kernel"
-)
+def _reason_against_dependent(query: KernelQuery) -> str | None:
+    return requires(device="cuda", capability=(9, 0))(query) or _reason_against(query)
+
+
+for _operation, _name, _doc in (
+    (READ_STREAMS, "read_streams", "two kernels: split sums of products, then weights, sum of streams and norm"),
+    (WRITE_STREAMS, "write_streams", "one kernel"),
+):
+    _module = "headrace.kernels.streams.triton"
+    _operation.add("triton", f"{_module}:{_name}", supports=_reason_against, priority=10, doc=_doc)
+    _operation.add(
+        "triton_pdl", f"{_module}:{_name}_pdl", supports=_reason_against_dependent, priority=15,
+        doc="with dependent launch",
+    )

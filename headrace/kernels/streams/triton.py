@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.streams import StreamMix, StreamShape
 
 PROGRAMS = 256
@@ -20,6 +22,7 @@ COLUMNS = 1024
 def _product_kernel(
     streams_ptr, fn_ptr, sums_ptr, num_tokens, token_stride, stream_stride, D: tl.constexpr, S: tl.constexpr,
     W: tl.constexpr, BLOCK_W: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr, SHARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # a program: some tokens, and a share of the S * D products; sums [K, T, BLOCK_W], column W has the sum of squares
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -28,6 +31,7 @@ def _product_kernel(
     total = tl.zeros([TOKENS, BLOCK_W], tl.float32)
     squares = tl.zeros([TOKENS], tl.float32)
     first = tl.program_id(1) * SHARE
+    wait_for_previous(PDL)
     for at in range(first, first + SHARE, INNER):  # INNER divides D: a block lies within one stream
         x = tl.load(
             streams_ptr + token[:, None] * token_stride + at // D * stream_stride + (at % D + inner)[None, :],
@@ -49,11 +53,12 @@ def _product_kernel(
 def _read_kernel(
     streams_ptr, sums_ptr, scale_ptr, base_ptr, norm_ptr, x_ptr, post_ptr, mix_ptr, num_tokens, token_stride,
     stream_stride, eps, norm_eps, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
-    BLOCK_W: tl.constexpr, SPLITS: tl.constexpr, ITERATIONS: tl.constexpr,
+    BLOCK_W: tl.constexpr, SPLITS: tl.constexpr, ITERATIONS: tl.constexpr, PDL: tl.constexpr,
 ):
     # one program a token; its S x S matrix and its S x D streams stay in registers
     token = tl.program_id(0).to(tl.int64)
     stream, split = tl.arange(0, S), tl.arange(0, SPLITS)
+    wait_for_previous(PDL)
     row = sums_ptr + (split * num_tokens + token) * BLOCK_W
     square = tl.sum(tl.load(row + W), axis=0)
     rstd = tl.rsqrt(square / (S * D) + norm_eps)
@@ -87,7 +92,7 @@ def _read_kernel(
 
 
 def read_streams(
-    streams: torch.Tensor, mix: StreamMix, norm: torch.Tensor, shape: StreamShape
+    streams: torch.Tensor, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `READ_STREAMS`; the last dim of streams is contiguous."""
     num_tokens, num_streams, width = streams.shape
@@ -105,12 +110,13 @@ def read_streams(
     strides = streams.stride(0), streams.stride(1)
     _product_kernel[(ceil_div(num_tokens, tokens), splits)](
         streams, mix.fn, sums, num_tokens, *strides, D=width, S=num_streams, W=num_weights, BLOCK_W=block_w,
-        TOKENS=tokens, INNER=inner, SHARE=num_streams * width // splits, num_warps=4,
+        TOKENS=tokens, INNER=inner, SHARE=num_streams * width // splits, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )
     _read_kernel[(num_tokens,)](
         streams, sums, mix.scale, mix.base, norm, x, post, mixing, num_tokens, *strides, shape.eps, shape.norm_eps,
         D=width, BLOCK_D=next_power_of_2(width), S=num_streams, W=num_weights, BLOCK_W=block_w, SPLITS=splits,
-        ITERATIONS=shape.iterations, num_warps=8,
+        ITERATIONS=shape.iterations, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )
     return x, post, mixing
 
@@ -126,11 +132,12 @@ def _choose_splits(blocks: int, pieces: int) -> int:
 @triton.jit
 def _write_kernel(
     streams_ptr, out_ptr, post_ptr, mix_ptr, new_ptr, token_stride, stream_stride, out_stride, D: tl.constexpr,
-    S: tl.constexpr, BLOCK: tl.constexpr,
+    S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D
+    wait_for_previous(PDL)
     out = tl.load(out_ptr + token * out_stride + column, mask=inside, other=0.0).to(tl.float32)
     for k in tl.static_range(S):
         total = out * tl.load(post_ptr + token * S + k)
@@ -140,7 +147,9 @@ def _write_kernel(
         tl.store(new_ptr + (token * S + k) * D + column, total.to(new_ptr.dtype.element_ty), mask=inside)
 
 
-def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+def write_streams(
+    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor, *, pdl: bool = False
+) -> torch.Tensor:
     """See `WRITE_STREAMS`; the last dims of streams and out are contiguous."""
     num_tokens, num_streams, width = streams.shape
     new = torch.empty((num_tokens, num_streams, width), dtype=streams.dtype, device=streams.device)
@@ -148,6 +157,10 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
         block = min(COLUMNS, next_power_of_2(width))
         _write_kernel[(num_tokens, ceil_div(width, block))](
             streams, out, post, mix, new, streams.stride(0), streams.stride(1), out.stride(0), D=width, S=num_streams,
-            BLOCK=block, num_warps=4,
+            BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
     return new
+
+
+read_streams_pdl = partial(read_streams, pdl=True)
+write_streams_pdl = partial(write_streams, pdl=True)
