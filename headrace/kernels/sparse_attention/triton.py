@@ -2,7 +2,7 @@
 the multiprocessor while latents are read slot by slot and unpacked; few tokens' slots are split among programs, whose
 sums a second kernel adds up.
 
-T tokens, H heads, E head dim: N plain dims in blocks of NB, and R rotated. K splits.
+T tokens, H heads, E head dim of which the last R are rotated, K splits.
 """
 
 from __future__ import annotations
@@ -28,100 +28,108 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_latents(
-    codes_ptr, wide_ptr, scales_ptr, number, is_inside, N: tl.constexpr, NB: tl.constexpr, R: tl.constexpr,
-    S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr,
-    DTYPE: tl.constexpr,
+def _load_half(
+    codes_ptr, wide_ptr, scales_ptr, number, is_inside, E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
+    SLOT: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr, HALF: tl.constexpr,
 ):
-    """Latents at slots ``number`` [n] int64: plain dims [n, NB], zero from N on, and rotated dims [n, R], in DTYPE;
-    zero where not ``is_inside``."""
+    """The first (HALF 0) or last (1) E / 2 dims of latents at slots ``number`` [n] int64: [n, E / 2] in DTYPE; zero
+    where not ``is_inside``."""
     page, at = number // S, number % S
     start = page * PAGE + at * SLOT
-    inner = tl.arange(0, R)
     if HOW == 0:
-        dim = tl.arange(0, NB)
-        plain = tl.load(
-            codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim < N)[None, :], other=0.0
-        ).to(DTYPE)
-        turned = tl.load(
-            codes_ptr + (start + N)[:, None] + inner[None, :], mask=is_inside[:, None] & (inner < R)[None, :], other=0.0
+        dim = HALF * (E // 2) + tl.arange(0, E // 2)
+        kv = tl.load(
+            codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
         ).to(DTYPE)
     else:
-        group, one = tl.arange(0, NB // GROUP), tl.arange(0, GROUP)
-        is_group = is_inside[:, None] & (group < N // GROUP)[None, :]  # [n, groups]
+        # groups of dims; the last is the rotated one, in bfloat16 behind the codes
+        LAST: tl.constexpr = E // GROUP - 1
+        COUNT: tl.constexpr = E // GROUP // 2
+        group, inner = HALF * COUNT + tl.arange(0, COUNT), tl.arange(0, GROUP)
+        is_plain = is_inside[:, None] & (group < LAST)[None, :]  # [n, groups]
         codes = tl.load(
-            codes_ptr + start[:, None, None] + (group * GROUP)[None, :, None] + one[None, None, :],
-            mask=is_group[:, :, None] & (one >= 0)[None, None, :], other=0.0,
+            codes_ptr + start[:, None, None] + (group * GROUP)[None, :, None] + inner[None, None, :],
+            mask=is_plain[:, :, None] & (inner >= 0)[None, None, :], other=0.0,
         )
-        scale = tl.load(scales_ptr + (page * PAGE + at * 8)[:, None] + group[None, :], mask=is_group, other=127)
+        scale = tl.load(scales_ptr + (page * PAGE + at * 8)[:, None] + group[None, :], mask=is_plain, other=127)
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # an e8m0 byte is float32's exponent field
-        plain = tl.reshape((codes.to(tl.float32) * scale[:, :, None]).to(DTYPE), [number.shape[0], NB])
-        turned = tl.load(
-            wide_ptr + (start // 2 + N // 2)[:, None] + inner[None, :], mask=is_inside[:, None] & (inner < R)[None, :],
-            other=0.0,
-        ).to(DTYPE)
-    return plain, turned
+        kv = codes.to(DTYPE) * scale.to(DTYPE)[:, :, None]  # a code times a power of two is exact in 16 bits
+        if HALF == 1:
+            is_turned = is_inside[:, None] & (group == LAST)[None, :]
+            turned = tl.load(
+                wide_ptr + (start // 2 + LAST * GROUP // 2)[:, None, None] + (group * 0)[None, :, None]
+                + inner[None, None, :],
+                mask=is_turned[:, :, None] & (inner >= 0)[None, None, :], other=0.0,
+            )
+            kv += turned.to(DTYPE)
+        kv = tl.reshape(kv, [number.shape[0], E // 2])
+    return kv
 
 
 @triton.jit
 def _add_block(
-    q_plain, q_turned, sum_plain, sum_turned, most, total, plain, turned, is_inside, scale
+    q_first, q_last, sum_first, sum_last, most, total, number, is_inside, scale, codes_ptr, wide_ptr, scales_ptr,
+    E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """One block of latents into the running sums: [heads, NB] and [heads, R], not yet divided by ``total`` [heads];
-    ``most`` [heads] is the highest logit so far, in units of log2."""
-    logits = tl.dot(q_plain, tl.trans(plain), input_precision="ieee")
-    logits = tl.dot(q_turned, tl.trans(turned), logits, input_precision="ieee") * scale
+    """The latents at one block of slots into the running sums [heads, E / 2] of the first and the last dims, not yet
+    divided by ``total`` [heads]; ``most`` [heads] is the highest logit so far, in units of log2."""
+    DTYPE: tl.constexpr = q_first.dtype
+    first = _load_half(
+        codes_ptr, wide_ptr, scales_ptr, number, is_inside, E, S, PAGE, SLOT, HOW, GROUP, DTYPE, 0
+    )
+    logits = tl.dot(q_first, tl.trans(first), input_precision="ieee")
+    last = _load_half(codes_ptr, wide_ptr, scales_ptr, number, is_inside, E, S, PAGE, SLOT, HOW, GROUP, DTYPE, 1)
+    logits = tl.dot(q_last, tl.trans(last), logits, input_precision="ieee") * scale
     logits = tl.where(is_inside[None, :], logits, -float("inf"))
     higher = tl.maximum(most, tl.max(logits, axis=1))
     weight = tl.exp2(logits - higher[:, None])
     shrink = tl.exp2(most - higher)
     total = total * shrink + tl.sum(weight, axis=1)
-    weight = weight.to(plain.dtype)
-    sum_plain = tl.dot(weight, plain, sum_plain * shrink[:, None], input_precision="ieee")
-    sum_turned = tl.dot(weight, turned, sum_turned * shrink[:, None], input_precision="ieee")
-    return sum_plain, sum_turned, higher, total
+    weight = weight.to(DTYPE)
+    sum_first = tl.dot(weight, first, sum_first * shrink[:, None], input_precision="ieee")
+    sum_last = tl.dot(weight, last, sum_last * shrink[:, None], input_precision="ieee")
+    return sum_first, sum_last, higher, total
 
 
 @triton.jit
-def _turn_pairs(even, odd, cos_sin_ptr, position, R: tl.constexpr, SIGN: tl.constexpr):
-    """Rotate pairs [heads, R / 2] by the angles at ``position``, backwards with SIGN -1."""
-    pair = tl.arange(0, R // 2)
-    cos = tl.load(cos_sin_ptr + position * R + pair)[None, :]
-    sin = tl.load(cos_sin_ptr + position * R + R // 2 + pair)[None, :] * SIGN
-    return even * cos - odd * sin, odd * cos + even * sin
+def _turn(x, cos_sin_ptr, position, D: tl.constexpr, R: tl.constexpr, SIGN: tl.constexpr):
+    """Rotate the last R of D dims of ``x`` [heads, D] by the angles at ``position``, backwards with SIGN -1."""
+    pair = tl.arange(0, D // 2)
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], D // 2, 2]))
+    turn = pair - (D - R) // 2  # pairs before the rotated ones turn by no angle
+    cos = tl.load(cos_sin_ptr + position * R + turn, mask=turn >= 0, other=1.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * R + R // 2 + turn, mask=turn >= 0, other=0.0)[None, :] * SIGN
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [x.shape[0], D])
 
 
 @triton.jit
 def _attend_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, sums_ptr, stats_ptr, norm_eps, scale,
-    window_ptr, window_counts_ptr, window_rows_ptr, window_width, codes_ptr, wide_ptr, scales_ptr,
+    window_ptr, window_counts_ptr, window_width, codes_ptr, wide_ptr, scales_ptr,
     entries_ptr, entry_counts_ptr, entry_rows_ptr, entries_width, entry_codes_ptr, entry_wide_ptr, entry_scales_ptr,
-    H: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, ENTRY_S: tl.constexpr, ENTRY_PAGE: tl.constexpr,
     ENTRY_SLOT: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_ENTRY_ROWS: tl.constexpr, GROUP: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    E: tl.constexpr = N + R
+    D: tl.constexpr = E // 2  # dims of a half; the rotated ones are in the last
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head, dim = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, D)
     is_head = head < H
-    dim, pair = tl.arange(0, NB), tl.arange(0, R // 2)
+    own = (token * H + head)[:, None] * E + dim[None, :]
+    own_mask = is_head[:, None] & (dim >= 0)[None, :]
     wait_for_previous(PDL)
-    row = q_ptr + (token * H + head)[:, None] * E
     position = tl.load(positions_ptr + token)
-    plain_mask, pair_mask = is_head[:, None] & (dim < N)[None, :], is_head[:, None] & (pair >= 0)[None, :]
-    q_plain = tl.load(row + dim[None, :], mask=plain_mask, other=0.0).to(tl.float32)
-    even = tl.load(row + N + 2 * pair[None, :], mask=pair_mask, other=0.0).to(tl.float32)
-    odd = tl.load(row + N + 2 * pair[None, :] + 1, mask=pair_mask, other=0.0).to(tl.float32)
-    squares = tl.sum(q_plain * q_plain, axis=1) + tl.sum(even * even + odd * odd, axis=1)
-    rstd = tl.rsqrt(squares / E + norm_eps)[:, None]
-    even, odd = _turn_pairs(even * rstd, odd * rstd, cos_sin_ptr, position, R, 1)
-    q_plain = (q_plain * rstd).to(q_ptr.dtype.element_ty)
-    q_turned = tl.reshape(tl.join(even, odd), [HEADS, R]).to(q_ptr.dtype.element_ty)
+    q_first = tl.load(q_ptr + own, mask=own_mask, other=0.0).to(tl.float32)
+    q_last = tl.load(q_ptr + own + D, mask=own_mask, other=0.0).to(tl.float32)
+    square = tl.sum(q_first * q_first, axis=1) + tl.sum(q_last * q_last, axis=1)
+    rstd = tl.rsqrt(square / E + norm_eps)[:, None]
+    q_first = (q_first * rstd).to(q_ptr.dtype.element_ty)
+    q_last = _turn(q_last * rstd, cos_sin_ptr, position, D, R, 1).to(q_ptr.dtype.element_ty)
 
     most = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    sum_plain, sum_turned = tl.zeros([HEADS, NB], tl.float32), tl.zeros([HEADS, R], tl.float32)
+    sum_first, sum_last = tl.zeros([HEADS, D], tl.float32), tl.zeros([HEADS, D], tl.float32)
     at = tl.arange(0, BLOCK)
     scale_log2 = scale * LOG2_E
     # blocks of window and entries in turns among the splits
@@ -129,56 +137,43 @@ def _attend_kernel(
     for first in range(split * BLOCK, count, SPLITS * BLOCK):
         is_inside = first + at < count
         number = tl.load(window_ptr + token * window_width + first + at, mask=is_inside, other=0)
-        plain, turned = _load_latents(
-            codes_ptr, wide_ptr, scales_ptr, number, is_inside, N, NB, R, S, PAGE, SLOT, HOW, GROUP,
-            q_ptr.dtype.element_ty,
-        )
-        sum_plain, sum_turned, most, total = _add_block(
-            q_plain, q_turned, sum_plain, sum_turned, most, total, plain, turned, is_inside, scale_log2
+        sum_first, sum_last, most, total = _add_block(
+            q_first, q_last, sum_first, sum_last, most, total, number, is_inside, scale_log2, codes_ptr, wide_ptr,
+            scales_ptr, E, S, PAGE, SLOT, HOW, GROUP,
         )
     if HAS_ENTRIES:
-        own = tl.load(entry_rows_ptr + token) if HAS_ENTRY_ROWS else token
+        row = tl.load(entry_rows_ptr + token) if HAS_ENTRY_ROWS else token
         entry_count = tl.minimum(tl.load(entry_counts_ptr + token), entries_width).to(tl.int32)
         # this split's first block behind the window's
         ahead = (count + BLOCK - 1) // BLOCK
         begin = (split + SPLITS - ahead % SPLITS) % SPLITS
         for first in range(begin * BLOCK, entry_count, SPLITS * BLOCK):
             is_inside = first + at < entry_count
-            number = tl.load(entries_ptr + own * entries_width + first + at, mask=is_inside, other=0)
-            plain, turned = _load_latents(
-                entry_codes_ptr, entry_wide_ptr, entry_scales_ptr, number, is_inside, N, NB, R, ENTRY_S, ENTRY_PAGE,
-                ENTRY_SLOT, HOW, GROUP, q_ptr.dtype.element_ty,
-            )
-            sum_plain, sum_turned, most, total = _add_block(
-                q_plain, q_turned, sum_plain, sum_turned, most, total, plain, turned, is_inside, scale_log2
+            number = tl.load(entries_ptr + row * entries_width + first + at, mask=is_inside, other=0)
+            sum_first, sum_last, most, total = _add_block(
+                q_first, q_last, sum_first, sum_last, most, total, number, is_inside, scale_log2, entry_codes_ptr,
+                entry_wide_ptr, entry_scales_ptr, E, ENTRY_S, ENTRY_PAGE, ENTRY_SLOT, HOW, GROUP,
             )
     if SPLITS == 1:
         total += tl.exp2(tl.load(sinks_ptr + head, mask=is_head, other=0.0) * LOG2_E - most)
         share = (1.0 / total)[:, None]
-        even, odd = tl.split(tl.reshape(sum_turned * share, [HEADS, R // 2, 2]))
-        even, odd = _turn_pairs(even, odd, cos_sin_ptr, position, R, -1)
-        into = out_ptr + (token * H + head)[:, None] * E
-        tl.store(into + dim[None, :], (sum_plain * share).to(out_ptr.dtype.element_ty), mask=plain_mask)
-        tl.store(into + N + 2 * pair[None, :], even.to(out_ptr.dtype.element_ty), mask=pair_mask)
-        tl.store(into + N + 2 * pair[None, :] + 1, odd.to(out_ptr.dtype.element_ty), mask=pair_mask)
+        tl.store(out_ptr + own, (sum_first * share).to(out_ptr.dtype.element_ty), mask=own_mask)
+        sum_last = _turn(sum_last * share, cos_sin_ptr, position, D, R, -1)
+        tl.store(out_ptr + own + D, sum_last.to(out_ptr.dtype.element_ty), mask=own_mask)
     else:
         place = (token * SPLITS + split) * H + head
-        inner = tl.arange(0, R)
-        tl.store(sums_ptr + place[:, None] * E + dim[None, :], sum_plain, mask=plain_mask)
-        tl.store(
-            sums_ptr + place[:, None] * E + N + inner[None, :], sum_turned, mask=is_head[:, None] & (inner < R)[None, :]
-        )
+        tl.store(sums_ptr + place[:, None] * E + dim[None, :], sum_first, mask=own_mask)
+        tl.store(sums_ptr + place[:, None] * E + D + dim[None, :], sum_last, mask=own_mask)
         tl.store(stats_ptr + place * 2, most, mask=is_head)
         tl.store(stats_ptr + place * 2 + 1, total, mask=is_head)
 
 
 @triton.jit
 def _combine_kernel(
-    sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, H: tl.constexpr, N: tl.constexpr,
+    sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, H: tl.constexpr, E: tl.constexpr,
     R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     # one program a token and head
-    E: tl.constexpr = N + R
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, pair = tl.arange(0, BLOCK_K), tl.arange(0, E // 2)
     is_split = split < SPLITS
@@ -194,7 +189,7 @@ def _combine_kernel(
     source = sums_ptr + place[:, None] * E + 2 * pair[None, :]
     even = tl.sum(tl.load(source, mask=both, other=0.0) * weight[:, None], axis=0) * share
     odd = tl.sum(tl.load(source + 1, mask=both, other=0.0) * weight[:, None], axis=0) * share
-    turn = pair - N // 2
+    turn = pair - (E - R) // 2
     table = cos_sin_ptr + tl.load(positions_ptr + token) * R + turn
     cos = tl.load(table, mask=turn >= 0, other=1.0)
     sin = tl.load(table + R // 2, mask=turn >= 0, other=0.0)
@@ -237,12 +232,11 @@ def attend_slots(
     if splits > 1:
         sums = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((num_tokens, splits, num_heads, 2), dtype=torch.float32, device=q.device)
-    plain = head_dim - rotary_dim
-    shape = {"H": num_heads, "N": plain, "R": rotary_dim, "SPLITS": splits}
+    shape = {"H": num_heads, "E": head_dim, "R": rotary_dim, "SPLITS": splits}
     _attend_kernel[(num_tokens, blocks, splits)](
         q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, window.numbers,
-        window.counts, window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
-        **_entry_arguments(window, entries), **shape, HEADS=heads, NB=max(16, next_power_of_2(plain)), GROUP=GROUP,
+        window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
+        **_entry_arguments(window, entries), **shape, HEADS=heads, GROUP=GROUP,
         BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=2, launch_pdl=pdl,
     )
     if splits > 1:
