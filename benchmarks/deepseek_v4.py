@@ -70,7 +70,7 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
             folder, load_format="dummy", dtype=args.dtype, kv_dtype=args.kv_dtype, device=args.device,
             skip_tokenizer=True, prefix_cache=False, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
             max_step_tokens=args.step, max_running_requests=max(count for count, _ in cells),
-            memory_fraction=args.memory_fraction, graphs=args.graphs,
+            memory_fraction=args.memory_fraction, graphs=args.graphs, moe_experts=args.moe_experts,
         )
 
 
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
     parser.add_argument("--memory-fraction", type=float, default=0.5)
     parser.add_argument("--graphs", default="on", help="CUDA graphs: on, lazy or off")
+    parser.add_argument("--moe-experts", default="auto", help="how experts are computed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="float8_e4m3fn")
