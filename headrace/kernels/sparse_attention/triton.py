@@ -20,7 +20,7 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import Queries, SeenSlots
 
 HEADS = 64
-SLOTS = 32
+SLOTS = 64
 """Slots that a program reads at a time."""
 PROGRAMS = 132
 """Programs that fill a large GPU; more splits only add sums."""
@@ -242,7 +242,7 @@ def attend_slots(
     if splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
             sums, stats, queries.positions, queries.cos_sin, sinks, out, **shape, BLOCK_K=next_power_of_2(splits),
-            PDL=pdl, num_warps=1, launch_pdl=pdl,
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
     return out
 

@@ -13,7 +13,7 @@ from headrace.kernels.streams import StreamMix, StreamShape
 
 PROGRAMS = 256
 """Programs among which a step's products are split, about twice the multiprocessors of a large GPU."""
-MOST_SPLITS = 64
+MOST_SPLITS = 32
 COLUMNS = 1024
 """Columns of a program of `_write_kernel`."""
 
@@ -36,13 +36,19 @@ def _product_kernel(
         x = tl.load(
             streams_ptr + token[:, None] * token_stride + at // D * stream_stride + (at % D + inner)[None, :],
             mask=is_token[:, None] & (inner >= 0)[None, :], other=0.0,
-        ).to(tl.float32)
+        )
         fn = tl.load(
             fn_ptr + weight[None, :].to(tl.int64) * (S * D) + (at + inner)[:, None],
             mask=(weight < W)[None, :] & (inner >= 0)[:, None], other=0.0,
         )
-        # 16-bit streams are exact in tf32, and fn is split in three: as exact as float32
-        total = tl.dot(x, fn, total, input_precision="tf32x3")
+        if x.dtype == tl.bfloat16:  # fn as the sum of two of 16 bits: an error of 2 ** -17
+            high = fn.to(tl.bfloat16)
+            total = tl.dot(x, high, total)
+            total = tl.dot(x, (fn - high.to(tl.float32)).to(tl.bfloat16), total)
+            x = x.to(tl.float32)
+        else:  # fn is split in three: as exact as float32
+            x = x.to(tl.float32)
+            total = tl.dot(x, fn, total, input_precision="tf32x3")
         squares += tl.sum(x * x, axis=1)
     total = tl.where(weight[None, :] == W, squares[:, None], total)
     out = sums_ptr + (tl.program_id(1) * num_tokens + token)[:, None] * BLOCK_W + weight[None, :]
@@ -55,40 +61,41 @@ def _read_kernel(
     stream_stride, eps, norm_eps, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
     BLOCK_W: tl.constexpr, SPLITS: tl.constexpr, ITERATIONS: tl.constexpr, PDL: tl.constexpr,
 ):
-    # one program a token; its S x S matrix and its S x D streams stay in registers
+    # two programs a token: one for its input, one for what is written back later
     token = tl.program_id(0).to(tl.int64)
     stream, split = tl.arange(0, S), tl.arange(0, SPLITS)
     wait_for_previous(PDL)
     row = sums_ptr + (split * num_tokens + token) * BLOCK_W
-    square = tl.sum(tl.load(row + W), axis=0)
-    rstd = tl.rsqrt(square / (S * D) + norm_eps)
-    pre = tl.sum(tl.load(row[:, None] + stream[None, :]), axis=0) * rstd * tl.load(scale_ptr)
-    pre = 1.0 / (1.0 + tl.exp(-(pre + tl.load(base_ptr + stream)))) + eps
-    post = tl.sum(tl.load(row[:, None] + (S + stream)[None, :]), axis=0) * rstd * tl.load(scale_ptr + 1)
-    post = 2.0 / (1.0 + tl.exp(-(post + tl.load(base_ptr + S + stream))))
-    tl.store(post_ptr + token * S + stream, post)
-    cell = stream[:, None] * S + stream[None, :]
-    mix = tl.sum(tl.load(row[:, None, None] + (2 * S + cell)[None, :, :]), axis=0) * rstd * tl.load(scale_ptr + 2)
-    mix = mix + tl.load(base_ptr + 2 * S + cell)
-    # softmax of rows, then columns: the order of the reference, whose ``eps`` are not symmetric
-    mix = tl.exp(mix - tl.max(mix, axis=1)[:, None])
-    mix = mix / tl.sum(mix, axis=1)[:, None] + eps
-    mix = mix / (tl.sum(mix, axis=0)[None, :] + eps)
-    # Sinkhorn-Knopp, as the reference: rows and columns in turn, columns last
-    for _ in range(ITERATIONS - 1):
-        mix = mix / (tl.sum(mix, axis=1)[:, None] + eps)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCK_D)
+        inside = column < D
+        streams = tl.load(  # S x D values, in registers
+            streams_ptr + token * token_stride + stream[:, None] * stream_stride + column[None, :],
+            mask=inside[None, :] & (stream >= 0)[:, None], other=0.0,
+        ).to(tl.float32)
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(tl.load(row + W), axis=0) / (S * D) + norm_eps)
+        pre = tl.sum(tl.load(row[:, None] + stream[None, :]), axis=0) * rstd * tl.load(scale_ptr)
+        pre = 1.0 / (1.0 + tl.exp(-(pre + tl.load(base_ptr + stream)))) + eps
+        x = tl.sum(streams * pre[:, None], axis=0).to(x_ptr.dtype.element_ty).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / D + norm_eps)
+        tl.store(x_ptr + token * D + column, (x * rstd * norm).to(x_ptr.dtype.element_ty), mask=inside)
+    else:
+        rstd = tl.rsqrt(tl.sum(tl.load(row + W), axis=0) / (S * D) + norm_eps)
+        post = tl.sum(tl.load(row[:, None] + (S + stream)[None, :]), axis=0) * rstd * tl.load(scale_ptr + 1)
+        tl.store(post_ptr + token * S + stream, 2.0 / (1.0 + tl.exp(-(post + tl.load(base_ptr + S + stream)))))
+        cell = stream[:, None] * S + stream[None, :]
+        mix = tl.sum(tl.load(row[:, None, None] + (2 * S + cell)[None, :, :]), axis=0) * rstd * tl.load(scale_ptr + 2)
+        mix = mix + tl.load(base_ptr + 2 * S + cell)
+        # softmax of rows, then columns: the order of the reference, whose ``eps`` are not symmetric
+        mix = tl.exp(mix - tl.max(mix, axis=1)[:, None])
+        mix = mix / tl.sum(mix, axis=1)[:, None] + eps
         mix = mix / (tl.sum(mix, axis=0)[None, :] + eps)
-    tl.store(mix_ptr + token * (S * S) + cell, mix)
-    column = tl.arange(0, BLOCK_D)
-    inside = column < D
-    streams = tl.load(
-        streams_ptr + token * token_stride + stream[:, None] * stream_stride + column[None, :],
-        mask=inside[None, :] & (stream >= 0)[:, None], other=0.0,
-    ).to(tl.float32)
-    x = tl.sum(streams * pre[:, None], axis=0).to(x_ptr.dtype.element_ty).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / D + norm_eps)
-    norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x_ptr + token * D + column, (x * rstd * norm).to(x_ptr.dtype.element_ty), mask=inside)
+        # Sinkhorn-Knopp, as the reference: rows and columns in turn, columns last
+        for _ in range(ITERATIONS - 1):
+            mix = mix / (tl.sum(mix, axis=1)[:, None] + eps)
+            mix = mix / (tl.sum(mix, axis=0)[None, :] + eps)
+        tl.store(mix_ptr + token * (S * S) + cell, mix)
 
 
 def read_streams(
@@ -113,7 +120,7 @@ def read_streams(
         TOKENS=tokens, INNER=inner, SHARE=num_streams * width // splits, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )
-    _read_kernel[(num_tokens,)](
+    _read_kernel[(num_tokens, 2)](
         streams, sums, mix.scale, mix.base, norm, x, post, mixing, num_tokens, *strides, shape.eps, shape.norm_eps,
         D=width, BLOCK_D=next_power_of_2(width), S=num_streams, W=num_weights, BLOCK_W=block_w, SPLITS=splits,
         ITERATIONS=shape.iterations, PDL=pdl, num_warps=8, launch_pdl=pdl,
