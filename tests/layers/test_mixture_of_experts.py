@@ -222,6 +222,12 @@ def test_the_best_pair_is_chosen_and_a_name_overrules():
     assert list_pairs(QUERY) == [("none", "grouped"), ("none", "reference")]
 
 
+@pytest.mark.parametrize(("experts", "is_capturable"), [("reference", False), ("grouped", True)])
+def test_steps_with_experts_that_wait_for_the_device_are_not_captured(experts: str, is_capturable: bool):
+    assert build_layer(experts).is_capturable == is_capturable
+    assert EXPERTS.waits("mxfp4") and not EXPERTS.waits("mxfp4_fused")
+
+
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plug-ins from elsewhere: experts nobody can talk to, experts that fail to load, and ones that serve nothing

@@ -88,7 +88,7 @@ DISPATCHERS.add(
 )
 EXPERTS.add(
     "reference", "headrace.layers.moe.reference:ReferenceExperts", speaks=CHOICES, supports=reason_against_encoded,
-    doc="plain torch, an expert at a time",
+    waits=True, doc="plain torch, an expert at a time",
 )
 EXPERTS.add(
     "grouped", "headrace.layers.moe.grouped:GroupedExperts", speaks=GROUPED, supports=reason_against_encoded,
@@ -104,7 +104,7 @@ EXPERTS.add(
 )
 EXPERTS.add(
     "mxfp4", "headrace.layers.moe.mxfp4:Mxfp4Experts", speaks=GROUPED, supports=reason_against_plain,
-    doc="experts kept in MXFP4, dequantised a few at a time",
+    waits=True, doc="experts kept in MXFP4, dequantised a few at a time",
 )
 EXPERTS.add(
     "mxfp4_fused", "headrace.layers.moe.mxfp4:FusedMxfp4Experts", supports=reason_against_fused_mxfp4, priority=20,

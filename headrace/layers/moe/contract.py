@@ -87,15 +87,25 @@ class SpeakerRegistry(Registry[T]):
     def __init__(self, noun: str):
         super().__init__(noun)
         self._formats: dict[str, str] = {}
+        self._waiting: set[str] = set()
 
-    def add(self, name: str, target: str, *, speaks: str = CHOICES, **options: Any) -> None:
-        """See `Registry.add`; ``speaks`` is the token format."""
+    def add(
+        self, name: str, target: str, *, speaks: str = CHOICES, waits: bool = False, **options: Any
+    ) -> None:
+        """See `Registry.add`; ``speaks`` is the token format. ``waits``: some calls wait for the device, so that steps
+        with them are not recorded in CUDA graphs."""
         super().add(name, target, **options)
         self._formats[name] = speaks
+        if waits:
+            self._waiting.add(name)
 
     def format_of(self, name: str) -> str:
         """The format a plug-in speaks."""
         return self._formats[name]
+
+    def waits(self, name: str) -> bool:
+        """Whether some of its calls wait for the device."""
+        return name in self._waiting
 
 
 DISPATCHERS: SpeakerRegistry[type[Dispatcher]] = SpeakerRegistry("MoE dispatcher")

@@ -30,16 +30,12 @@ Pair = tuple[str, str]
 @dataclass(frozen=True)
 class PairedExperts:
     """Dispatcher, adapter and experts as one function from chosen tokens to weighted sums [T, D]. ``is_capturable``:
-    it may be recorded in a CUDA graph."""
+    it may be recorded in a CUDA graph, as no call waits for the device or depends on numbers of the host."""
 
     dispatcher: Dispatcher
     adapt: Adapter
     run: Callable[[Any], Any]
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether no call waits for the device or depends on numbers of the host."""
-        return self.dispatcher.is_capturable
+    is_capturable: bool
 
     def __call__(self, tokens: ChosenTokens) -> torch.Tensor:
         sent = self.dispatcher.dispatch(tokens)
@@ -60,7 +56,9 @@ def pair_experts(weights: Any, spec: MlpSpec, build: Build, query: KernelQuery) 
     dispatcher = DISPATCHERS.load(dispatcher_name)(build)
     experts = EXPERTS.load(experts_name)(weights, spec, build)
     adapt = find_adapter(DISPATCHERS.format_of(dispatcher_name), EXPERTS.format_of(experts_name))
-    return PairedExperts(dispatcher, adapt, experts.run)
+    return PairedExperts(
+        dispatcher, adapt, experts.run, dispatcher.is_capturable and not EXPERTS.waits(experts_name)
+    )
 
 
 def choose_pair(query: KernelQuery, *, dispatcher: str | None = None, experts: str | None = None) -> Pair:

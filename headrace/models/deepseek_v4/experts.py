@@ -64,8 +64,7 @@ class V4Moe(nn.Module):
     @property
     def is_capturable(self) -> bool:
         """Whether steps with this layer may be recorded in CUDA graphs."""
-        # experts in MXFP4 wait for the device where tokens are many
-        return self._run_experts.is_capturable and not isinstance(self.experts, Mxfp4ExpertWeights)
+        return self._run_experts.is_capturable
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
