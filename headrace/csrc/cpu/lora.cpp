@@ -32,6 +32,20 @@ static void shrink(const T* x, const T* a, int64_t rank, int64_t inputs, float* 
 // out[n] += sum of reduced[r] b[r][n] for n in [0, count), rounded once.
 template <class T, class O>
 static void expand(const float* reduced, const T* b, int64_t rank, int64_t stride, int64_t count, O* out) {
+  int64_t whole = 0;  // whole cache lines of each row of `b` at a time: rows are far apart
+  for (; whole + 4 * kLanes <= count; whole += 4 * kLanes) {
+    const T* own = b + whole;
+    Vec s0 = load(out + whole), s1 = load(out + whole + kLanes), s2 = load(out + whole + 2 * kLanes),
+        s3 = load(out + whole + 3 * kLanes);
+    for (int64_t r = 0; r < rank; ++r, own += stride) {
+      const Vec factor(reduced[r]);
+      s0 = fma(factor, load(own), s0), s1 = fma(factor, load(own + kLanes), s1);
+      s2 = fma(factor, load(own + 2 * kLanes), s2), s3 = fma(factor, load(own + 3 * kLanes), s3);
+    }
+    store(out + whole, s0), store(out + whole + kLanes, s1), store(out + whole + 2 * kLanes, s2),
+        store(out + whole + 3 * kLanes, s3);
+  }
+  b += whole, out += whole, count -= whole;
   over_lanes(count, [&](int64_t n, auto part) {
     Vec s0 = part.load(out + n), s1(0.0f);
     int64_t r = 0;

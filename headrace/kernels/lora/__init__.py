@@ -22,12 +22,22 @@ class SlotRows:
     ``blocks`` [3, K] int64: of each block its slot, its first place in ``order``, and how many rows it has, at most
     `BLOCK_ROWS`, all of one slot; unused blocks have none. Both are on the device; a captured step has room for more
     than it uses. ``segments``: slot, first place and number of rows of each adapter, on the host; empty in a captured
-    step, whose rows only the device knows. ``num_rows``: T."""
+    step, whose rows only the device knows. ``num_rows``: T. ``pairs`` [2, N] int64: ``order`` and the slot of each, on
+    the host; made when it is asked for."""
 
     num_rows: int
     order: torch.Tensor
     blocks: torch.Tensor
     segments: list[tuple[int, int, int]]
+    _pairs: torch.Tensor | None = None
+
+    @property
+    def pairs(self) -> torch.Tensor:
+        """See the class."""
+        if self._pairs is None:
+            slots = [slot for slot, _, count in self.segments for _ in range(count)]
+            self._pairs = torch.stack((self.order[: len(slots)], torch.tensor(slots)))
+        return self._pairs
 
 
 @dataclass(slots=True)

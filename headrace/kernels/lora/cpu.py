@@ -14,6 +14,4 @@ def add_low_rank(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: Sl
     if ops is None or not rows.segments:
         reference.add_low_rank(x, out, bank, rows)
         return
-    slots = torch.repeat_interleave(*(torch.tensor(column) for column in list(zip(*rows.segments, strict=True))[::2]))
-    own = torch.stack((rows.order[: len(slots)], slots))
-    ops.add_low_rank(x, out, bank.a, bank.b, bank.ranks, torch.tensor(bank.ends), own)
+    ops.add_low_rank(x, out, bank.a, bank.b, bank.ranks, torch.tensor(bank.ends), rows.pairs)
