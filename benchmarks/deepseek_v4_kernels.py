@@ -98,12 +98,13 @@ def attention_cases() -> Iterator[Case]:
             entries, torch.randint(64, 65 * 64, (tokens, 512), device="cuda"), torch.full((tokens,), 512, device="cuda")
         )
         solutions = {"torch": partial(reference.attend_slots, q, near, far, sinks=sinks, scale=512**-0.5)}
-        for heads, block in ((64, 32), (64, 64), (32, 32), (32, 64), (16, 32)):
-            def run(heads: int = heads, block: int = block, q: Queries = q, near: SeenSlots = near,
-                    far: SeenSlots = far) -> torch.Tensor:
-                triton.HEADS, triton.SLOTS = heads, block
+        for sizes in ((64, 64, 2), (64, 64, 1), (64, 32, 2), (64, 32, 3), (32, 64, 2)):
+            def run(
+                sizes: tuple[int, int, int] = sizes, q: Queries = q, near: SeenSlots = near, far: SeenSlots = far
+            ) -> torch.Tensor:
+                triton.HEADS, triton.SLOTS, triton.STAGES = sizes
                 return triton.attend_slots(q, near, far, sinks=sinks, scale=512**-0.5)
-            solutions[f"triton {heads}x{block}"] = run
+            solutions["triton " + "x".join(map(str, sizes))] = run
         moved = tokens * (640 * 584 + 2 * 2 * 64 * 512)
         yield f"attend_slots T{tokens}", moved, 4.0 * tokens * 64 * 640 * 512, solutions, lambda result: result
 

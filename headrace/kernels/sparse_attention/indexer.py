@@ -20,7 +20,8 @@ KEYS = 64
 """Entries that a program scores at a time."""
 PROGRAMS = 264
 """Programs among which the entries of a step are divided, about two for each multiprocessor of a large GPU."""
-SELECT_BLOCK = 2048
+SELECT_BLOCK, LONG_BLOCK = 2048, 8192
+"""Scores that a selection reads at a time: where a row has up to `LONG_BLOCK`, and where it has more."""
 
 
 @triton.jit
@@ -156,11 +157,12 @@ def select_entries(
     out = torch.empty((len(scores), top_k), dtype=torch.int64, device=scores.device)
     assert view.page_table.stride(1) == 1 and scores.is_contiguous()
     if len(scores):
+        most = SELECT_BLOCK if scores.shape[1] <= LONG_BLOCK else LONG_BLOCK
+        block = min(most, max(128, next_power_of_2(max(top_k, scores.shape[1]))))
         _select_kernel[(len(scores),)](
             scores, view.requests, view.visible, view.page_table, out, tokens.indices(len(view.visible))[0],
             view.page_table.stride(0), scores.shape[1], TOP_K=top_k, S=per_page,
-            BLOCK=min(SELECT_BLOCK, max(128, next_power_of_2(max(top_k, scores.shape[1])))), PDL=pdl, num_warps=8,
-            launch_pdl=pdl,
+            BLOCK=block, PDL=pdl, num_warps=32 if block == LONG_BLOCK else 8, launch_pdl=pdl,
         )
     return out
 

@@ -22,6 +22,8 @@ from headrace.kernels.sparse_attention import Queries, SeenSlots
 HEADS = 64
 SLOTS = 64
 """Slots that a program reads at a time."""
+STAGES = 2
+"""Blocks of slots that are on their way at a time."""
 PROGRAMS = 132
 """Programs that fill a large GPU; more splits only add sums."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -237,7 +239,7 @@ def attend_slots(
         q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, window.numbers,
         window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
         **_entry_arguments(window, entries), **shape, HEADS=heads, GROUP=GROUP,
-        BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=2, launch_pdl=pdl,
+        BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES, launch_pdl=pdl,
     )
     if splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
