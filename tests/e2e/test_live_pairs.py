@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,3 +139,23 @@ def test_parts_that_are_killed_come_back(role: str, module: str, pairs: LiveServ
         return received(pairs) > before
 
     until(transfers, "pages travel again")
+
+
+@pytest.mark.parametrize("module", ["headrace.service.transfer.agent", "headrace.service.process"])
+def test_a_prefill_server_that_hangs_delays_a_request_by_seconds(
+    module: str, pairs: LiveServer, tiny_server: LiveServer
+):
+    expected = complete(tiny_server, PROMPTS[2]).choices[0].text
+    stopped = processes(pairs, port_of(worker(pairs, "prefill")), module)
+    assert stopped
+    began = time.monotonic()
+    try:
+        for process in stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+        assert complete(pairs, PROMPTS[2], cache_salt=f"hang {module}").choices[0].text == expected
+        assert time.monotonic() - began < 20.0  # five, and what other work on this machine takes
+    finally:
+        for process in stopped:
+            with contextlib.suppress(ProcessLookupError):  # replaced meanwhile
+                os.kill(process.pid, signal.SIGCONT)
+    until(lambda: complete(pairs, PROMPTS[3]).choices[0].finish_reason == "length", "it goes on")

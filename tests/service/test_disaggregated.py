@@ -281,3 +281,22 @@ def test_sampled_tokens_and_stops_are_the_same(start, llama):
         assert decode.outputs[f"s{i}"][-1].finish == one.outputs[f"s{i}"][-1].finish
     assert decode.gate.outcomes == {"received": len(prompts)}
     settle([prefill, decode])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(tiers.SMALL))
+def test_two_engines_on_a_gpu(name: str, tmp_path: Path, start):
+    folder, options, prompts = tiers.save(name, tmp_path)
+    options = {**options, "device": "cuda", "page_size": 16, "kv_pages": 40, "max_step_tokens": 32}
+    one = start(folder, options)
+    for i, prompt in enumerate(prompts):
+        one.submit(f"r{i}", prompt)
+    run_until([one], lambda: all(map(one.is_done, one.outputs)))
+    prefill, decode = start(folder, options, "prefill"), start(folder, options, "decode")
+    for i, prompt in enumerate(prompts):
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+    assert [decode.tokens(f"r{i}") for i in range(len(prompts))] == [one.tokens(f"r{i}") for i in range(len(prompts))]
+    assert decode.gate.outcomes == {"received": len(prompts)}
+    settle([prefill, decode])

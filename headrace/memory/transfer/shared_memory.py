@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ from headrace.base.errors import ConfigError, TransferFailed
 from headrace.memory.transfer.contract import Copy, Region, refuse_unknown
 
 TIMEOUT_S = 2.0
+MOST_THREADS = 8
+"""That copy at a time: one thread does not fill the memory's bandwidth."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -33,18 +36,23 @@ class SharedDestination:
 
     def __init__(self, region: Region, peer: Region):
         self._region, self.peer = region, peer
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "copies")
 
     def write(self, copies: Sequence[Copy]) -> None:
         """See `Destination`."""
         for copy in copies:
             self._region.check(copy.begin, copy.num_bytes)
             self.peer.check(copy.target, copy.num_bytes)
-            source = self._region.data[copy.begin : copy.begin + copy.num_bytes]
-            np.copyto(self.peer.data[copy.target : copy.target + copy.num_bytes], source)
+        list(self._threads.map(self._write, copies))
 
     def close(self) -> None:
         """See `Destination`."""
+        self._threads.shutdown()
         self.peer.close()
+
+    def _write(self, copy: Copy) -> None:
+        source = self._region.data[copy.begin : copy.begin + copy.num_bytes]
+        np.copyto(self.peer.data[copy.target : copy.target + copy.num_bytes], source)
 
 
 class SharedMemory:

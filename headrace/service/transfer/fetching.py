@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from headrace.base.transfer import (
     decode_from_prefill,
 )
 from headrace.memory.transfer.contract import Region
-from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, PeerLine
+from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, Checksums, PeerLine
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +52,7 @@ class Fetches:
 
     def __init__(self, hello: Hello, region: Region, report: Callable[[FromAgent], None]):
         self.hello, self.region, self.report = hello, region, report
+        self.checksums = Checksums()
         self._links: dict[tuple[str, int], _Link] = {}
         self._by_ticket: dict[int, _Link] = {}
         self._broken: dict[tuple[str, int], tuple[float, str]] = {}
@@ -204,13 +204,11 @@ class _Link:
     def _compare(self, fetching: _Fetching, written: Written) -> str:
         """What is wrong with spans that were written; empty for nothing."""
         begin, size = fetching.fetch.begin, fetching.fetch.num_bytes
-        for (start, length), checksum in zip(written.spans, written.checksums, strict=False):
-            if start < 0 or length < 0 or start + length > size:
-                return "the peer wrote outside of the lease"
-            data = self._fetches.region.data[begin + start : begin + start + length]
-            if zlib.crc32(data.data) != checksum:
-                return "the pages came damaged: a checksum is wrong"
-            fetching.num_bytes += length
+        if any(start < 0 or length < 0 or start + length > size for start, length in written.spans):
+            return "the peer wrote outside of the lease"
+        if self._fetches.checksums.compute(self._fetches.region.data, begin, written.spans) != written.checksums:
+            return "the pages came damaged: a checksum is wrong"
+        fetching.num_bytes += sum(length for _, length in written.spans)
         return ""
 
     def _ask(self, fetch: Fetch) -> None:

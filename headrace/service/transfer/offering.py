@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,7 +33,7 @@ from headrace.base.transfer import (
     decode_from_decode,
 )
 from headrace.memory.transfer.contract import Copy, Destination, Region, TransferBackend
-from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, PeerLine
+from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, Checksums, PeerLine, split_spans
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class Offers:
     ):
         self._hello, self._region, self._backend = hello, region, backend
         self._report, self._silence = report, silence
+        self._checksums = Checksums()
         self._rooms: dict[str, _Room] = {}
         self._tickets: dict[int, _Room] = {}
         self._asked: dict[str, asyncio.Future[_Room]] = {}  # rooms that were wanted before they were offered
@@ -173,8 +173,8 @@ class Offers:
 
     def write(self, room: _Room, destination: Destination, want: Want, spans: list[Span]) -> list[int]:
         """Write spans of a room into a peer's lease; returns their checksums. Called in a thread."""
-        begin, data = room.offer.begin, self._region.data
-        sums = [zlib.crc32(data[begin + start : begin + start + size].data) for start, size in spans]
+        begin = room.offer.begin
+        sums = self._checksums.compute(self._region.data, begin, spans)
         destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
         return sums
 
@@ -283,14 +283,15 @@ class _Link:
         num_done = 0
         while not delivery.is_stopped:
             room.changed.clear()
-            spans = room.spans[num_done:]
-            if spans:
+            filled = room.spans[num_done:]
+            if filled:
+                spans = split_spans(filled)
                 async with self._turn:
                     sums = await asyncio.to_thread(
                         self._offers.write, room, self._destination, delivery.want, spans
                     )
                 self._line.send(Written(delivery.want.ticket, spans, sums))
-                num_done += len(spans)
+                num_done += len(filled)
             elif not room.is_open:
                 return
             else:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+
 from headrace.base.errors import TransferFailed
+from headrace.base.transfer import Span
 from headrace.service.transport import LENGTH, frame
 
 Message = TypeVar("Message")
@@ -18,6 +24,32 @@ HELLO_S = 2.0
 BEAT_S = 1.0
 SILENCE_S = 4.0
 """A peer that says nothing for so long hangs."""
+
+
+PIECE_BYTES = 8 << 20
+"""Of what has a checksum of its own."""
+MOST_THREADS = 8
+
+
+def split_spans(spans: Sequence[Span]) -> list[Span]:
+    """The same bytes in pieces of `PIECE_BYTES` at most."""
+    return [
+        (start, min(PIECE_BYTES, begin + size - start)) for begin, size in spans
+        for start in range(begin, begin + size, PIECE_BYTES)
+    ]
+
+
+class Checksums:
+    """CRC-32 of pieces, on several threads: one computes a gigabyte a second."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "checksums")
+
+    def compute(self, data: np.ndarray, begin: int, spans: Sequence[Span]) -> list[int]:
+        """Of spans of ``data`` (uint8), which count from ``begin`` on."""
+        return list(self._threads.map(
+            lambda span: zlib.crc32(data[begin + span[0] : begin + span[0] + span[1]].data), spans
+        ))
 
 
 class PeerLine:
