@@ -249,7 +249,8 @@ def build_executor(
     reserve = assembly.graph_reserve(measured.captured)
     # What torch holds from the measurement counts as taken: the largest step will need it again.
     reserve += staging_bytes(config, device)
-    budget = kv_budget(device.type, free - reserve, config.cache.memory_fraction)
+    encoded = 0 if loaded.model.media is None else config.cache.encoder_cache_mib * 2**20
+    budget = kv_budget(device.type, free - reserve - encoded, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     plan = _agree(fit_host(plan, config, device), ranks.world)
     progress("running a first step", 0.9)
@@ -260,8 +261,8 @@ def build_executor(
         graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, plan=plan,
-        page_size=model.layout.page_size, free=free - kv_bytes - graphs,
+        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, encoded=encoded, plan=plan,
+        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded,
     )
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)

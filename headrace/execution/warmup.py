@@ -23,6 +23,7 @@ from headrace.execution.captures import NoRecorder
 from headrace.execution.graphs import GraphSizes
 from headrace.execution.runner import Runner
 from headrace.kernels.precompile import precompile
+from headrace.layers.media import MediaModel
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
@@ -82,6 +83,10 @@ def measure_steps(assembly: Assembly) -> StepBytes:
         return StepBytes()
     runner = assembly.build_small_runner()
     largest = measure_peak(lambda: _run_largest_steps(runner, assembly), device)
+    media, most = assembly.loaded.model.media, assembly.config.scheduler.max_encoder_tokens
+    if media is not None and most:
+        # before the step's own work, whose memory it uses
+        largest = max(largest, measure_peak(lambda: _encode_most(media, most), device))
     if not assembly.has_graphs:
         return StepBytes(largest)
     sizes = assembly.graph_sizes()
@@ -132,6 +137,12 @@ def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
         samples = [int(not is_pooling)] * num_rows
         plan = StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)
         runner.execute(plan).result()
+
+
+@torch.inference_mode()
+def _encode_most(media: MediaModel, num_tokens: int) -> None:
+    """Encode as much as one step may."""
+    media.encode(media.example(num_tokens))
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:

@@ -28,12 +28,20 @@ def choose_activation(spec: MlpSpec, build: Build, width: int) -> Callable[[torc
     query = build.query(width=width)
     if spec.clamp is not None:
         return partial(CLAMPED_SWIGLU.choose(query), **asdict(spec.clamp))
+    if spec.activation not in GATED_ACTIVATIONS:
+        return partial(multiply_gate, ACTIVATIONS[spec.activation])
     return GATED_ACTIVATIONS[spec.activation].choose(query)
+
+
+def multiply_gate(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``[T, 2 * F] -> [T, F]``, gate first, for activations without a kernel of their own."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate).mul_(up)
 
 
 class GatedMlp(Branch):
     """``down(activation(gate(x)) * up(x))``. ``activation`` is the name by which product kernels fuse it; empty for a
-    clamped activation, which none of them computes."""
+    clamped activation and others that none of them computes."""
 
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
@@ -41,7 +49,7 @@ class GatedMlp(Branch):
         self.gate_up = Linear(build, hidden_size, {"gate": size, "up": size}, bias=spec.bias)
         self.down = Linear(build, size, hidden_size, bias=spec.bias)
         self._activate = choose_activation(spec, build, width=size.length)
-        self.activation = "" if spec.clamp is not None else spec.activation
+        self.activation = spec.activation if spec.clamp is None and spec.activation in GATED_ACTIVATIONS else ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._gate(x))

@@ -139,10 +139,12 @@ def plan_host(groups: list[CacheGroup], page_size: int, budget: int, most_moving
 
 
 def memory_lines(
-    *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int
+    *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int, encoded: int = 0
 ) -> list[MemoryLine]:
-    """The memory plan as a table; ``free`` is what remains once the pools are allocated."""
+    """The memory plan as a table; ``free`` is what remains once the pools are allocated, ``encoded`` what
+    outputs of encoders may take."""
     lines = [MemoryLine("weights", weights), MemoryLine("activations", activations), MemoryLine("graphs", graphs)]
+    lines.append(MemoryLine("encoded media", encoded))
     for group in plan.groups:
         note = (
             f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"

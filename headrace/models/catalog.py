@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "LlamaForSequenceClassification": "llama",
     "LlamaModel": "llama",
     "LlavaForConditionalGeneration": "llava",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "MistralForCausalLM": "llama",
     "MistralForSequenceClassification": "llama",
     "MistralModel": "llama",

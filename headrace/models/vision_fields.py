@@ -17,6 +17,8 @@ def read_text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of the text model: those of ``text_config`` before the config's own, which older files have alone.
     Rope type ``mrope`` is left out, as it says nothing of frequencies."""
     text = {**config, **(config.get("text_config") or {})}
+    if "tie_word_embeddings" in config:  # the whole model's word counts
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
     for name in ("rope_parameters", "rope_scaling"):
         part = text.get(name)
         if isinstance(part, dict) and "mrope" in (part.get("type"), part.get("rope_type")):

@@ -66,6 +66,34 @@ def make_gemma3(folder: Path) -> Any:
 MAKERS = {"llava": make_llava, "llava_siglip": make_llava_with_siglip, "gemma3": make_gemma3}
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation: str):
+    vision = {"model_type": "pixtral", **VISION, "head_dim": 16, "hidden_act": activation}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 12}, vision_config=vision, image_token_index=IMAGE_ID,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    save_model(model, tmp_path)
+    engine = start_engine(tmp_path, max_step_tokens=9)
+    asks, sizes = [], [[(16, 24)], [(8, 8), (24, 16)], []]
+    for seed, own in enumerate(sizes):
+        prompt = Prompt().text(3, 4 + seed)
+        for height, width in own:
+            values = np.random.default_rng(seed).standard_normal((1, 3, height, width)).astype(np.float32)
+            rows = [[*[IMAGE_ID] * (width // 8), 105] for _ in range(height // 8)]
+            prompt.add("image", values, height * width // 64, grid=(height, width), runs=rows).text(7)
+        asks.append(prompt)
+    for outputs, prompt, own in zip(run(engine, asks), asks, sizes, strict=True):
+        inputs: dict[str, Any] = {}
+        if own:
+            padded = torch.zeros(len(own), 3, 24, 24)
+            for image, item, (height, width) in zip(padded, prompt.items, own, strict=True):
+                image[:, :height, :width] = to_tensor(item.arrays["pixel_values"])[0]
+            inputs = {"pixel_values": padded, "image_sizes": torch.tensor(own)}
+        compare(outputs, ask_oracle(model, prompt, **inputs))
+    engine.close()
+
+
 @pytest.fixture(scope="module", params=list(MAKERS))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)

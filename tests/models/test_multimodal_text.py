@@ -90,7 +90,7 @@ def test_the_published_config_leaves_out_what_equals_the_defaults():
 @pytest.mark.parametrize(
     "architecture",
     [
-        "Mistral3ForConditionalGeneration", "Llama4ForConditionalGeneration", "Gemma3nForConditionalGeneration",
+        "Llama4ForConditionalGeneration", "Gemma3nForConditionalGeneration",
         "Gemma2ForCausalLM"
     ]
 )
