@@ -26,6 +26,8 @@ STAGES = 2
 """Blocks of slots that are on their way at a time."""
 PROGRAMS = 132
 """Programs that fill a large GPU; more splits only add sums."""
+MOST_SPLITS = 32
+"""A program of `_combine_kernel` holds one head's sums of all splits in registers."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -229,7 +231,7 @@ def attend_slots(
     blocks = ceil_div(num_heads, heads)
     pieces = ceil_div(window.numbers.shape[1], SLOTS)
     pieces += 0 if entries is None else ceil_div(entries.numbers.shape[1], SLOTS)
-    splits = max(1, min(pieces, PROGRAMS // (num_tokens * blocks)))
+    splits = max(1, min(pieces, MOST_SPLITS, PROGRAMS // (num_tokens * blocks)))
     sums, stats = q, q  # stand in where there is one split
     if splits > 1:
         sums = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
