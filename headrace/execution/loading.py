@@ -178,6 +178,7 @@ def load_model(
             schemes=schemes, keeps_blocks=keeps, tensor=group,
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
             all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
+            scales_cache=resolved == torch.float8_e4m3fn,
             adapters=choose_banks(config),
         )
         model = family.build_model(spec, build)

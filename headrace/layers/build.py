@@ -28,7 +28,8 @@ class Build:
     of each expert. ``all2all_backend``: name of the dispatcher among them (``auto``: the best for these ranks).
     ``moves_experts``: experts move between them while the model is served.
     ``stage``: the layers that this rank has. ``adapters``: what layers make room for, None where none are served;
-    ``is_output``: rows of layers are those that a head or classifier is called with, not the step's tokens."""
+    ``is_output``: rows of layers are those that a head or classifier is called with, not the step's tokens.
+    ``scales_cache``: a checkpoint's scales of keys and values are used, as pages hold 8-bit floats."""
 
     device: torch.device
     dtype: torch.dtype
@@ -44,6 +45,7 @@ class Build:
     stage: Stage = field(default_factory=Stage)
     adapters: BankSizes | None = None
     is_output: bool = False
+    scales_cache: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ _half_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _with_fp8 = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 9))
 _with_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 MOST_GEMV_ROWS = 2
-MOST_SKINNY_ROWS = 128
+MOST_SKINNY_ROWS = 512
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:

@@ -30,7 +30,7 @@ from headrace.kernels.precompile import precompile
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Rows measured; others take the choice of the next larger number."""
 FEW_ROWS = 64
 """Up to so many rows reading the weight bounds a step: there coded products must be faster, on the average of times

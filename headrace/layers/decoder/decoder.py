@@ -15,6 +15,7 @@ from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import Features, ForwardBatch
 from headrace.layers.build import Build
+from headrace.layers.cache_scales import CacheScales
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
 from headrace.layers.loading import Targets, fill_targets, find_targets
@@ -47,6 +48,7 @@ class Decoder(ServedModel):
         self.spec, self.names, self.step, self.stage = spec, names, build.step, build.stage
         self.carried_width = spec.hidden_size
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
+        self._scales_cache = build.scales_cache
         vocabulary, own = spec.vocabulary, build.stage.layers(spec.num_layers)
         # one table per distinct rope spec, shared by its layers
         tables: dict[RopeSpec, RotaryTable] = {
@@ -123,10 +125,13 @@ class Decoder(ServedModel):
         if self.spec.num_classes == 0:
             tensors = add_prefix(tensors)
         # schemes see, and name in errors, the checkpoint's own names: they run before renaming
-        plain = names.rename(self._schemes.read(names.leave_out(tensors, self.spec.num_layers)))
+        scales, wanted = CacheScales(), names.leave_out(tensors, self.spec.num_layers)
+        plain = names.rename(self._schemes.read(scales.take(wanted) if self._scales_cache else wanted))
         apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
         targets, harmless = self._find_targets()
         fill_targets(targets, apart, harmless=harmless)
+        own = self.stage.layers(self.spec.num_layers)
+        scales.apply({i: block.attention for i, block in zip(own, self._blocks, strict=True)})
         self._is_table_due = True
 
     def find_adapter_sites(self) -> AdapterSites:

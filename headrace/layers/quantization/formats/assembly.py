@@ -14,7 +14,8 @@ from headrace.layers.quantization.contract import Named, SchemeQuery
 
 WEIGHT = "weight"
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale"})
-"""Scales of keys, values and softmax weights in 8 bits. They are not used: pages hold 8-bit floats without scales."""
+"""Scales of keys, values and softmax weights in 8 bits. Where pages hold such, `CacheScales` took those of keys and
+values before; others are not used."""
 Parts = dict[str, torch.Tensor]
 Decode = Callable[[str, Parts], "CodedMatrix | torch.Tensor"]
 """``decode(module, parts)``: the weight of a module from its tensors, by the names that `Layout` lists."""
