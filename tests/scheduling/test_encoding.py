@@ -1,0 +1,185 @@
+"""Which media steps encode: budget of a step, room for outputs, hits, and items that are computed whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.base.errors import RequestError
+from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace, digest_of, find_runs
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.step import MediaPlan
+from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
+from headrace.scheduling.request import Request
+
+TOKEN = 99
+FACTS = MediaFacts({"image": TOKEN}, {"image": "<image>"}, 4)
+
+
+def make_item(offset: int, count: int, content: str) -> MediaItem:
+    place = MediaPlace("image", digest_of("image", "", [content.encode()]), [(offset, count)])
+    return MediaItem(place, {"pixel_values": MediaArray("float32", (1,), bytes(4))})
+
+
+def make_request(*parts: int | tuple[int, str], name: str = "r") -> Request:
+    """``parts``: so many tokens of text, or so many placeholders of an image."""
+    ids: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += range(1, part + 1)
+        else:
+            items.append(make_item(len(ids), *part))
+            ids += [TOKEN] * part[0]
+    ask = EngineRequest(name, ids, SamplingSpec(), StopSpec(4), media=items)
+    return Request(ask, seq=0, max_model_len=4096, deadline=None)
+
+
+def make_account(*, step: int = 10, cache: int = 20, model: int = 100, is_whole: bool = False) -> EncoderAccount:
+    facts = MediaFacts(FACTS.token_ids, FACTS.texts, 4, is_whole=is_whole)
+    return EncoderAccount(facts, EncoderLimits(step, cache, model))
+
+
+def plan(
+    account: EncoderAccount, request: Request, begin: int, end: int, *, hard_end: int = 0
+) -> tuple[int, MediaPlan]:
+    account.begin_step()
+    end = account.limit(request, begin, end, hard_end=hard_end or end)
+    if end > begin:
+        account.take(request, begin, end)
+    account.audit({request})
+    return end, account.take_plan()
+
+
+def test_a_chunk_ends_before_the_image_that_the_budget_does_not_cover():
+    account, request = make_account(step=10), make_request(3, (6, "a"), 2, (6, "b"), 1)
+    end, first = plan(account, request, 0, 18)
+    assert end == 11 and [use.index for use in first.uses] == [0]
+    end, second = plan(account, request, 11, 18)
+    assert end == 18 and [use.index for use in second.uses] == [1]
+    assert [encode.item.place.num_tokens for encode in first.encodes + second.encodes] == [6, 6]
+
+
+def test_an_image_in_several_chunks_is_encoded_once_and_kept_meanwhile():
+    account, request = make_account(step=10, cache=8), make_request(1, (8, "a"), 1)
+    end, first = plan(account, request, 0, 4)
+    assert end == 4 and len(first.encodes) == 1
+    other = make_request((8, "b"), name="other")
+    account.begin_step()
+    assert account.limit(other, 0, 8, hard_end=8) == 0  # no room beside the pinned output
+    end, second = plan(account, request, 4, 10)
+    assert not second.encodes and second.uses[0].key == first.encodes[0].key
+    end, third = plan(account, other, 0, 8)
+    assert end == 8 and third.drops == [first.encodes[0].key]
+
+
+def test_the_same_image_is_encoded_once_for_all():
+    account = make_account(step=100, cache=100)
+    first, again = make_request(2, (5, "a")), make_request(4, (5, "a"), (5, "c"), name="again")
+    _, one = plan(account, first, 0, 7)
+    account.leave(first)
+    _, two = plan(account, again, 0, 14)
+    assert [use.key for use in two.uses] == [one.encodes[0].key, two.encodes[0].key]
+    assert len(two.encodes) == 1 and account.num_hits == 1
+
+
+def test_an_image_beyond_the_budget_is_encoded_alone():
+    account, request = make_account(step=4, cache=50), make_request((9, "a"), (3, "b"))
+    end, first = plan(account, request, 0, 12)
+    assert end == 9 and len(first.encodes) == 1
+
+
+def test_whole_images_are_never_divided_and_may_take_more_than_a_share():
+    account, request = make_account(step=50, cache=50, is_whole=True), make_request(3, (6, "a"), 4)
+    assert plan(account, request, 0, 7)[0] == 3
+    assert plan(account, request, 3, 5, hard_end=8)[0] == 3  # not even the whole step has room
+    assert plan(account, request, 3, 5, hard_end=20)[0] == 9
+
+
+@pytest.mark.parametrize("limits", [{"cache": 5}, {"model": 5, "is_whole": True}])
+def test_what_never_fits_is_refused(limits: dict[str, int]):
+    account = make_account(**limits)
+    with pytest.raises(RequestError, match="larger than the 5"):
+        account.check(make_request((6, "a")))
+    account.check(make_request((5, "a")))
+
+
+def test_media_that_do_not_belong_to_the_prompt_are_refused():
+    account, good = make_account(), make_request(2, (3, "a"))
+    for ids, items in (
+        (good.prompt_token_ids, []), (good.prompt_token_ids, [make_item(1, 3, "a")]),
+        (good.prompt_token_ids, [make_item(2, 4, "a")]), (good.prompt_token_ids, [make_item(2, 2, "a")]),
+    ):
+        bad = Request(
+            EngineRequest("bad", ids, SamplingSpec(), StopSpec(4), media=items), seq=0, max_model_len=64, deadline=None
+        )
+        with pytest.raises(RequestError):
+            account.check(bad)
+    with pytest.raises(RequestError, match="text alone"):
+        EncoderAccount(None, EncoderLimits(1, 1, 1)).check(good)
+
+
+def test_keys_tell_images_apart_and_positions_in_them():
+    first, same, other = (make_request(3, (12, content), 2) for content in "aab")
+    assert first.key_bytes(0, 17) == same.key_bytes(0, 17)
+    assert first.key_bytes(0, 12) == other.key_bytes(0, 3) + first.key_bytes(3, 12)
+    assert first.key_bytes(3, 15) != other.key_bytes(3, 15)
+    whole = first.key_bytes(0, 17)
+    for begin in range(17):
+        assert first.key_bytes(begin, 17) == whole[4 * begin :]
+
+
+def test_runs_are_found_between_other_tokens():
+    ids = [1, TOKEN, TOKEN, 2, TOKEN, 3, TOKEN, TOKEN]
+    assert find_runs(ids, TOKEN, [3, 2]) == [[(1, 2), (4, 1)], [(6, 2)]]
+    with pytest.raises(RequestError, match="placeholders"):
+        find_runs(ids, TOKEN, [3])
+
+
+def test_any_order_of_chunks_ends_and_keeps_the_account():
+    rng = random.Random(0)
+    account = make_account(step=6, cache=12)
+    waiting = [
+        make_request(
+            rng.randint(1, 4), (rng.randint(1, 12), rng.choice("abcd")), 2, (rng.randint(1, 12), rng.choice("efg")),
+            name=f"r{i}",
+        )
+        for i in range(60)
+    ]
+    on_device: dict[int, int] = {}
+    running: dict[Request, int] = {}
+    for _ in range(5000):
+        while waiting and len(running) < 4:
+            running[waiting.pop()] = 0
+        if not running:
+            break
+        account.begin_step()
+        encoded = 0
+        for request, begin in list(running.items()):
+            if rng.random() < 0.05:
+                account.leave(request)
+                del running[request]
+                waiting.append(request)
+                continue
+            end = account.limit(
+                request, begin, min(begin + rng.randint(1, 9), request.prompt_len), hard_end=request.prompt_len
+            )
+            if end > begin:
+                account.take(request, begin, end)
+                running[request] = end
+            if end == request.prompt_len:
+                account.leave(request)
+                del running[request]
+        step = account.take_plan()
+        for encode in step.encodes:
+            on_device[encode.key] = encode.item.place.num_tokens
+            encoded += encode.item.place.num_tokens
+        assert all(use.key in on_device for use in step.uses)
+        for key in step.drops:
+            del on_device[key]
+        assert sum(on_device.values()) <= 12
+        assert encoded <= 6 or len(step.encodes) == 1
+        account.audit(set(running))
+    assert not waiting and not running
