@@ -23,7 +23,7 @@ from headrace.layers.lora.contract import AdapterSites
 from headrace.layers.lora.sites import find_sites
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel, number_layers
-from headrace.layers.names import CheckpointNames, drop_training_heads, find_elsewhere
+from headrace.layers.names import TRAINING_HEADS, CheckpointNames, drop_training_heads, find_elsewhere
 from headrace.layers.narrowing import Narrowing
 from headrace.layers.norm import LayerNorm
 from headrace.layers.spec import EncoderSpec
@@ -129,7 +129,7 @@ class Encoder(ServedModel):
         """See `ServedModel`."""
         return AdapterSites(
             find_sites(self, self.names.modules, self.spec.num_layers), self.names.rename_one,
-            self.names.stacked_experts, self.spec.hidden_size,
+            self.names.stacked_experts, self.spec.hidden_size, unused=TRAINING_HEADS,
         )
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

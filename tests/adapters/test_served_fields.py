@@ -10,7 +10,14 @@ import peft_rig as rig
 import pytest
 import torch
 from test_peft import ATTENTION, FIELDS, MOE
-from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from headrace import LLM, LoRARequest, SamplingParams
 
@@ -21,6 +28,12 @@ PROMPT = rig.TOKENS[0].tolist()
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer": True, "dtype": "float32", "device": "cpu", "threads": 1, "kv_pages": 80, "page_size": 4,
     "max_running_requests": 4, "enable_lora": True, "max_loras": 3, "max_lora_rank": 16,
+}
+
+
+BERT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0,
 }
 
 
@@ -108,3 +121,20 @@ def test_a_classifier_is_served(tmp_path: Path):
         (plain,) = llm.classify([PROMPT], use_activation=False)
     torch.testing.assert_close(torch.tensor(list(found.values())), rig.outputs_of(adapted)[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(torch.tensor(list(plain.values())), rig.outputs_of(model)[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_embeddings_are_served(tmp_path: Path, kind: str):
+    config = BertConfig(**BERT) if kind == "encoder" else LlamaConfig(**rig.LLAMA)
+    model = rig.make_model(config, AutoModel)
+    targets = ["query", "key", "dense"] if kind == "encoder" else ATTENTION
+    adapted = rig.adapt(model, tmp_path / "adapter", target_modules=targets, task_type="FEATURE_EXTRACTION")
+    adapted.merge_and_unload().save_pretrained(str(tmp_path / "merged"))
+    with serve(model, tmp_path / "base", task="embed") as llm:
+        found = llm.embed([PROMPT, PROMPT[:4]], lora_request=[LoRARequest("a", str(tmp_path / "adapter")), None])
+        plain = llm.embed([PROMPT, PROMPT[:4]])
+    with LLM(tmp_path / "merged", **{**OPTIONS, "enable_lora": False, "task": "embed"}) as llm:
+        wanted = llm.embed([PROMPT])
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(plain[1]), rtol=1e-3, atol=1e-3)
+    assert (torch.tensor(found[0]) - torch.tensor(plain[0])).abs().max() > 1e-2

@@ -139,7 +139,7 @@ class Decoder(ServedModel):
         names = self.names
         return AdapterSites(
             find_sites(self, {**names.modules, **SCORE_NAMES}, self.spec.num_layers), self._rename_one,
-            names.stacked_experts, self.spec.hidden_size, self.spec.vocabulary.tied,
+            names.stacked_experts, self.spec.hidden_size, self.spec.vocabulary.tied, names.ignored,
         )
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

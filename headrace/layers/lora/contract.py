@@ -31,13 +31,15 @@ class AdapterSite:
 class AdapterSites:
     """The sites of a model by checkpoint module name, such as ``model.layers.3.self_attn.q_proj``. ``rename`` turns
     other spellings that the family reads into these names; ``stacked_experts``: how a tensor of all experts is laid
-    out, see `headrace.layers.names.CheckpointNames`. ``is_tied``: the head is the embedding's matrix."""
+    out, see `headrace.layers.names.CheckpointNames`. ``is_tied``: the head is the embedding's matrix.
+    ``unused``: beginnings of the names of modules that checkpoints have and the served model leaves out."""
 
     sites: Mapping[str, AdapterSite]
     rename: Callable[[str], str]
     stacked_experts: str
     hidden_size: int
     is_tied: bool = False
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

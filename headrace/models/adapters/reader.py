@@ -105,6 +105,7 @@ class _PeftReader:
 
     def read(self) -> list[AdaptedPart]:
         """All parts; raises `AdapterError` naming what the model or the configuration does not have."""
+        self._leave_out_unused()
         self._check_modules()
         parts: list[AdaptedPart] = []
         for module, group in self._groups.items():
@@ -119,6 +120,17 @@ class _PeftReader:
         self._tie(parts)
         self._note_unused()
         return parts
+
+    def _leave_out_unused(self) -> None:
+        """Drop what is of modules that the served model does not compute, such as the head of a pretraining."""
+        unused = [
+            module for module in self._groups
+            if f"{module}.".startswith(self._sites.unused or ("\0",)) and self._names.find(module) is None
+        ]
+        for module in unused:
+            del self._groups[module]
+        if unused:
+            logger.warning("the adapter changes modules that are not served: %s", list_names(unused))
 
     def _check_modules(self) -> None:
         unmatched = [
