@@ -119,6 +119,27 @@ def test_a_gpu_says_the_same(oracle: Any, expected: torch.Tensor, chunks: list[i
     assert (ours - expected[:100]).norm() <= 2 * (theirs - expected[:100]).norm()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_fused_kernels_say_the_same(kv_dtype: str):
+    """A shape for which a GPU has kernels of its own: as near to float32 as plain torch in the same types is, for
+    prefill and decodes in one batch, over plain and packed slots."""
+    options = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 64}
+    state, text = make_oracle(**options).state_dict(), prompt(5, LENGTH)
+    logits = []
+    for device, dtype in ((CPU, torch.float32), (CPU, torch.bfloat16), (torch.device("cuda"), torch.bfloat16)):
+        harness = build_harness(
+            published_config(**options), state, page_size=256, device=device, dtype=dtype, kv_dtype=kv_dtype
+        )
+        first, second = harness.start(), harness.start()
+        outs = [harness.step((first, text[:130]))[0]]
+        for at in range(130, 137):  # decodes at every place of a window of 4, beside a chunk
+            outs += harness.step((first, text[at : at + 1]), (second, text[(at - 130) * 20 : (at - 129) * 20]))
+        logits.append(torch.cat([out.float().cpu() for out in outs]))
+    exact, plain, ours = logits
+    assert (ours - exact).norm() <= 1.5 * (plain - exact).norm() < 0.5 * exact.norm()
+
+
 # -- configuration ------------------------------------------------------------------------------------------------
 
 
