@@ -14,6 +14,7 @@ import torch
 
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.messages import ErrorInfo, encode
+from headrace.base.step import Arrival
 from headrace.execution.executor import build_executor
 from headrace.parallel.group import Rendezvous, find_store, serve_rendezvous
 from headrace.parallel.layout import Layout
@@ -30,6 +31,7 @@ class Followers:
 
     def __init__(self, lines: list[Connection]):
         self._lines = lines
+        self.size = 1 + len(lines)
         self.begun: list[list[int]] = [[] for _ in lines]  # by rank: the steps that it has begun, as far as read
         self._answers: list[list[ErrorInfo | None]] = [[] for _ in lines]
 
@@ -50,6 +52,10 @@ class Followers:
         while not all(self._answers):
             self.read(0.1)
         return [answers.pop(0) for answers in self._answers]
+
+    def take_arrived(self) -> list[Arrival]:
+        """Nothing is moved between tiers."""
+        return []
 
     def explain(self) -> None:
         """None of them dies."""

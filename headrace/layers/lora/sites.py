@@ -66,7 +66,7 @@ class AdapterBanks:
         """Take an adapter into a slot, in stream order; an empty one leaves the slot empty."""
         before = self._by_slot.get(slot, set())
         self._by_slot[slot] = before | set(adapter)  # first: what fails half-way is overwritten by the next
-        for name in before | set(adapter):
+        for name in sorted(before | set(adapter)):  # in the same order on all ranks, which may add up norms
             self._banks[name].load(slot, adapter.get(name, []))
         self._by_slot[slot] = set(adapter)
 
