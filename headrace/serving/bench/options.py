@@ -19,7 +19,7 @@ class TargetOptions(Section):
     )
     model: str | None = option(None, "model name sent; default: the first model that the server lists", metavar="NAME")
     lora_modules: str = option(
-        "", "LoRA adapters of the server; each request is sent to one of them at random, instead of to the model",
+        "", "names of LoRA adapters; each request is sent to one of them at random, instead of to the model",
         metavar="NAME ..."
     )
     endpoint: str = option(
