@@ -161,3 +161,17 @@ def test_random_traffic_loads_and_unloads(rig: Rig, seed: int):
             check_answer(found, whole)
     for name in loaded:
         engine.adapters.unload(UnloadAdapter(name))
+
+
+def test_cycles_of_loads_and_unloads_leave_nothing(rig: Rig):
+    """Thousands: benchmarks/adapter_cycles.py."""
+    engine, path = rig.engine, write_adapter(rig.base, rig.folder / "cycled", 40)
+    store = engine.executor.adapters
+    before = set(store._sources), set(store._prepared), engine.stats().adapters.num_loaded
+    for cycle in range(25):
+        engine.adapters.load(LoadAdapter(f"c{cycle}", str(path)))
+        engine.submit(ask(f"c{cycle}", prompt(cycle, 3), f"c{cycle}", max_tokens=2))
+        engine.step()
+        engine.adapters.unload(UnloadAdapter(f"c{cycle}"))
+        drain(engine)
+    assert (set(store._sources), set(store._prepared), engine.stats().adapters.num_loaded) == before
