@@ -56,6 +56,8 @@ class AdapterConfig(Section):
         super().__post_init__()
         names = [module.name for module in self.modules]
         twice = sorted({name for name in names if names.count(name) > 1})
+        if names and not self.enable_lora:
+            raise ConfigError("lora_modules needs enable_lora", param="lora_modules")
         if twice:
             raise ConfigError(f"lora_modules names {', '.join(twice)} twice", param="lora_modules")
 

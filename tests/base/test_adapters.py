@@ -20,7 +20,7 @@ from headrace.base.errors import ConfigError
     ('[{"name": "a", "path": "x"}, {"name": "b", "path": "y"}]', [LoRARequest("a", "x"), LoRARequest("b", "y")]),
 ])
 def test_modules_are_pairs_or_json(text: str, expected: list[LoRARequest]):
-    assert AdapterConfig(lora_modules=text).modules == expected
+    assert AdapterConfig(enable_lora=True, lora_modules=text).modules == expected
 
 
 @pytest.mark.parametrize("text", [
@@ -29,7 +29,12 @@ def test_modules_are_pairs_or_json(text: str, expected: list[LoRARequest]):
 ])
 def test_modules_that_make_no_sense_are_refused(text: str):
     with pytest.raises(ConfigError, match="lora_modules"):
-        AdapterConfig(lora_modules=text)
+        AdapterConfig(enable_lora=True, lora_modules=text)
+
+
+def test_modules_without_adapters_are_refused():
+    with pytest.raises(ConfigError, match="needs enable_lora"):
+        AdapterConfig(lora_modules="a=x")
 
 
 def test_host_memory_has_room_for_all_slots():
