@@ -203,12 +203,24 @@ class TierStats(msgspec.Struct, frozen=True):
     late_total: int = 0
 
 
+class TransferStats(msgspec.Struct, frozen=True):
+    """Of an engine that exchanges pages with others: requests whose pages were sent, came, or (prefill) were not
+    fetched and (decode) did not come; pages of all cache groups."""
+
+    sent_requests_total: int = 0
+    received_requests_total: int = 0
+    lost_requests_total: int = 0
+    sent_pages_total: int = 0
+    received_pages_total: int = 0
+
+
 class StatsByTier(msgspec.Struct, frozen=True):
     """Of the tiers behind the device. ``storage`` is disk and remote stores together, which do not tell how much they
     hold."""
 
     host: TierStats = TierStats()
     storage: TierStats = TierStats()
+    peers: TransferStats = TransferStats()
 
 
 class PageStats(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ Refuses: peers, messages and memory of the region; `service.transfer.gate` keeps
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +86,7 @@ class Exchange:
         self.expected: dict[str, int] = {}  # requests that the gate holds, by id: their ticket, or 0
         self.events: list[Event] = []  # that the gate has not passed on yet
         self.num_sent_pages = self.num_received_pages = 0
+        self.outcomes: Counter[str] = Counter()  # of requests, as the gate has seen: sent, received, lost
 
     def assume(self, role: Role) -> None:
         """Have a role, before the first request comes."""

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.base.cache import CacheLayout
 from headrace.base.config import DEVICE_DEFAULTS, CacheConfig, SchedulerConfig
 from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
 from headrace.base.hooks import Hooks
 from headrace.base.media import MediaFacts
-from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
+from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput, TransferStats
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission, QueueLimits
 from headrace.scheduling.arrivals import Arrivals
@@ -313,7 +315,13 @@ class Scheduler:
             steps_total=counters.steps,
             evicted_pages_total=tree.num_evicted,
             speculation=self._drafting.stats(),
-            tiers=self._tiers.stats(),
+            tiers=msgspec.structs.replace(self._tiers.stats(), peers=TransferStats(
+                sent_requests_total=self.exchange.outcomes["sent"],
+                received_requests_total=self.exchange.outcomes["received"],
+                lost_requests_total=self.exchange.outcomes["lost"],
+                sent_pages_total=self.exchange.num_sent_pages,
+                received_pages_total=self.exchange.num_received_pages,
+            )),
         )
 
     def check(self) -> None:

@@ -130,6 +130,9 @@ def test_two_engines_give_the_tokens_of_one(name: str, tmp_path: Path, start):
     assert decode.gate.outcomes == {"received": 2 * len(prompts)}
     assert prefill.gate.outcomes == {"sent": 2 * len(prompts)}
     stats = decode.engine.stats()
+    sent, received = prefill.engine.stats().tiers.peers, stats.tiers.peers
+    assert (sent.sent_requests_total, received.received_requests_total) == (2 * len(prompts), 2 * len(prompts))
+    assert sent.sent_pages_total >= received.received_pages_total > 0 == received.lost_requests_total
     assert stats.computed_tokens_total <= 2 * len(prompts) * (NUM_TOKENS + 1), "the decode engine computed a prompt"
 
 

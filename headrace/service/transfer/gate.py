@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ class TransferGate:
         self._next_ticket = 1
         self._epoch = line.epoch
         self._logged: dict[str, float] = {}
-        self.outcomes: Counter[str] = Counter()
+        self.outcomes = exchange.outcomes
 
     @property
     def is_waiting(self) -> bool:

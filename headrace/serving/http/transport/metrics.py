@@ -106,6 +106,7 @@ class EngineCollector(Collector):
         yield from self._collect_speculation()
         yield from self._collect_experts()
         yield from self._collect_tiers()
+        yield from self._collect_transfers()
         yield from self._collect_adapters()
         yield from self._collect_replicas()
 
@@ -170,6 +171,18 @@ class EngineCollector(Collector):
             if name in STORAGE_COUNTERS:
                 value = getattr(tiers.storage, name)
                 yield kind(f"headrace_storage_cache_{metric}", f"Disk and remote stores: {doc}", value=value)
+
+    def _collect_transfers(self) -> Iterable[Metric]:
+        peers = self.stats.tiers.peers
+        for name in ("sent", "received", "lost"):
+            value = getattr(peers, f"{name}_requests_total")
+            yield CounterMetricFamily(
+                f"headrace_transfer_{name}_requests", f"Requests whose pages were {name}, to or by another engine.",
+                value=value
+            )
+        for name in ("sent", "received"):
+            value = getattr(peers, f"{name}_pages_total")
+            yield CounterMetricFamily(f"headrace_transfer_{name}_pages", f"KV pages {name}.", value=value)
 
     def _collect_experts(self) -> Iterable[Metric]:
         stats = self.stats.experts
