@@ -28,6 +28,7 @@ from benchmarks.cpu_servers import gguf_of
 from benchmarks.speculation_texts import CONVERSATIONS
 from headrace import LLM, SamplingParams
 
+CONTEXT = 4096
 METHODS = ("off", "auto", "ngram", "suffix")
 WARM_UP = [{"role": "user", "content": "Tell me about the tides of the sea, and say it again, and once more."}]
 LLAMA_METHODS = {"llama.cpp": 0, "llama.cpp, lookup of 10": 10, "llama.cpp, lookup of 2": 2}
@@ -211,7 +212,8 @@ def main() -> None:
                 stated["num_speculative_tokens"] = args.num
             llm = stack.enter_context(LLM(
                 args.model, device=args.device, dtype=args.dtype, quantization=args.quantization, prefix_cache=False,
-                speculative_config=stated,
+                speculative_config=stated, max_model_len=CONTEXT,
+                kv_pages=CONTEXT // 16 + 64,  # all engines share the device
             ))
             llm.chat([WARM_UP], SamplingParams(temperature=0.0, max_tokens=128))  # steps are timed, code is loaded
             asks[method] = asker(llm, args.max_tokens)

@@ -130,7 +130,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
             rope_positions=inputs.media.find_positions(self.entries[0], decodes.positions),
         )
         if proposer is not None:
-            batch.features = proposer.ask_features()
+            batch.features = proposer.ask_features(self.size)
         outputs: AbstractContextManager[None] = nullcontext()
         if self._adapters is not None and self.adapter_rows is not None:
             batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
@@ -140,10 +140,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
             return hidden, self.entries
         with outputs:
             logits = self._model.compute_logits(hidden)
-        greedy = rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
-        if proposer is not None:
-            proposer.keep_features(batch.features)
-        return logits, greedy
+        return logits, rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
 
 
 class DraftGraphs:
@@ -285,10 +282,8 @@ class MixedGraph(Capture[torch.Tensor]):
             batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
         if proposer is None:
             return self._model.forward(batch)
-        batch.features = proposer.ask_features()
-        hidden = self._model.forward(batch)
-        proposer.keep_features(batch.features)
-        return hidden
+        batch.features = proposer.ask_features(self.size)
+        return self._model.forward(batch)
 
 
 class MixedGraphPath:

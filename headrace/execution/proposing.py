@@ -17,6 +17,7 @@ import torch
 from headrace.execution.captures import Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
+from headrace.kernels.rowwise import WRITE_SUM
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.batch import Features, ForwardBatch
 from headrace.layers.draft import DraftModel
@@ -67,6 +68,7 @@ class Proposer:
         self._inputs, self._rows, self._tables = inputs, inputs.rows, inputs.tables
         device = inputs.rows.tensors.last_token.device
         self._decode_inputs = DECODE_INPUTS.choose(row_query(device))
+        self._write_sum = WRITE_SUM.choose(row_query(device))
         self.features = torch.zeros((max_tokens, draft.features.count * hidden_size), dtype=dtype, device=device)
         # counts of at least 1, so that padding stands for an entry
         self.sampled = torch.ones((3, max_tokens), dtype=torch.int64, device=device)
@@ -84,14 +86,12 @@ class Proposer:
         """The page tables of all rows."""
         return self._tables.tensor
 
-    def ask_features(self) -> Features | None:
-        """The request for the target's hidden states; None if the drafter reads none."""
-        return Features(self.draft.features) if self.draft.features.count else None
-
-    def keep_features(self, features: Features | None) -> None:
-        """Copy those of a captured step to where no graph of the pool may write: the drafter's graph is another one."""
-        if features is not None:
-            self.features[: len(features.values)].copy_(features.values)
+    def ask_features(self, num_captured: int = 0) -> Features | None:
+        """The request for the target's hidden states; None if the drafter reads none. A step that is captured, of so
+        many tokens, leaves them where no graph of its pool may write: the drafter's graph is another one."""
+        if not self.draft.features.count:
+            return None
+        return Features(self.draft.features, self._write_sum, self.features[:num_captured] if num_captured else None)
 
     @torch.inference_mode()
     def extend(self, extension: Extension, tokens: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,22 +52,26 @@ class FeatureSpec:
 @dataclass(slots=True)
 class Features:
     """Asks a forward to copy hidden states: it sets ``values`` [T, spec.count * D] in the model's dtype, of all T
-    tokens whatever ``ForwardBatch.wanted`` says. In a captured graph every replay writes that tensor again."""
+    tokens whatever ``ForwardBatch.wanted`` says. In a captured graph every replay writes that tensor again: ``out``, if
+    that is given. ``write_sum`` is a kernel of `headrace.kernels.rowwise.WRITE_SUM`."""
 
     spec: FeatureSpec
+    write_sum: Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor], None]
+    out: torch.Tensor | None = None
     values: torch.Tensor = field(init=False)
 
     def begin(self, x: torch.Tensor) -> None:
         """Make room, for embedded tokens ``x`` [T, D]."""
-        self.values = x.new_empty(len(x), self.spec.count * x.shape[1])
+        self.values = x.new_empty(len(x), self.spec.count * x.shape[1]) if self.out is None else self.out
 
     def take(self, layer: int, residual: Residual) -> None:
         """Copy what enters ``layer``, if it is read. The residual stays as it is, so that the model computes the same
         numbers with and without a drafter."""
         if layer in self.spec.layers:
+            residual.gather()
             for place, wanted in enumerate(self.spec.layers):
                 if wanted == layer:
-                    residual.copy_sum(self._column(place))
+                    self.write_sum(residual.pending, residual.stream, self._column(place))
 
     def take_final(self, hidden: torch.Tensor) -> None:
         """Copy the states after the final norm [T, D], if they are read."""

@@ -50,15 +50,6 @@ class Residual:
             self.stream.add_(x if x.dim() == 2 else x.sum(0).to(self.stream.dtype))
         return self.stream
 
-    def copy_sum(self, out: torch.Tensor) -> None:
-        """Write the stream with the pending output added into ``out`` [T, D]; the sum stays as it is."""
-        self.gather()
-        x = self.pending
-        if x is None:
-            out.copy_(self.stream)
-        else:
-            torch.add(self.stream, x if x.dim() == 2 else x.sum(0).to(self.stream.dtype), out=out)
-
     def keep_rows(self, rows: torch.Tensor | None) -> None:
         """Drop all rows of the stream but these, [n] int64 (None: keep all); nothing may be pending."""
         if rows is not None:

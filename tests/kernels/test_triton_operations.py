@@ -38,6 +38,22 @@ def test_rms_norm(rows, width, offset, device, dtype, tolerance):
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 @pytest.mark.parametrize("rows,width", [(1, 24), (3, 1100)])
+def test_sums_are_written_beside_the_residual(rows, width, device, dtype, tolerance):
+    x, residual = _draw(device, dtype, rows, width), _draw(device, dtype, rows, width, seed=1)
+    sums = torch.stack([x.float() / 2, x.float() / 4, x.float() / 4])
+    features = torch.full((rows, 3, width), torch.nan, dtype=dtype, device=device)
+    kept = residual.clone()
+    for place, pending in enumerate((None, x, sums)):
+        triton.write_sum(pending, residual, features[:, place])
+        expected = torch.empty_like(residual)
+        reference.write_sum(pending, residual, expected)
+        assert torch.equal(features[:, place], expected)
+        assert torch.equal(expected, residual if pending is None else x + residual)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows,width", [(1, 24), (3, 1100)])
 def test_gated_activations(rows, width, device, dtype, tolerance):
     x = 3 * _draw(device, dtype, rows, 2 * width)
     gate, up = x.double().chunk(2, dim=-1)

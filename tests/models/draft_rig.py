@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from headrace.base.config import engine_config, resolve_for_device
 from headrace.execution.draft_loading import DraftChoice, LoadedDraft, load_draft
 from headrace.execution.loading import LoadedModel, load_model
+from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs
 from headrace.layers.batch import Features, ForwardBatch, GroupStep, WantedTokens
@@ -135,7 +136,7 @@ class DraftRig:
         and the drafter's hidden states [count, D]. The token after must be among the row's."""
         begin, end = row.computed, row.computed + count
         batch = self.batch("target", [(row, begin, row.tokens[begin:end])])
-        batch.features = Features(self.drafter.features)
+        batch.features = Features(self.drafter.features, write_sum)
         self.target.forward(batch)
         features, row.computed = batch.features.values, end
         shift = self.drafter.position_shift

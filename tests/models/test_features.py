@@ -9,6 +9,7 @@ import torch
 from harness import Harness, build_harness
 from test_parity import CASES, TOLERANCE, config_json, make_oracle, prompt
 
+from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.batch import Features, FeatureSpec
 
 FAMILIES = ("llama", "gemma3", "granite", "cohere", "qwen3-moe", "deepseek-v3", "olmo2", "starcoder2")
@@ -17,7 +18,7 @@ FAMILIES = ("llama", "gemma3", "granite", "cohere", "qwen3-moe", "deepseek-v3", 
 def capture(harness: Harness, tokens: list[int], spec: FeatureSpec, wanted: list[int] | None = None) -> Any:
     """``(features, hidden)`` of a first step."""
     batch = harness._batch([(harness.start(), tokens)])
-    batch.features = Features(spec)
+    batch.features = Features(spec, write_sum)
     if wanted is not None:
         batch.wanted = harness._want(batch, wanted)
     with torch.inference_mode():

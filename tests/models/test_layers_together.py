@@ -16,6 +16,7 @@ from headrace.kernels.native.loading import NativeState
 from headrace.kernels.packed_linear.choice import FormChoice
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8
+from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.attention.cpu import CpuAttention
 from headrace.layers.batch import Features, FeatureSpec
 from headrace.layers.decoder import decoder
@@ -271,7 +272,7 @@ def test_features_are_read_between_calls(case: str, layers: tuple[int, ...], mon
         first, second = harness.start(), harness.start()
         harness.step((first, prompt(0, 9)), (second, prompt(1, 20)))
         batch = harness._batch([(first, [5]), (second, prompt(2, 6))])
-        batch.features, batch.wanted = Features(FeatureSpec(layers)), harness._want(batch, [0, 1])
+        batch.features, batch.wanted = Features(FeatureSpec(layers), write_sum), harness._want(batch, [0, 1])
         calls.clear()
         with torch.inference_mode():
             hidden = harness.model.forward(batch)

@@ -28,6 +28,14 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps, offset), residual
 
 
+def write_sum(x: torch.Tensor | None, residual: torch.Tensor, out: torch.Tensor) -> None:
+    """See `WRITE_SUM`."""
+    if x is None:
+        out.copy_(residual)
+    else:
+        torch.add(residual, x if x.dim() == 2 else x.sum(0).to(residual.dtype), out=out)
+
+
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """See `SILU_MUL`. Shazeer, arXiv:2002.05202 (SwiGLU)."""
     gate, up = x.chunk(2, dim=-1)

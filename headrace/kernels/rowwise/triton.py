@@ -57,6 +57,26 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row * D + cols, (total * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _write_sum_kernel(
+    x_ptr, residual_ptr, out_ptr, x_stride, split_stride, residual_stride, out_stride,
+    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):
+    # SPLITS partial sums [S, T, D], as in _add_rms_norm_kernel; 0 for no x
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < D
+    wait_for_previous(PDL)
+    total = tl.load(residual_ptr + row * residual_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+        total += x.to(residual_ptr.dtype.element_ty).to(tl.float32)
+    total = total.to(residual_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def _warps(block: int) -> int:
     """16 values per thread, up to 16 warps."""
     return min(16, max(1, block // 512))
@@ -92,8 +112,23 @@ def add_rms_norm(
     return out, residual
 
 
+def write_sum(
+    x: torch.Tensor | None, residual: torch.Tensor, out: torch.Tensor, *, pdl: bool = False
+) -> None:
+    """See `WRITE_SUM`."""
+    rows, width = residual.shape
+    splits = 0 if x is None else 1 if x.dim() == 2 else len(x)
+    source = residual if x is None else x
+    if rows:
+        _write_sum_kernel[(rows, ceil_div(width, GATE_BLOCK))](
+            source, residual, out, source.stride(-2), source.stride(0), residual.stride(0), out.stride(0), D=width,
+            BLOCK=GATE_BLOCK, SPLITS=splits, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )
+
+
 rms_norm_pdl = partial(rms_norm, pdl=True)
 add_rms_norm_pdl = partial(add_rms_norm, pdl=True)
+write_sum_pdl = partial(write_sum, pdl=True)
 
 
 GATE_BLOCK = 1024
