@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from headrace.base.adapters import LoRARequest
     from headrace.base.grammar import Grammar
     from headrace.base.sampling import SamplingParams
-    from headrace.serving.offline import LLM, AsyncLLM
+    from headrace.serving.offline.llm import LLM, AsyncLLM
 
 _HOMES = {
-    "LLM": "headrace.serving.offline",
-    "AsyncLLM": "headrace.serving.offline",
+    "LLM": "headrace.serving.offline.llm",
+    "AsyncLLM": "headrace.serving.offline.llm",
     "SamplingParams": "headrace.base.sampling",
     "LoRARequest": "headrace.base.adapters",
     "Grammar": "headrace.base.grammar",

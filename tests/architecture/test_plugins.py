@@ -61,7 +61,7 @@ assert 'triton' not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["service.ranks.build", "service.build", "serving.offline", "serving.cli.serve"])
+@pytest.mark.parametrize("target", ["service.ranks.build", "service.build", "serving.offline.llm", "serving.cli.serve"])
 def test_an_engine_needs_no_library_of_a_gpu(target: str):
     """As on a machine without one, where the default installation has none of them."""
     code = f"""

@@ -91,7 +91,9 @@ def test_no_error_is_swallowed():
 
 def test_no_hidden_wait_on_the_hot_path():
     found = sorted({
-        f"{s.name}: {scope_of(s, n.lineno)}: {n.func.attr}" for s in sources() if s.room in HOT_ROOMS for n in s.walk()
+        f"{s.name}: {scope_of(s, n.lineno)}: {n.func.attr}" for s in sources()
+        if s.room in HOT_ROOMS and not s.name.endswith("/cpu.py")  # solutions for a CPU, whose tensors nobody waits for
+        for n in s.walk()
         if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in WAITS
         and not dotted(n.func).startswith("np.")
     })

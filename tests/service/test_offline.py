@@ -22,8 +22,8 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.client.replica import Supervision
-from headrace.serving import offline
-from headrace.serving.offline import LLM, AsyncLLM
+from headrace.serving.offline import llm as offline
+from headrace.serving.offline.llm import LLM, AsyncLLM
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.client.replica import Supervision
 from headrace.service.client.requests import build_requests
-from headrace.serving import offline
-from headrace.serving.offline import LLM, AsyncLLM, default_params
+from headrace.serving.offline import llm as offline
+from headrace.serving.offline.llm import LLM, AsyncLLM, default_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 

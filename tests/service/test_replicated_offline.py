@@ -17,7 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.base.errors import EngineUnavailable, HeadraceError, ModelError, RequestError
 from headrace.service.client.replica import Supervision
 from headrace.service.client.replicated import ReplicatedClient
-from headrace.serving import offline
+from headrace.serving.offline import llm as offline
 
 
 @pytest.fixture

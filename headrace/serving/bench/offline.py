@@ -21,7 +21,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import GenerationOutput
 from headrace.serving.bench.options import OfflineBenchOptions
 from headrace.serving.bench.report import write_json
-from headrace.serving.offline import LLM
+from headrace.serving.offline.llm import LLM
 
 Workload = tuple[list[list[int]], list[int]]
 

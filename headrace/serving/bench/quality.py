@@ -23,7 +23,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.prompts import require_tokenizer
 from headrace.serving.bench.options import QualityOptions
 from headrace.serving.bench.report import write_json
-from headrace.serving.offline import LLM
+from headrace.serving.offline.llm import LLM
 
 PLAIN = "none"
 NUM_TOP = 50

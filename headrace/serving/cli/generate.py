@@ -22,7 +22,7 @@ from headrace.service.client.requests import build_requests
 from headrace.serving.cli.commands import ENGINE
 from headrace.serving.cli.flags import Invocation
 from headrace.serving.cli.options import GenerateOptions, SamplingOptions
-from headrace.serving.offline import LLM
+from headrace.serving.offline.llm import LLM
 
 MAX_LINE_CHARS = 64 << 20
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)

@@ -35,9 +35,9 @@ from headrace.service.parsing.forcing import confine_output
 from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
-from headrace.serving.media.offline import OfflineMedia, WithMedia, split_messages
-from headrace.serving.offline_adapters import LoRARequests, OfflineAdapters
-from headrace.serving.offline_prompts import Message, Plain, Prompt, read_conversations, read_prompt, read_prompts
+from headrace.serving.offline.adapters import LoRARequests, OfflineAdapters
+from headrace.serving.offline.media import OfflineMedia, WithMedia, split_messages
+from headrace.serving.offline.prompts import Message, Plain, Prompt, read_conversations, read_prompt, read_prompts
 
 OWN_VARIABLES = frozenset(
     {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from headrace.base.errors import RequestError
-from headrace.serving.media.offline import WithMedia, read_media
+from headrace.serving.offline.media import WithMedia, read_media
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``, in which ``multi_modal_data`` may hold

@@ -1,0 +1,1 @@
+"""Headrace in a program: `LLM` and `AsyncLLM`, without a server."""
