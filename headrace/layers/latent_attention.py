@@ -53,6 +53,8 @@ class LatentAttention(AttentionLayer):
         self.kv_up = Linear(
             build, spec.kv_lora_rank, heads.times(spec.qk_nope_head_dim + spec.v_head_dim), is_storable=False
         )
+        if self.kv_up.lora is not None:
+            self.kv_up.lora.is_capturable = False  # `_find_additions` needs to know rows on the host
         self.output = Linear(build, heads.times(spec.v_head_dim), hidden_size)
         shape = dict(num_heads=self.num_heads, kv_lora_rank=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
         self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)

@@ -190,3 +190,13 @@ def test_slots_are_overwritten_by_adapters_of_other_modules():
         rig.load(0, [part])
         merged = rig.merge({f"{key}.weight": rig.plain[f"{key}.weight"] + added(part)})
         compare(logits_of(rig.harness, tokens, 0), logits_of(merged, tokens))
+
+
+def test_latent_attention_is_not_captured_with_an_adapted_up_projection():
+    """What it adds to absorbed keys and values is by rows that the host knows, and in a captured step it does not."""
+    rig, generator = Rig(find_case("deepseek-v3")), torch.Generator().manual_seed(1)
+    for slot, ending in enumerate(("kv_b_proj", "o_proj")):
+        rig.load(slot, [low_rank(site, 2, generator) for name, site in rig.sites.items() if name.endswith(ending)])
+    assert rig.banks.has_extras(0) and not rig.banks.has_extras(1)
+    rig.load(0, [])
+    assert not rig.banks.has_extras(0)

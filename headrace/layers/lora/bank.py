@@ -124,7 +124,9 @@ class LinearBank(AdapterBank):
         self.ranks = make(sizes.num_slots, len(widths), dtype=torch.int64)
         self.tiles = nn.Buffer(make_tiles(self.ends, weight.device), persistent=False)
         self.is_low_rank_only = not layer.is_storable  # something besides the layer reads its weight
+        self.is_capturable = True  # unset where something besides the layer adds by `SlotRows.segments`
         self._extras: dict[int, Extras] = {}
+        self._used: set[int] = set()  # slots with a low-rank addition
         self._tensors: LowRankBank | None = None
         self._add = ADD_LOW_RANK.choose(query)
 
@@ -135,7 +137,7 @@ class LinearBank(AdapterBank):
 
     def has_extras(self, slot: int) -> bool:
         """See `AdapterBank`."""
-        return slot in self._extras
+        return slot in self._extras or (slot in self._used and not self.is_capturable)
 
     @property
     def tensors(self) -> LowRankBank:
@@ -198,6 +200,7 @@ class LinearBank(AdapterBank):
     def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
         """See `AdapterBank`."""
         self._extras.pop(slot, None)
+        self._used.discard(slot)
         ranks = [0] * len(self.ends)
         extras = self._make_extras(parts) if any(part.has_extras for part in parts) else None
         if extras is not None:
@@ -215,6 +218,8 @@ class LinearBank(AdapterBank):
             self.b[slot, :rank, part.start : stop].copy_(b, non_blocking=True)
             self.b[slot, rank:padded, part.start : stop].zero_()
         self.ranks[slot].copy_(_keep(torch.tensor(ranks), self.ranks), non_blocking=True)
+        if any(ranks):
+            self._used.add(slot)
 
     def adapt(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """``out`` [T, O] with what adapters of the rows of ``x`` [T, I] change; changed in place where that is
@@ -305,7 +310,7 @@ class HeadBank(LinearBank):
 
     def has_extras(self, slot: int) -> bool:
         """See `AdapterBank`. The native call for decodes on a CPU adds to layers alone."""
-        is_native = not self.b.is_cuda and bool(self.ranks[slot].any())
+        is_native = not self.b.is_cuda and slot in self._used
         return is_native or super().has_extras(slot)
 
 
