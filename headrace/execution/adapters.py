@@ -81,7 +81,7 @@ class AdapterStore:
     def prepare(self, adapter_id: int) -> Future[PreparedAdapter]:
         """Have an adapter in host memory soon; the future raises what reading it raises."""
         known = self._prepared.get(adapter_id)
-        if known is not None:
+        if known is not None and not (known.done() and known.exception()):  # what failed is tried again
             self._prepared.move_to_end(adapter_id)
             return known
         source = self._sources[adapter_id]

@@ -130,10 +130,17 @@ class AdapterSlots:
             self._free.append(slot)
             self._is_due = True
 
-    def reload(self) -> None:
-        """A step failed, and with it perhaps the loads of plans, or the device was cleared: copy all that is resident
-        again. Nothing runs."""
-        self._loads = [AdapterLoad(slot, adapter) for adapter, slot in self.resident.items()]
+    def forget_device(self) -> None:
+        """A step failed, and with it perhaps the loads of plans, or the device was cleared. All slots are emptied, and
+        adapters are loaded when requests need them: one that cannot be loaded must not fail step after step. Nothing
+        runs."""
+        assert not self.users, "adapters are in use"
+        slots = {*self.resident.values(), *(load.slot for load in self._loads)}
+        self._loads = [AdapterLoad(slot, NO_ADAPTER) for slot in sorted(slots)]
+        self._free += self.resident.values()
+        self.resident.clear()
+        self._arriving.clear()
+        self._closed, self._is_due = NO_ADAPTER, True
 
     def check(self, running: list[Request]) -> None:
         """Raise `AssertionError` unless slots and users are those of the running requests."""

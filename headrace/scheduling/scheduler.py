@@ -255,7 +255,7 @@ class Scheduler:
             self._lifecycle.retract(request)
         self._tiers.transfers.forget()
         self._running.forget_device()
-        self.adapters.reload()
+        self.adapters.forget_device()
         self._running.encoders.forget_device()
         self._flights.clear()
         self._first_valid_step = self._planner.next_step_id

@@ -153,7 +153,9 @@ class AdapterRegistry:
         """A new request, with the content of its adapter in its namespace, and the adapter's number; 0 for the base
         model. Raises `NotFound`. If it is then refused, `leave` must be called."""
         if not request.adapter:
-            return request, 0
+            # clients choose namespaces: behind a slash, none of the base model's is an adapter's
+            salt = f"/{request.namespace}" if request.namespace else ""
+            return msgspec.structs.replace(request, namespace=salt) if salt else request, 0
         adapter = self._get(request.adapter)
         if request.request_id in self.by_request:
             raise RequestError(
@@ -239,7 +241,7 @@ class AdapterGate:
         adapter = self._registry.by_request.get(request.request_id)
         return (
             adapter is not None and adapter.number not in self._slots.resident
-            and not self._executor.adapters.prepare(adapter.number).done()
+            and not _is_ready(self._executor.adapters.prepare(adapter.number))
         )
 
     def hold(self, request: EngineRequest) -> None:
@@ -259,6 +261,11 @@ class AdapterGate:
     def pause(self) -> None:
         """See `RequestCoordinator`."""
         wait([prepared for _, prepared in self._held.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+
+
+def _is_ready(prepared: Future[Any]) -> bool:
+    """Whether an adapter is in host memory; one that cannot be read is not."""
+    return prepared.done() and prepared.exception() is None
 
 
 def _no_room(name: str, num_slots: int) -> Conflict:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
-from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, take, write_adapter
+from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, make_config, take, write_adapter
 
-from headrace.base.adapters import LoadAdapter, PinAdapter, UnloadAdapter
+from headrace.base.adapters import AdapterConfig, LoadAdapter, PinAdapter, UnloadAdapter
 from headrace.base.errors import Conflict, NotFound
+from headrace.service.build import build_engine
+from headrace.service.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +178,58 @@ def test_cycles_of_loads_and_unloads_leave_nothing(rig: Rig):
         engine.adapters.unload(UnloadAdapter(f"c{cycle}"))
         drain(engine)
     assert (set(store._sources), set(store._prepared), engine.stats().adapters.num_loaded) == before
+
+
+def make_engine_of_one(rig: Rig, *names: str) -> Engine:
+    """An engine with room for one adapter on the device and in host memory."""
+    engine = build_engine(make_config(rig.base, adapters=AdapterConfig(enable_lora=True, max_loras=1)))
+    for number, name in enumerate(names):
+        engine.adapters.load(LoadAdapter(name, str(write_adapter(rig.base, rig.folder / name, 60 + number))))
+    store = engine.executor.adapters
+    while len(store._prepared) > 1:  # as with max_cpu_loras=1
+        store._prepared.popitem(last=False)
+    return engine
+
+
+def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):
+    engine = make_engine_of_one(rig, "vanished", "kept")
+    (rig.folder / "vanished" / "adapter_config.json").unlink()
+    for number in range(3):  # the second finds what the first has left
+        engine.submit(ask(f"lost{number}", prompt(1), "vanished"))
+        engine.submit(ask(f"base{number}", prompt(2), max_tokens=3))
+        answers = drain(engine)
+        assert answers[f"lost{number}"].error, number
+        assert "step" not in answers[f"lost{number}"].error
+        assert len(answers[f"base{number}"].token_ids) == 3
+    engine.close()
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_no_later_step(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Such as one for whose whole modules the device has no memory."""
+    engine = make_engine_of_one(rig, "large")
+    number, load = engine.adapters._by_name["large"].number, engine.executor._runner.load_adapter
+
+    def load_others(slot: int, adapter_id: int) -> None:
+        if adapter_id == number:
+            raise RuntimeError("no memory")
+        load(slot, adapter_id)
+
+    monkeypatch.setattr(engine.executor._runner, "load_adapter", load_others)
+    engine.submit(ask("large", prompt(1), "large"))
+    assert drain(engine)["large"].error == "step_failed"
+    engine.submit(ask("base", prompt(2), max_tokens=3))
+    assert len(drain(engine)["base"].token_ids) == 3
+    engine.close()
+
+
+def test_a_salt_is_not_the_namespace_of_an_adapter(rig: Rig):
+    """Whoever knows an adapter's content must not be able to put pages of the base model in its place."""
+    engine, digest = rig.engine, rig.engine.adapters._by_name["a1"].facts.digest
+    for salt in (f"{digest}/", f"{digest}"):
+        engine.submit(msgspec.structs.replace(ask("base", prompt(70, 17)), namespace=salt))
+    drain(engine)
+    request = ask("own", prompt(70, 17), "a1")
+    engine.submit(request)
+    found = drain(engine)["own"]
+    assert not found.outputs[-1].num_cached_tokens
+    check_answer(found, rig.expect("a1", request))
