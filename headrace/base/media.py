@@ -19,6 +19,10 @@ from headrace.base.errors import RequestError
 MediaKind = Literal["image", "video", "audio"]
 
 DIGEST_BYTES = 32
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+"""The names that processors give the arrays of pixels."""
+MOST_NUMBER = 1e6
+"""Of `MediaPlace.numbers`, which positions are computed from."""
 DTYPES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 """Of arrays, with the bytes of an element; processors compute in float32."""
 
@@ -110,17 +114,67 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
         return sum(len(each.data) for each in self.arrays.values())
 
 
+class PatchPixels(msgspec.Struct, frozen=True, tag="patches"):
+    """Pixels [time * height * width, input_size], where ``grid`` is (time, height, width) and ``merge`` x ``merge``
+    patches have one placeholder. A run holds whole frames."""
+
+    input_size: int
+    merge: int
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """Whether placeholders, grid and the pixels' shape belong together."""
+        if len(place.grid) != 3 or min(place.grid) < 1 or any(size % self.merge for size in place.grid[1:]):
+            return False
+        num_patches, frame = math.prod(place.grid), math.prod(place.grid[1:]) // self.merge**2
+        is_divided = place.num_tokens * self.merge**2 == num_patches and all(n % frame == 0 for _, n in place.runs)
+        return is_divided and shape == (num_patches, self.input_size)
+
+
+class ImagePixels(msgspec.Struct, frozen=True, tag="images"):
+    """Pixels [crops, channels, side, side]; every crop has ``num_tokens`` placeholders."""
+
+    channels: int
+    side: int
+    num_tokens: int
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """See `PatchPixels`."""
+        is_square = len(shape) == 4 and shape[0] > 0 and shape[1:] == (self.channels, self.side, self.side)
+        return is_square and place.num_tokens == shape[0] * self.num_tokens
+
+
+class SizedPixels(msgspec.Struct, frozen=True, tag="sized"):
+    """Pixels [1, channels, H, W] of which ``grid`` (height, width) are the image, in patches of ``patch`` x ``patch``;
+    ``merge`` x ``merge`` of them have one placeholder."""
+
+    channels: int
+    patch: int
+    merge: int
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """See `PatchPixels`."""
+        if len(place.grid) != 2 or len(shape) != 4 or shape[:2] != (1, self.channels):
+            return False
+        is_inside = all(0 < size <= length for size, length in zip(place.grid, shape[2:], strict=True))
+        return is_inside and place.num_tokens == math.prod(size // self.patch // self.merge for size in place.grid)
+
+
+PixelLayout = PatchPixels | ImagePixels | SizedPixels
+
+
 class MediaFacts(msgspec.Struct, frozen=True):
     """What media a model takes. By kind: ``token_ids``, the token that is repeated as placeholder; ``texts``, what
     stands for one item in a prompt before the processor expands it. ``vector_size``: elements of an encoder's output
     per placeholder, of ``element_bytes`` each. ``is_whole``: the tokens of an item attend to one another in both
-    directions, so that a step must compute all of them together."""
+    directions, so that a step must compute all of them together. ``pixels``: what its images and videos look like; an
+    item that looks otherwise would fail the whole step that encodes it."""
 
     token_ids: dict[str, int]
     texts: dict[str, str]
     vector_size: int
     is_whole: bool = False
     element_bytes: int = 4
+    pixels: PixelLayout | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -179,6 +233,7 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
             raise RequestError("an item has no digest or no placeholders", param="media")
         for values in item.arrays.values():
             values.check()
+        _check_pixels(item, facts)
         for offset, count in place.runs:
             if count < 1 or offset < end or offset + count > len(token_ids):
                 raise RequestError("placeholders of media overlap or lie outside of the prompt", param="media")
@@ -193,6 +248,21 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
                 f"the prompt has {found} placeholders of media (token {token_id}), its items have {count}; send the "
                 "items with it, or remove the token from the text", param="prompt",
             )
+
+
+def _check_pixels(item: MediaItem, facts: MediaFacts) -> None:
+    place, name = item.place, PIXELS.get(item.place.kind)
+    if not all(0 <= number <= MOST_NUMBER for number in place.numbers.values()):  # neither is a NaN
+        raise RequestError(f"numbers of media are from 0 to {MOST_NUMBER:g}, got {place.numbers}", param="media")
+    if facts.pixels is None or name is None:
+        return
+    pixels = item.arrays.get(name)
+    if pixels is None or not facts.pixels.fits(place, pixels.shape):
+        raise RequestError(
+            f"this model cannot take a {place.kind} with {name} of shape {pixels and list(pixels.shape)}, grid "
+            f"{list(place.grid)} and {place.num_tokens} placeholders; do preprocessor_config.json and config.json "
+            "belong to the same checkpoint?", param="media",
+        )
 
 
 def key_ids(tokens: array[int], begin: int, end: int, media: Sequence[MediaPlace]) -> array[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.base.media import MediaPlace
+from headrace.base.media import PIXELS, MediaPlace
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EncoderInput:
 
     def pixels(self) -> torch.Tensor:
         """The pixels, whether of an image or a video."""
-        return self.arrays["pixel_values_videos" if self.place.kind == "video" else "pixel_values"]
+        return self.arrays[PIXELS[self.place.kind]]
 
 
 class MediaModel(ABC):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media import ImagePixels, MediaFacts, PatchPixels
 from headrace.layers.media_spec import ImageSpec, VisionSpec
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
@@ -54,7 +54,7 @@ def with_sections(
 
 
 def read_grid_media(
-    config: dict[str, Any], *, num_parts: int = 1, images: int = 151655, videos: int = 151656
+    config: dict[str, Any], pixels: PatchPixels, *, num_parts: int = 1, images: int = 151655, videos: int = 151656
 ) -> MediaFacts:
     """Media of the Qwen line: images and videos between their marks."""
     fields = Fields(config)
@@ -65,6 +65,7 @@ def read_grid_media(
             "image": fields.integer("image_token_id", images), "video": fields.integer("video_token_id", videos)
         },
         texts={"image": marks.format("image"), "video": marks.format("video")}, vector_size=hidden_size * num_parts,
+        pixels=pixels,
     )
 
 
@@ -89,6 +90,11 @@ def read_image_encoder(vision: Fields) -> ImageSpec:
         patch_bias=not is_clip,
     )
     return ImageSpec(spec, fields.integer("image_size"), patch, has_class_token=is_clip, first_norm=is_clip)
+
+
+def image_pixels(image: ImageSpec, num_tokens: int) -> ImagePixels:
+    """What such an encoder takes; ``num_tokens`` placeholders stand for an image."""
+    return ImagePixels(image.vision.input_size // image.patch_size**2, image.image_size, num_tokens)
 
 
 IMAGE_ENCODER_NAMES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -160,6 +161,20 @@ def test_hits_are_of_the_same_image_only(served: Any):
     compare(different, expect(model, other))
     assert again[-1].num_cached_tokens >= 16
     assert different[-1].num_cached_tokens == 0
+    engine.close()
+
+
+def test_an_item_whose_grid_is_not_that_of_its_pixels_fails_alone(served: Any):
+    model, folder = served
+    engine = start_engine(folder)
+    good, wrong = (add_image(Prompt().text(3), (1, 8, 8), seed) for seed in (0, 1))
+    place = msgspec.structs.replace(wrong.items[0].place, grid=(1, 4, 8))
+    wrong.items[0] = msgspec.structs.replace(wrong.items[0], place=place)
+    served_alone, refused = run(engine, [good, wrong])
+    compare(served_alone, expect(model, good))
+    finish = refused[-1].finish
+    assert finish is not None and finish.error is not None
+    assert "grid [1, 4, 8] and 16 placeholders" in finish.error.message
     engine.close()
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace, digest_of, find_runs
+from headrace.base.media import (
+    ImagePixels,
+    MediaArray,
+    MediaFacts,
+    MediaItem,
+    MediaPlace,
+    PatchPixels,
+    PixelLayout,
+    SizedPixels,
+    check_media,
+    digest_of,
+    find_runs,
+)
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import MediaPlan
@@ -119,6 +132,51 @@ def test_media_that_do_not_belong_to_the_prompt_are_refused():
             account.check(bad)
     with pytest.raises(RequestError, match="text alone"):
         EncoderAccount(None, EncoderLimits(1, 1, 1)).check(good)
+
+
+PATCHES, IMAGES, SIZED = PatchPixels(5, 2), ImagePixels(3, 8, 4), SizedPixels(3, 4, 2)
+
+
+@pytest.mark.parametrize("pixels, shape, grid, runs, is_right", [
+    (PATCHES, (24, 5), (1, 4, 6), [6], True),
+    (PATCHES, (72, 5), (3, 4, 6), [6, 12], True),
+    (PATCHES, (72, 5), (3, 4, 6), [7, 11], False),  # a frame in two runs
+    (PATCHES, (24, 5), (1, 6, 6), [6], False),
+    (PATCHES, (24, 5), (1, 3, 8), [6], False),  # rows that cannot be merged
+    (PATCHES, (24, 6), (1, 4, 6), [6], False),
+    (PATCHES, (24, 5), (1, 4, 6), [5], False),
+    (PATCHES, (24, 5), (), [6], False),
+    (PATCHES, (0, 5), (0, 4, 6), [6], False),
+    (IMAGES, (2, 3, 8, 8), (), [4, 4], True),
+    (IMAGES, (2, 3, 8, 8), (), [4], False),
+    (IMAGES, (1, 3, 8, 6), (), [4], False),
+    (SIZED, (1, 3, 24, 16), (16, 16), [2, 2], True),
+    (SIZED, (1, 3, 24, 16), (16, 24), [6], False),  # more than there is
+    (SIZED, (1, 3, 24, 16), (16, 16), [3], False),
+    (None, (7,), (1, 2, 3), [3], True),
+])
+def test_pixels_grid_and_placeholders_belong_together(
+    pixels: PixelLayout | None, shape: tuple[int, ...], grid: tuple[int, ...], runs: list[int], is_right: bool
+):
+    ids, places = [1], []
+    for count in runs:
+        places.append((len(ids), count))
+        ids += [*[TOKEN] * count, 1]
+    place = MediaPlace("image", bytes(32), places, grid)
+    item = MediaItem(place, {"pixel_values": MediaArray("uint8", shape, bytes(math.prod(shape)))})
+    facts = MediaFacts(FACTS.token_ids, FACTS.texts, 4, pixels=pixels)
+    if is_right:
+        check_media([item], ids, facts)
+        return
+    with pytest.raises(RequestError, match="preprocessor_config.json"):
+        check_media([item], ids, facts)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 1e9])
+def test_numbers_that_no_position_can_be_computed_from_are_refused(number: float):
+    place = MediaPlace("image", bytes(32), [(0, 1)], (), {"second_per_grid_ts": number})
+    with pytest.raises(RequestError, match="numbers of media"):
+        check_media([MediaItem(place, {})], [TOKEN], FACTS)
 
 
 def test_keys_tell_images_apart_and_positions_in_them():

@@ -111,7 +111,9 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
     (token_id,) = tokenizer.encode(case.token, add_special_tokens=False)
     media = MediaFacts({"image": token_id}, {"image": case.mark}, vector_size=64)
     monkeypatch.setattr(module, "resolve_source", lambda config: source)
-    monkeypatch.setattr(module, "find_family", lambda architecture: SimpleNamespace(media=lambda config: media))
+    monkeypatch.setattr(module, "find_family", lambda architecture: SimpleNamespace(
+        media=SimpleNamespace(facts=lambda config: media)
+    ))
     if name == "rows" and not find_spec("torchvision"):
         with pytest.raises(ModelError, match=r"needs torchvision.*pip install 'headrace\[video\]'"):
             load_processor(source)

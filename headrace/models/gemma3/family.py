@@ -29,6 +29,7 @@ from headrace.models.vision_fields import (
     IMAGE_ENCODER_NAMES,
     TOWER_RENAMES,
     UNUSED_HEADS,
+    image_pixels,
     read_image_encoder,
     read_vision_part,
 )
@@ -107,10 +108,12 @@ def read_media(config: dict[str, Any]) -> MediaFacts | None:
     """Images alone; their tokens attend to one another."""
     if not _takes_images(config):
         return None
+    encoder = _read_encoder(config)
     return MediaFacts(
         token_ids={"image": Fields(config).integer("image_token_index", 262144)},
         texts={"image": "<start_of_image>"},
         vector_size=Fields({**DEFAULTS, **_text_part(config)}).integer("hidden_size"), is_whole=True,
+        pixels=image_pixels(encoder.image, encoder.tokens_per_side**2),
     )
 
 

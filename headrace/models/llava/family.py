@@ -25,6 +25,7 @@ from headrace.models.vision_fields import (
     IMAGE_ENCODER_NAMES,
     TOWER_RENAMES,
     UNUSED_HEADS,
+    image_pixels,
     read_image_encoder,
     read_text_part,
     read_vision_part,
@@ -82,10 +83,11 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
 
 def read_media(config: dict[str, Any]) -> MediaFacts:
     """Images alone."""
-    fields = Fields(config)
+    fields, image = Fields(config), read_image_encoder(read_vision_part(config))
     return MediaFacts(
         token_ids={"image": fields.integer("image_token_index", 32000)}, texts={"image": "<image>"},
         vector_size=Fields({**TEXT, **read_text_part(config)}).integer("hidden_size"),
+        pixels=image_pixels(image, image.side**2),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media import MediaFacts, SizedPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import Activation, MlpSpec, NormSpec
@@ -23,6 +23,7 @@ TEXT = {
 VISION = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
 }
+PATCH, MERGE = 14, 2
 """transformers' defaults."""
 
 
@@ -54,7 +55,7 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
     vision.choice("model_type", {"pixtral": 0}, "pixtral")
     if config.get("vision_feature_layer", -1) != -1:
         raise ConfigError("config.json: vision_feature_layer must be -1", param="vision_feature_layer")
-    patch = vision.integer("patch_size", 14)
+    patch = vision.integer("patch_size", PATCH)
     activation = vision.choice("hidden_act", {"gelu": "gelu", "silu": "silu"}, "gelu")
     spec = VisionSpec(
         vision.integer("hidden_size"), vision.integer("num_hidden_layers"), vision.integer("num_attention_heads"),
@@ -64,7 +65,7 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
     )
     theta = Fields(vision.section("rope_parameters")).positive("rope_theta", vision.positive("rope_theta", 1e4))
     encoder = MergedVisionSpec(
-        spec, patch, whole.integer("spatial_merge_size", 2), theta, fields.number("rms_norm_eps"),
+        spec, patch, whole.integer("spatial_merge_size", MERGE), theta, fields.number("rms_norm_eps"),
         whole.choice("projector_hidden_act", ACTIVATIONS, "gelu"), whole.flag("multimodal_projector_bias", False),
     )
     return MultimodalSpec.of(read_decoder(fields, layers), encoder)
@@ -72,9 +73,14 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
 
 def read_media(config: dict[str, Any]) -> MediaFacts:
     """Images alone; between the rows of an image stand other tokens."""
+    vision = read_vision_part(config)
+    pixels = SizedPixels(
+        vision.integer("num_channels", 3), vision.integer("patch_size", PATCH),
+        Fields(config).integer("spatial_merge_size", MERGE),
+    )
     return MediaFacts(
         token_ids={"image": Fields(config).integer("image_token_index", 10)}, texts={"image": "[IMG]"},
-        vector_size=Fields({**TEXT, **read_text_part(config)}).integer("hidden_size"),
+        vector_size=Fields({**TEXT, **read_text_part(config)}).integer("hidden_size"), pixels=pixels,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from headrace.base.media import MediaFacts, PatchPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec
@@ -46,6 +47,14 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
     fields = Fields({**TEXT, **read_text_part(config)})
     attention = read_attention(fields, qkv_bias=True, output_bias=False)
     text = read_decoder(fields, read_windowed_layers(fields, read_rope(fields, theta=1e6)), attention=attention)
+    encoder = _read_encoder(config)
+    return MultimodalSpec.of(
+        with_sections(text, fields, (16, 24, 24)), encoder, merge=encoder.merge,
+        tokens_per_second=read_vision_part(config).number("tokens_per_second", 4),
+    )
+
+
+def _read_encoder(config: dict[str, Any]) -> WindowedVisionSpec:
     vision = Fields({**VISION, **read_vision_part(config).config})
     merge, patch = vision.integer("spatial_merge_size", 2), vision.integer("patch_size", 14)
     spec = VisionSpec(
@@ -54,14 +63,16 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
         mlp=MlpSpec(vision.integer("intermediate_size"), vision.choice("hidden_act", GATED_ACTIVATIONS, "silu"), True),
         norm=NormSpec(1e-6), patch_bias=False,
     )
-    encoder = WindowedVisionSpec(
+    return WindowedVisionSpec(
         spec, merge, vision.integer("window_size", 112) // merge // patch,
         tuple(vision.config.get("fullatt_block_indexes", (7, 15, 23, 31))),
     )
-    return MultimodalSpec.of(
-        with_sections(text, fields, (16, 24, 24)), encoder, merge=merge,
-        tokens_per_second=vision.number("tokens_per_second", 4),
-    )
+
+
+def read_media(config: dict[str, Any]) -> MediaFacts:
+    """Images and videos."""
+    encoder = _read_encoder(config)
+    return read_grid_media(config, PatchPixels(encoder.vision.input_size, encoder.merge))
 
 
 FAMILY = Family(
@@ -86,5 +97,5 @@ FAMILY = Family(
         renames={"model.visual.": "visual.", "model.language_model.": "model."},
     ),
     tool_parser="hermes",
-    media=FamilyMedia(read_grid_media),
+    media=FamilyMedia(read_media),
 )

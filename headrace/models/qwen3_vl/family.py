@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media import MediaFacts, PatchPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec
@@ -47,14 +47,21 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
     fields = Fields({**TEXT, **read_text_part(config)})
     layers = read_layers(fields, read_rope(fields, theta=5e6))
     text = read_decoder(fields, layers, attention=read_attention(fields, qk_norm="head"))
+    encoder = _read_encoder(config)
+    count = len(encoder.tapped_layers)
+    if count >= text.num_layers:
+        raise ConfigError(
+            f"config.json: deepstack_visual_indexes has {count} layers; the decoder has {text.num_layers}, and the "
+            "last one takes none", param="deepstack_visual_indexes",
+        )
+    return MultimodalSpec.of(
+        with_sections(text, fields, (24, 20, 20), alternates=True), encoder, merge=encoder.merge
+    )
+
+
+def _read_encoder(config: dict[str, Any]) -> DeepstackVisionSpec:
     vision = Fields({**VISION, **read_vision_part(config).config})
     merge, patch = vision.integer("spatial_merge_size", 2), vision.integer("patch_size", 16)
-    tapped = _read_taps(vision.config)
-    if len(tapped) >= text.num_layers:
-        raise ConfigError(
-            f"config.json: deepstack_visual_indexes has {len(tapped)} layers; the decoder has {text.num_layers}, and "
-            "the last one takes none", param="deepstack_visual_indexes",
-        )
     spec = VisionSpec(
         vision.integer("hidden_size"), vision.integer("depth"), vision.integer("num_heads"),
         input_size=vision.integer("in_channels", 3) * vision.integer("temporal_patch_size", 2) * patch**2,
@@ -65,19 +72,16 @@ def read_config(config: dict[str, Any]) -> MultimodalSpec:
         norm=NormSpec(1e-6, kind="layer", bias=True),
     )
     side = int(vision.integer("num_position_embeddings", 2304) ** 0.5)
-    return MultimodalSpec.of(
-        with_sections(text, fields, (24, 20, 20), alternates=True), DeepstackVisionSpec(spec, merge, side, tapped),
-        merge=merge,
-    )
-
-
-def _read_taps(vision: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(vision.get("deepstack_visual_indexes", TAPPED_LAYERS))
+    tapped = tuple(vision.config.get("deepstack_visual_indexes", TAPPED_LAYERS))
+    return DeepstackVisionSpec(spec, merge, side, tapped)
 
 
 def read_media(config: dict[str, Any]) -> MediaFacts:
     """As for the others of the line, with longer vectors."""
-    return read_grid_media(config, num_parts=1 + len(_read_taps(read_vision_part(config).config)))
+    encoder = _read_encoder(config)
+    return read_grid_media(
+        config, PatchPixels(encoder.vision.input_size, encoder.merge), num_parts=encoder.num_parts
+    )
 
 
 def _name_merger(theirs: str, ours: str) -> dict[str, str]:
