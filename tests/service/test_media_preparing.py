@@ -56,7 +56,7 @@ def preparer(model) -> Preparer:
 @pytest.fixture(scope="module")
 def facts(model) -> ModelFacts:
     source = resolve_source(model)
-    media = find_family(source.architecture).media(source.config)
+    media = find_family(source.architecture).media.facts(source.config)
     return ModelFacts(
         model="tiny", architecture=source.architecture, family="tiny", dtype="float32", device="cpu",
         max_model_len=2048, vocab_size=264, eos_ids=[mark_id("<|im_end|>")], num_parameters=1000, page_size=16,
@@ -165,3 +165,22 @@ def test_a_kind_without_its_libraries_says_what_to_install(preparer, monkeypatch
     with pytest.raises(MediaError, match=r"pip install 'headrace\[video\]'") as caught:
         preparer.prepare(Job("video", b"x", bytes(32), "here"))
     assert caught.value.param == "here"
+
+
+def test_a_video_comes_with_the_times_of_its_frames(preparer, monkeypatch):
+    """The video processor itself needs torchvision."""
+    given = {}
+
+    class Recorder:
+        def __init__(self):
+            self.video_processor = object()
+
+        def __call__(self, **options):
+            given.update(options)
+            raise ValueError("seen")
+
+    monkeypatch.setattr(preparer, "_processor", Recorder())
+    with pytest.raises(MediaError, match="seen"):
+        preparer.prepare_value("video", [picture(64, 48)] * 4, "here")
+    about = given["videos_kwargs"]["video_metadata"][0]
+    assert [index / about["fps"] for index in about["frames_indices"]] == [0.0, 0.5, 1.0, 1.5]

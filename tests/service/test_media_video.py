@@ -51,8 +51,18 @@ def test_of_long_films_fewer_are_kept():
     assert len(frames.images) == 4 and frames.times[0] == 0 and frames.times[-1] > 6
 
 
+def test_processors_are_told_the_times_of_frames():
+    from transformers.video_utils import VideoMetadata
+
+    for frames in (read(encoded(50)), read(encoded(100), max_frames=4)):
+        about = VideoMetadata(**frames.describe(2.0))
+        assert np.allclose(about.timestamps, frames.times, atol=1e-3)
+        assert about.sampled_fps == pytest.approx(1 / np.diff(frames.times).mean(), rel=1e-3)
+
+
 def test_one_frame():
-    assert len(read(encoded(1)).images) == 1
+    frames = read(encoded(1))
+    assert len(frames.images) == 1 and frames.describe(2.0)["total_num_frames"] == 500
 
 
 @pytest.mark.parametrize("data", [b"", b"not a film", bytes(5000), encoded(5)[:200]])

@@ -144,7 +144,10 @@ class Preparer:
         if kind == "image":
             options["images"] = [value]
         elif kind == "video":
-            options |= {"videos": [value.images], "videos_kwargs": {"do_sample_frames": False, "fps": VIDEO_FPS}}
+            about = [value.describe(VIDEO_FPS)]
+            options |= {
+                "videos": [value.images], "videos_kwargs": {"do_sample_frames": False, "video_metadata": about}
+            }
         else:
             options |= {"audio": [value], "audio_kwargs": {"sampling_rate": self._rate()}}
         try:

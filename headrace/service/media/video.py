@@ -20,6 +20,8 @@ MAX_SECONDS = 3600.0
 MAX_DECODED = 20_000
 """Frames of a file that are decoded to find those that are kept."""
 MAX_FRAMES = 768
+TICKS = 1000.0
+"""Of a second, in which processors are told the times of frames."""
 MAX_TOTAL_PIXELS = 400_000_000
 """Pixels of all frames that are kept."""
 INSTALL = "pip install 'headrace[video]'"
@@ -31,6 +33,17 @@ class Frames:
 
     images: list[Image]
     times: list[float]
+
+    def describe(self, fps: float) -> dict[str, Any]:
+        """The fields of transformers' ``VideoMetadata``, from which processors find the time of each frame and how far
+        apart they are: as of a video with a frame each millisecond, of which these are kept. ``fps`` is that of a
+        single frame."""
+        count = len(self.times)
+        gap = (self.times[-1] - self.times[0]) / (count - 1) if count > 1 else 1 / fps
+        return {
+            "fps": TICKS, "frames_indices": [round(at * TICKS) for at in self.times],
+            "total_num_frames": max(1, round(count * gap * TICKS)), "duration": count * gap,
+        }
 
 
 def open_video(data: bytes, param: str, *, fps: float, max_frames: int, max_pixels: int) -> Frames:
