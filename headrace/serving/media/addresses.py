@@ -17,8 +17,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_URL = 8192
 SCHEMES = {"http": 80, "https": 443}
-# Clouds answer their machines there: Azure at a public address, Oracle in a network for protocols.
-_METADATA = (ipaddress.ip_network("168.63.129.16/32"), ipaddress.ip_network("192.0.0.0/24"))
+# Clouds answer their machines at the first two: Azure at a public address, Oracle in a network for protocols. The others
+# belong to sites: IPv6 addresses of old, and those that stand for IPv4 addresses by the site's own rule.
+_NOT_PUBLIC = tuple(
+    map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "fec0::/10", "64:ff9b:1::/48"))
+)
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -52,7 +55,7 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-    is_special = address.is_multicast or address.is_reserved or any(address in network for network in _METADATA)
+    is_special = address.is_multicast or address.is_reserved or any(address in network for network in _NOT_PUBLIC)
     return address.is_global and not is_special
 
 

@@ -46,7 +46,7 @@ class _BoundedResponse(HttpResponse):
         if self._num_taken > self.most or (declared.isdigit() and int(declared[:20]) > self.most):
             self.is_too_large = True
             raise TooLarge
-        super().take(now, piece)
+        self.pieces.append((now, piece))  # `HttpResponse` has a bound of its own, which may be lower
 
 
 class Fetcher:
@@ -82,7 +82,10 @@ class Fetcher:
             target = response.headers.get(b"location", b"").decode("latin-1")
             if not target:
                 raise MediaError(f"{param}: the host answered with a redirect to nowhere", param=param)
-            url = urljoin(url, target)
+            try:
+                url = urljoin(url, target)
+            except ValueError as error:
+                raise MediaError(f"{param}: the host answered with a redirect to no URL: {error}", param=param) from None
         raise MediaError(f"{param}: more than {MAX_REDIRECTS} redirects", param=param)
 
     async def _get(self, parts: SplitResult, param: str) -> _BoundedResponse:

@@ -111,8 +111,11 @@ class MediaReader:
                 f"{param}: this server reads no files (--allowed-local-media-path); send the data inside the request",
                 param=param
             )
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            parts = None
+        if parts is None or parts.netloc not in ("", "localhost"):
             raise MediaError(f"{param} must name a file of this host: file:///FOLDER/FILE", param=param)
         try:
             root = Path(folder).resolve(strict=True)

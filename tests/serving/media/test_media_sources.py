@@ -93,7 +93,7 @@ async def test_a_body_and_redirects_to_it():
 
 @pytest.mark.parametrize("target", [
     "http://10.0.0.1/secret", "http://169.254.169.254/latest", "file:///etc/passwd", "http://[::1]:1/", "data:,x",
-    "//192.168.0.1/x",
+    "//192.168.0.1/x", "http://[::1", "//[x/",
 ])
 async def test_a_redirect_leads_nowhere_that_the_first_address_could_not(target):
     async def answer(path, writer):
@@ -188,7 +188,8 @@ async def test_files_below_one_folder(tmp_path):
     }.items():
         with pytest.raises(MediaError, match=message):
             await media.read_url(f"file://{folder}{path}", WHERE)
-    with pytest.raises(MediaError, match="file of this host"):
-        await media.read_url(f"file://elsewhere{folder}/inside.png", WHERE)
+    for url in (f"file://elsewhere{folder}/inside.png", "file://[/inside.png"):
+        with pytest.raises(MediaError, match="file of this host"):
+            await media.read_url(url, WHERE)
     with pytest.raises(MediaError, match="--allowed-local-media-path"):
         await reader().read_url(f"file://{folder}/inside.png", WHERE)
