@@ -1,7 +1,7 @@
 """Images through the engine on a GPU, on a model of Qwen2.5-VL-7B's shape with random weights: requests of one 1024 x
 1024 image and 128 tokens out; the encoder's speed alone; first token of a repeated image.
 
-python benchmarks/bench_vision.py [--requests 64] [--layers 28]
+python -m benchmarks.vision [--requests 64] [--layers 28]
 """
 
 from __future__ import annotations
