@@ -168,7 +168,7 @@ def test_pixels_grid_and_placeholders_belong_together(
     if is_right:
         check_media([item], ids, facts)
         return
-    with pytest.raises(RequestError, match="preprocessor_config.json"):
+    with pytest.raises(RequestError, match="same checkpoint"):
         check_media([item], ids, facts)
 
 

@@ -17,8 +17,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_URL = 8192
 SCHEMES = {"http": 80, "https": 443}
-# Clouds answer their machines at the first two: Azure at a public address, Oracle in a network for protocols. The others
-# belong to sites: IPv6 addresses of old, and those that stand for IPv4 addresses by the site's own rule.
+# Clouds answer their machines at the first two: Azure at a public address, Oracle in a network for protocols. The
+# others belong to sites: IPv6 addresses of old, and those that stand for IPv4 addresses by the site's own rule.
 _NOT_PUBLIC = tuple(
     map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "fec0::/10", "64:ff9b:1::/48"))
 )

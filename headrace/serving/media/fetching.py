@@ -84,8 +84,8 @@ class Fetcher:
                 raise MediaError(f"{param}: the host answered with a redirect to nowhere", param=param)
             try:
                 url = urljoin(url, target)
-            except ValueError as error:
-                raise MediaError(f"{param}: the host answered with a redirect to no URL: {error}", param=param) from None
+            except ValueError:
+                raise MediaError(f"{param}: the host answered with a redirect to no URL", param=param) from None
         raise MediaError(f"{param}: more than {MAX_REDIRECTS} redirects", param=param)
 
     async def _get(self, parts: SplitResult, param: str) -> _BoundedResponse:
