@@ -83,3 +83,13 @@ def test_hub_names(allowed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         find_allowed("owner/other", ["hub"])
     with pytest.raises(ModelError):
         find_adapter("owner/other")
+
+
+def test_a_name_on_the_hub_is_no_path_below_the_working_folder(
+    allowed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(allowed.parent)
+    with pytest.raises(NotFound, match="allowed/sql"):
+        find_allowed("allowed/sql", ["hub"])

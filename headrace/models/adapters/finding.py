@@ -30,6 +30,10 @@ def find_adapter(typed: str) -> Path:
         return path
     if not is_hub_name(typed):
         raise ModelError(f"there is no adapter at {path.absolute()}: give a folder with {CONFIG_FILE}, or a .gguf file")
+    return _find_in_hub(typed)
+
+
+def _find_in_hub(typed: str) -> Path:
     return find_in_hub(typed, None, wants_weights=True, can_open=is_complete, near=lambda: "")
 
 
@@ -63,7 +67,7 @@ def find_allowed(typed: str, folders: Sequence[str]) -> str:
             return wanted
     if HUB in folders and is_hub_name(typed):
         try:
-            return str(find_adapter(typed))
+            return str(_find_in_hub(typed))  # not a path: this process may stand outside the folders
         except ModelError as error:
             raise NotFound(f"no adapter {typed!r}: {error.message}", param="lora_path") from error
     places = [os.path.realpath(os.path.join(root, typed)) for root in roots]
