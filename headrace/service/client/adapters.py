@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,7 +56,8 @@ class AdapterCatalog:
         self._client = client
         self._turn = asyncio.Lock()
         self._known: dict[str, LoRARequest] = {module.name: module for module in client.config.adapters.modules}
-        self._static = frozenset(self._known)
+        self._static = dict(self._known)
+        self._pinned: set[str] = set()
         self._from_tensors: dict[str, tuple[int | None, ...]] = {}  # by name: the engines' process ids
         self._reloading: set[asyncio.Task[None]] = set()
         client.on_restart = self._begin_reload
@@ -82,19 +83,19 @@ class AdapterCatalog:
         known = set(self.names)
         for wanted in (name, name.removeprefix(f"{base}:")):
             if wanted in known:
-                if self._reloading and wanted not in self._static:
+                if self._reloading and not self._is_static(wanted):
                     raise EngineUnavailable(f"adapter {wanted!r} is being loaded again", retry_after=RETRY_AFTER_S)
                 return wanted
         return None
 
     async def load(
-        self, name: str, path: str, *, own_name: str = "", is_pinned: bool = False, replaces: bool = False,
+        self, name: str, path: str, *, own_names: Sequence[str] = (), is_pinned: bool = False, replaces: bool = False,
         is_trusted: bool = False
     ) -> AdapterInfo:
-        """Load an adapter from one of the allowed folders, or with ``is_trusted`` from anywhere. ``own_name``: the
+        """Load an adapter from one of the allowed folders, or with ``is_trusted`` from anywhere. ``own_names``: the
         served model's. Raises `Conflict` for a name that is taken unless ``replaces``, `NotFound`, `RequestError`."""
         self._require_enabled()
-        check_name(name, (own_name,))
+        check_name(name, own_names)
         folders = self._client.config.adapters.folders
         async with self._turn:
             self._check_free(name, replaces)
@@ -105,12 +106,12 @@ class AdapterCatalog:
                 raise type(error)(error.message.replace(found, path), param=error.param) from error
 
     async def load_tensors(
-        self, name: str, tensors: bytes, config: str, *, own_name: str = "", is_pinned: bool = False,
+        self, name: str, tensors: bytes, config: str, *, own_names: Sequence[str] = (), is_pinned: bool = False,
         replaces: bool = False
     ) -> AdapterInfo:
         """Load an adapter from the bytes of adapter_model.safetensors and the text of adapter_config.json."""
         self._require_enabled()
-        check_name(name, (own_name,))
+        check_name(name, own_names)
         async with self._turn:
             self._check_free(name, replaces)
             call = LoadAdapter(name, "", is_pinned, replaces, tensors, config)
@@ -122,11 +123,20 @@ class AdapterCatalog:
         """The name of the adapter to use, which is loaded from its path unless it is; empty for None."""
         if request is None:
             return ""
+        self._require_enabled()
+        if self._reloading:
+            await asyncio.wait(self._reloading)
         if request.name not in self.names:
             if not request.path:
                 raise NotFound(f"no adapter {request.name!r} is loaded; give its path", param="lora_request")
             with contextlib.suppress(Conflict):  # another request has loaded it meanwhile
                 await self.load(request.name, request.path, is_trusted=True)
+        known = self._known.get(request.name)
+        if known is not None and request.path not in ("", known.path):
+            raise Conflict(
+                f"adapter {request.name!r} was loaded from {known.path or 'tensors'}, not from {request.path}; choose "
+                "another name, or load it with replaces=True", param="lora_request"
+            )
         return request.name
 
     async def unload(self, name: str) -> AdapterInfo:
@@ -147,6 +157,12 @@ class AdapterCatalog:
     def _forget(self, name: str) -> None:
         self._known.pop(name, None)
         self._from_tensors.pop(name, None)
+        self._pinned.discard(name)
+
+    def _is_static(self, name: str) -> bool:
+        """Whether a restarted engine has an adapter as it is here."""
+        is_same = name in self._static and self._known.get(name) == self._static[name]
+        return is_same and name not in self._from_tensors and name not in self._pinned
 
     def _require_enabled(self) -> None:
         if not self._client.config.adapters.enable_lora:
@@ -160,27 +176,43 @@ class AdapterCatalog:
             )
 
     async def _send(self, call: LoadAdapter, request: LoRARequest, path: str) -> AdapterInfo:
-        result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+        try:
+            result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+        except Conflict:
+            if call.name in self._known:
+                raise
+            # of a load that nobody waited for, or whose other engines are gone
+            call = msgspec.structs.replace(call, replaces=True)
+            result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
         self._from_tensors.pop(call.name, None)
+        if call.is_pinned:
+            self._pinned.add(call.name)
         self._known[call.name] = LoRARequest(request.name, path or request.path)
         return msgspec.convert(result, AdapterInfo)
 
     def _begin_reload(self, replica: Replica) -> None:
-        calls = [
-            LoadAdapter(adapter.name, adapter.path, replaces=True) for adapter in self._known.values()
-            if adapter.name not in self._static and adapter.name not in self._from_tensors
-        ]
-        if calls:
-            task = asyncio.get_running_loop().create_task(self._reload(replica, calls), name="adapter-reload")
+        if self._find_changes():
+            task = asyncio.get_running_loop().create_task(self._reload(replica), name="adapter-reload")
             self._reloading.add(task)
             task.add_done_callback(self._reloading.discard)
 
-    async def _reload(self, replica: Replica, calls: list[LoadAdapter]) -> None:
-        for call in calls:
-            try:
-                await replica.call(call.method, msgspec.to_builtins(call), LOADING_TIMEOUT_S)
-            except EngineUnavailable:
-                return  # it is gone again; the next one is told
-            except HeadraceError as error:
-                logger.warning("adapter %r could not be loaded again and is gone: %s", call.name, error)
-                self._forget(call.name)
+    def _find_changes(self) -> list[LoadAdapter | UnloadAdapter]:
+        """What makes of the adapters of ``lora_modules`` those that are here."""
+        loads = [
+            LoadAdapter(adapter.name, adapter.path, adapter.name in self._pinned, replaces=True)
+            for adapter in self._known.values()
+            if not self._is_static(adapter.name) and adapter.name not in self._from_tensors
+        ]
+        return [*loads, *(UnloadAdapter(name) for name in self._static if name not in self._known)]
+
+    async def _reload(self, replica: Replica) -> None:
+        async with self._turn:  # what is loaded or unloaded meanwhile must not be undone
+            for call in self._find_changes():
+                try:
+                    await replica.call(call.method, msgspec.to_builtins(call), LOADING_TIMEOUT_S)
+                except EngineUnavailable:
+                    return  # it is gone again; the next one is told
+                except HeadraceError as error:
+                    if isinstance(call, LoadAdapter):
+                        logger.warning("adapter %r could not be loaded again and is gone: %s", call.name, error)
+                        self._forget(call.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,9 +14,9 @@ import pytest
 from fake_apps import http_for
 from fake_client import FakeClient
 
-from headrace.base.adapters import AdapterConfig, AdapterStats, LoadAdapter, UnloadAdapter
+from headrace.base.adapters import AdapterConfig, AdapterStats, LoadAdapter, LoRARequest, UnloadAdapter
 from headrace.base.config import EngineConfig
-from headrace.base.errors import AdapterError, Conflict
+from headrace.base.errors import AdapterError, Conflict, EngineUnavailable
 from headrace.base.messages import EngineStats
 from headrace.base.pooling import PoolingFacts
 
@@ -203,3 +204,80 @@ async def test_metrics_of_adapters(http: Any, client: FakeClient, monkeypatch: p
     assert 'max_lora="8"' in text and "headrace_lora_loads_total 7.0" in text
     assert 'headrace_lora_requests{adapter="sql",state="waiting"} 2.0' in text
     assert "headrace_lora_pool_slots 8.0" in text and "headrace_lora_pool_slots_used 2.0" in text
+
+
+class RestartedReplica:
+    """Keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> None:
+        self.calls.append((method, arguments))
+
+
+async def test_a_restarted_engine_gets_what_was_changed_since_the_start(http: Any, client: FakeClient, folder: Path):
+    """It has loaded ``lora_modules``: one of these that was replaced must not be served with its first weights."""
+    body = {"lora_name": "sql", "lora_path": "lawyer", "load_inplace": True, "pinned": True}
+    assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "chat:v2"})).status_code == 200
+    replica = RestartedReplica()
+    client.on_restart(replica)
+    catalog = http.app.state.context.adapters
+    with pytest.raises(EngineUnavailable, match="loaded again"):
+        catalog.find("sql", "fake-model")
+    while catalog._reloading:
+        await asyncio.sleep(0.001)
+    assert [(method, call["name"]) for method, call in replica.calls] == [
+        ("load_adapter", "sql"), ("unload_adapter", "chat:v2"),
+    ]
+    loaded = replica.calls[0][1]
+    assert loaded["path"] == str(folder / "lawyer") and loaded["replaces"] and loaded["is_pinned"]
+
+
+async def test_an_unchanged_server_reloads_nothing(http: Any, client: FakeClient):
+    replica = RestartedReplica()
+    client.on_restart(replica)
+    assert not http.app.state.context.adapters._reloading and not replica.calls
+
+
+async def test_a_reload_waits_for_a_load_that_is_under_way(http: Any, client: FakeClient):
+    """Or it would put the old weights in place of the new."""
+    catalog, replica = http.app.state.context.adapters, RestartedReplica()
+    await catalog.load("law", "/first", is_trusted=True)
+    async with catalog._turn:
+        client.on_restart(replica)
+        await asyncio.sleep(0.01)
+        assert not replica.calls
+        catalog._known["law"] = LoRARequest("law", "/second")
+    while catalog._reloading:
+        await asyncio.sleep(0.001)
+    assert [call["path"] for _, call in replica.calls] == ["/second"]
+
+
+async def test_what_an_engine_has_of_a_load_that_nobody_waited_for_is_replaced(http: Any, client: FakeClient):
+    control = client.control
+
+    async def refuse_first(method: Any, **options: Any) -> Any:
+        if isinstance(method, LoadAdapter) and not method.replaces:
+            raise Conflict("loaded already")
+        return await control(method, **options)
+
+    client.control = refuse_first
+    answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "law", "lora_path": "lawyer"})
+    assert answer.status_code == 200, answer.text
+    again = await http.post("/v1/load_lora_adapter", json={"lora_name": "law", "lora_path": "lawyer"})
+    assert again.status_code == 409
+
+
+async def test_default_is_the_base_model(http: Any, client: FakeClient):
+    answer = await http.post("/v1/load_lora_adapter", json={"lora_name": "default", "lora_path": "lawyer"})
+    assert answer.status_code == 409 and "own name" in answer.text and not client.controls
+
+
+async def test_a_name_stands_for_one_path(http: Any):
+    catalog = http.app.state.context.adapters
+    assert await catalog.make_ready(LoRARequest("law", "/first")) == "law"
+    assert await catalog.make_ready(LoRARequest("law")) == "law"
+    with pytest.raises(Conflict, match="/first, not from /second"):
+        await catalog.make_ready(LoRARequest("law", "/second"))

@@ -100,6 +100,11 @@ class AppContext:
         return self.server.served_model_name or (facts.model if facts else "")
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names by which requests mean the served model itself."""
+        return self.model_name, DEFAULT_MODEL
+
+    @property
     def system_fingerprint(self) -> str:
         """Identifies what output depends on beside the request: version, model, its weights, dtype and device."""
         facts, model = self.client.facts, self.client.config.model
@@ -138,7 +143,7 @@ class AppContext:
         model loads and has no name yet."""
         if name and not self.model_name:
             self.facts()
-        if not name or name in (self.model_name, DEFAULT_MODEL):
+        if not name or name in self.own_names:
             return ""
         adapter = self.adapters.find(name, self.model_name)
         if adapter is None:

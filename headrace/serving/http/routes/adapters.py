@@ -31,7 +31,7 @@ async def load(request: Request) -> JsonResponse:
     context, body = await _read(request, LOAD_BODY)
     context.check_available()
     info = await context.adapters.load(
-        body.lora_name, body.lora_path, own_name=context.model_name, is_pinned=bool(body.pinned),
+        body.lora_name, body.lora_path, own_names=context.own_names, is_pinned=bool(body.pinned),
         replaces=bool(body.load_inplace),
     )
     return _loaded(context, info)
@@ -43,7 +43,7 @@ async def load_tensors(request: Request) -> JsonResponse:
     context.check_available()
     config = msgspec.json.encode(body.config_dict).decode()
     info = await context.adapters.load_tensors(
-        body.lora_name, body.tensors, config, own_name=context.model_name, is_pinned=bool(body.pinned),
+        body.lora_name, body.tensors, config, own_names=context.own_names, is_pinned=bool(body.pinned),
         replaces=bool(body.load_inplace),
     )
     return _loaded(context, info)
