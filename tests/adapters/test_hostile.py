@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from headrace.base.errors import AdapterError, HeadraceError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
 from headrace.models.adapters.reader import AdapterSource, read_adapter
+from headrace.models.adapters.tensors import AdapterTensors
 from headrace.models.weights.safetensors_file import pack_tensors
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -248,3 +250,12 @@ def test_unsupported_kinds_are_told_from_wrong_ones(tmp_path: Path):
     with pytest.raises(RequestError) as caught:
         load(write(tmp_path, pair(), r=0))
     assert not isinstance(caught.value, UnsupportedFeature) and caught.value.param == "lora_path"
+
+
+def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path):
+    """As a trainer's that writes it anew; through a mapping the process would end by a signal."""
+    file = write(tmp_path, pair()) / "adapter_model.safetensors"
+    with closing(AdapterTensors.open(file)) as tensors:
+        file.write_bytes(b"")
+        with pytest.raises(AdapterError, match="shorter while"):
+            tensors.read(f"{Q}.lora_A.weight", (4, 16))

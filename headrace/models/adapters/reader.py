@@ -7,6 +7,7 @@ O outputs, I inputs, r rank, V vocabulary, D hidden size, X experts, F intermedi
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +55,9 @@ def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufF
         parts, modules = read_gguf_parts(path, sites, gguf)
     else:
         config, tensors = _open(source, path)
-        reader = _PeftReader(config, tensors, sites, max_rank)
-        parts, modules = reader.read(), sorted(reader.modules)
+        with closing(tensors):
+            reader = _PeftReader(config, tensors, sites, max_rank)
+            parts, modules = reader.read(), sorted(reader.modules)
     rank = max((part.rank for part in parts), default=0)
     if not parts:
         raise AdapterError("it changes no module of the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +12,7 @@ import torch
 
 from headrace.base.errors import AdapterError
 from headrace.layers.lora.contract import AdaptedPart
-from headrace.models.weights.files import map_file
-from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header, view_tensor
+from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_THREADS = 8
@@ -20,23 +20,27 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AdapterTensors:
-    """The tensors of one file, by name. ``read`` copies one: the file may go away afterwards."""
+    """The tensors of one file, by name. ``read`` copies one. Not by a mapping, as for the model's weights: trainers
+    write adapters anew while a server reads them, and a mapped file that gets shorter ends the process."""
 
-    def __init__(self, entries: Iterable[StoredTensor], data: torch.Tensor):
+    def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | io.BytesIO):
         self.entries: Mapping[str, StoredTensor] = {entry.name: entry for entry in entries}
-        self._data = data
+        self._file = file
 
     @classmethod
     def open(cls, path: Path) -> AdapterTensors:
-        """Of a file; raises `WeightError`."""
+        """Of a file; raises `WeightError`. Close it."""
         entries = read_header(path, most_bytes=MAX_HEADER_BYTES)
-        return cls(entries, map_file(path) if entries else torch.empty(0, dtype=torch.uint8))
+        return cls(entries, path.open("rb", buffering=0))
 
     @classmethod
     def unpack(cls, data: bytes, name: str) -> AdapterTensors:
         """Of a file's bytes, which errors call ``name``; raises `WeightError`."""
-        entries = read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES)
-        return cls(entries, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return cls(read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES), io.BytesIO(data))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -51,8 +55,19 @@ class AdapterTensors:
             raise AdapterError(
                 f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
-        tensor = view_tensor(self._data, entry)
-        return tensor.float() if entry.dtype == torch.float64 else tensor.clone()
+        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        self._fill(data, entry)
+        tensor = data.view(entry.dtype).view(entry.shape)
+        return tensor.float() if entry.dtype == torch.float64 else tensor
+
+    def _fill(self, data: torch.Tensor, entry: StoredTensor) -> None:
+        rest = data.numpy().data
+        self._file.seek(entry.start)
+        while rest:
+            count = self._file.readinto(rest)
+            if not count:
+                raise AdapterError(f"the file became shorter while {entry.name} was read; load the adapter again")
+            rest = rest[count:]
 
 
 def check_parts(parts: list[AdaptedPart]) -> str:
