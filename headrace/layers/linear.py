@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
@@ -102,12 +103,18 @@ class Linear(StorableLayer):
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
         accumulated into the stream, whichever is faster. Nothing else may be pending."""
         weight, has_adapters = plain_weight(self), self._has_adapters
-        if weight is None or (has_adapters and self.lora is not None and not self.lora.is_low_rank):
+        coded = self.stored if weight is None and isinstance(self.stored, CodedWeight) else None
+        is_summed_up = weight is None and coded is None
+        if is_summed_up or (has_adapters and self.lora is not None and not self.lora.is_low_rank):
             residual.pending = self.compute_share(x)
         else:
             # what other ranks must be added to cannot go into the stream, which all of them have; nor what adapters do
             stream = residual.stream if self.group is None and not has_adapters else None
-            residual.pending = sums = self._linear_sums(x, weight, self._own_bias, stream)
+            sums = (
+                self._linear_sums(x, weight, self._own_bias, stream) if coded is None
+                else coded.multiply_sums(x, self._own_bias)
+            )
+            residual.pending = sums
             if has_adapters and self.lora is not None:
                 assert sums is not None, "without a stream there are sums"
                 self.lora.adapt(x, sums if sums.dim() == 2 else sums[0])  # to any of the partial sums

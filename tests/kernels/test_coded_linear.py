@@ -22,6 +22,7 @@ from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
+from headrace.layers.residual import Residual
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"bits": 4, "group": 32, "zeros": True}, "int4-128": {"bits": 4, "group": 128},
@@ -126,6 +127,8 @@ def test_few_rows(kind: str, rows: int, outputs: int, inputs: int, device: str, 
             assert relative_error(triton.skinny(x, weight, own, splits), wanted) < tolerance
         assert relative_error(reference.coded_linear(x, weight, own), wanted) < tolerance
     assert torch.equal(triton.skinny(x, weight, bias), triton.skinny(x, weight, bias))
+    sums = triton.skinny_sums(x, weight)
+    assert torch.equal(sums if sums.dim() == 2 else sums.sum(0).to(dtype), triton.skinny(x, weight, None))
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -292,3 +295,24 @@ def test_a_layer_multiplies_with_coded_weights(kind: str):
     stored.move(torch.device("cpu"))
     assert relative_error(stored.unpack(torch.float32), plain) < 1e-6
     assert stored.num_bytes < plain.nbytes / 4
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+def test_the_next_norm_adds_what_a_coded_product_leaves(
+    device: str, dtype: torch.dtype, tolerance: float, has_bias: bool
+):
+    inputs, outputs = 1400, 40
+    weight, plain = make("int4-128", outputs, inputs, device)
+    layer = Linear(Build(torch.device(device), dtype), inputs, outputs, bias=has_bias)
+    layer.stored = CodedWeight(weight, make_plan(times_of({"triton_skinny": 1.0, PLAIN: 2.0})))
+    del layer.weight
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    if layer.bias is not None:
+        layer.bias.data.copy_(bias)
+    x, stream = draw(3, inputs, device, dtype), draw(3, outputs, device, dtype)
+    residual = Residual(stream.clone())
+    layer.add_to(residual, x)
+    assert residual.pending is not None and (residual.pending.dim() == 3) == (not has_bias)
+    expected = stream.double() + x.double() @ plain.to(device).T + (bias.double() if has_bias else 0.0)
+    assert relative_error(residual.add_pending(), expected) < tolerance

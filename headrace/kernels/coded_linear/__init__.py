@@ -118,6 +118,14 @@ CODED_LINEAR.add(
     priority=10, doc="own FP8 GEMM with block scales; rounds each group of inputs to FP8 with a scale",
 )
 
+CODED_SUMS = Operation("coded linear kernel with partial sums")
+"""``coded_sums(x [T, I], weight: DeviceCodes [O, I])``: as `CODED_LINEAR` without a bias, or split-K partial sums
+[S, T, O] float32, which `headrace.kernels.rowwise.ADD_RMS_NORM` adds up. Of the solutions of `CODED_LINEAR`, by their
+names, those that split inputs."""
+
+CODED_SUMS.add("triton_skinny", "headrace.kernels.coded_linear.triton:skinny_sums", doc="leaves its sums as they are")
+CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
+
 EXPAND_CODES = Operation("code expansion kernel")
 """``expand(weight: DeviceCodes [O, I], dtype) -> [O, I]``: the plain weight, computed in float32 and rounded once, its
 inputs in their own order."""

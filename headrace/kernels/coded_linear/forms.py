@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.coded_linear import CODED_LINEAR, EXPAND_CODES
+from headrace.kernels.coded_linear import CODED_LINEAR, CODED_SUMS, EXPAND_CODES
 from headrace.kernels.coded_linear.choice import Plan
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
@@ -26,6 +26,8 @@ class CodedWeight:
         self.weight, self.plan = weight, plan
         self.shape, self.num_bytes = (weight.out_features, weight.in_features), weight.num_bytes
         self._steps = [(most, CODED_LINEAR.load(name)) for most, name in plan.steps]
+        with_sums = CODED_SUMS.names()
+        self._sums = [(most, CODED_SUMS.load(name) if name in with_sums else None) for most, name in plan.steps]
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
@@ -34,6 +36,12 @@ class CodedWeight:
         multiply = next(multiply for most, multiply in self._steps if num_rows <= most)
         out = multiply(x, self.weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    def multiply_sums(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `multiply`, or split-K partial sums [S, T, O] float32, which are for the reader to add up."""
+        num_rows = x.shape[0]
+        sums = next(sums for most, sums in self._sums if num_rows <= most)
+        return self.multiply(x, bias) if sums is None or bias is not None else sums(x, self.weight)
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
         return None

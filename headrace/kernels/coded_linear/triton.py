@@ -134,7 +134,7 @@ def _gemv_kernel(
 
 @triton.jit(do_not_specialize=["M", "each"])  # one compilation for all numbers of rows of a tile
 def _skinny_kernel(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, partial_ptr, x_stride, M, N, each,
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, values_ptr, bias_ptr, out_ptr, x_stride, M, N, each,
     IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, K, G, STRIDE, GROUP: tl.constexpr,
     SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr,
     HAS_ZEROS: tl.constexpr, WHOLE: tl.constexpr, SAME: tl.constexpr, FAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -157,8 +157,8 @@ def _skinny_kernel(
         at = m.to(tl.int64)[None, :] * N + n[:, None]
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        # partial sums [S, M, N]; `_sum_splits_kernel` adds them in order
-        tl.store(partial_ptr + (split * M + m).to(tl.int64)[None, :] * N + n[:, None], total, mask=mask)
+        # partial sums [S, M, N], to be added in order
+        tl.store(out_ptr + (split * M + m).to(tl.int64)[None, :] * N + n[:, None], total, mask=mask)
 
 
 def _order(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
@@ -210,6 +210,27 @@ def skinny(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
     """See `CODED_LINEAR`. Inputs are split among programs where outputs give too few."""
+    sums = _multiply_few(x, weight, bias, splits, pdl=pdl)
+    if sums.dim() == 2:
+        return sums
+    num_splits, rows, outputs = sums.shape
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    _sum_splits_kernel[(rows, ceil_div(outputs, 512))](
+        sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=num_splits, BLOCK=512,
+        HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )
+    return out
+
+
+def skinny_sums(x: torch.Tensor, weight: DeviceCodes, *, pdl: bool = False) -> torch.Tensor:
+    """See `CODED_SUMS`."""
+    return _multiply_few(x, weight, None, None, pdl=pdl)
+
+
+def _multiply_few(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, splits: int | None, *, pdl: bool
+) -> torch.Tensor:
+    """The product [M, N] with its bias, or partial sums [S, M, N] float32 without."""
     x, outputs = _order(x, weight), weight.out_features
     rows, width = x.shape
     tile_rows = next(size for size in (16, 32, 64, 128) if rows <= size or size == 128)
@@ -218,19 +239,16 @@ def skinny(
         splits = 1
         while tiles * splits < LEAST_PROGRAMS and width // (2 * splits) >= 4 * BLOCK:
             splits *= 2
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    partial_sums = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device) if splits > 1 else out
-    extra = dict(HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    shape, dtype = ((splits, rows, outputs), torch.float32) if splits > 1 else ((rows, outputs), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     _skinny_kernel[(ceil_div(outputs, SKINNY_OUTPUTS), splits, ceil_div(rows, tile_rows))](
-        x, *point_at(weight, x.dtype), x if bias is None else bias, out, partial_sums, x.stride(0), rows, outputs,
-        ceil_div(width, splits * BLOCK), IS_SPLIT=splits > 1, ROWS=tile_rows, OUTPUTS=SKINNY_OUTPUTS,
-        num_stages={16: 5, 32: 5, 64: 4}.get(tile_rows, 3), **find_constants(weight, x.dtype), **extra,
+        x, *point_at(weight, x.dtype), x if bias is None else bias, out, x.stride(0), rows, outputs,
+        ceil_div(width, splits * BLOCK), HAS_BIAS=bias is not None, IS_SPLIT=splits > 1, ROWS=tile_rows,
+        OUTPUTS=SKINNY_OUTPUTS, PDL=pdl, num_stages={16: 5, 32: 5, 64: 4}.get(tile_rows, 3), num_warps=4,
+        launch_pdl=pdl, **find_constants(weight, x.dtype),
     )
-    if splits > 1:
-        _sum_splits_kernel[(rows, ceil_div(outputs, 512))](
-            partial_sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=splits, BLOCK=512, **extra
-        )
     return out
 
 
 gemv_pdl, skinny_pdl = partial(gemv, pdl=True), partial(skinny, pdl=True)
+skinny_sums_pdl = partial(skinny_sums, pdl=True)
