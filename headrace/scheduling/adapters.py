@@ -77,6 +77,8 @@ class AdapterSlots:
     def wake(self, *, is_alone: bool) -> list[Request]:
         """Requests for the queue, whose adapter has a slot now or can get one. Before each plan; O(1) if nothing
         changed. ``is_alone``: nothing runs."""
+        if is_alone:
+            self._arriving.clear()  # no step goes on meanwhile, so their loads need not be waited for
         if self._closed and all(request.adapter in self.resident for request in self.waiting):
             self._closed, self._is_due = NO_ADAPTER, True  # those it was closed for have ended
         if not self.waiting or not (self._is_due or is_alone):
@@ -112,7 +114,7 @@ class AdapterSlots:
         if not is_pinned:
             self.pinned.discard(adapter)
             self._is_due = True
-        elif adapter not in self.pinned and len(self.pinned) + 1 >= max(2, self.num_slots):
+        elif adapter not in self.pinned and len(self.pinned) + 1 >= self.num_slots:
             return False
         else:
             self.pinned.add(adapter)

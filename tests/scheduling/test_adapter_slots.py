@@ -122,3 +122,14 @@ def test_a_dropped_adapter_leaves_its_slot_empty(is_sealed: bool):
     slots.drop(1)
     assert [load.adapter_id for load in slots.take_loads()] == [0]
     slots.check([])
+
+
+def test_an_arriving_adapter_that_nobody_wants_any_more_holds_no_slot():
+    """Its load waits for a plan, and there is none before others run."""
+    slots = AdapterSlots(1)
+    gone, other = make(1), make(2)
+    assert not slots.admit(gone, is_alone=False)
+    slots.waiting.pop(gone)  # aborted
+    assert not slots.admit(other, is_alone=False)
+    assert slots.wake(is_alone=True) == [other] and slots.admit(other, is_alone=True)
+    assert [load.adapter_id for load in slots.take_loads()] == [2]

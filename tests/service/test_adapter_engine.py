@@ -233,3 +233,14 @@ def test_a_salt_is_not_the_namespace_of_an_adapter(rig: Rig):
     found = drain(engine)["own"]
     assert not found.outputs[-1].num_cached_tokens
     check_answer(found, rig.expect("a1", request))
+
+
+def test_the_only_slot_cannot_be_pinned(rig: Rig):
+    engine = make_engine_of_one(rig, "first", "second")
+    with pytest.raises(Conflict, match="max_loras"):
+        engine.adapters.pin(PinAdapter("first"))
+    for name in ("first", "second"):
+        engine.submit(ask(name, prompt(1), name, max_tokens=2))
+    answers = drain(engine)
+    assert len(answers["first"].token_ids) == len(answers["second"].token_ids) == 2
+    engine.close()
