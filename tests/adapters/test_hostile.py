@@ -259,3 +259,10 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path):
         file.write_bytes(b"")
         with pytest.raises(AdapterError, match="shorter while"):
             tensors.read(f"{Q}.lora_A.weight", (4, 16))
+
+
+def test_one_module_by_two_names(tmp_path: Path):
+    """The second would take the place of the first."""
+    other = {name.replace("model.model.layers", "model.layers"): tensor for name, tensor in pair().items()}
+    with pytest.raises(AdapterError, match="twice, by different names"):
+        load(write(tmp_path, {**pair(), **other}))

@@ -6,6 +6,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -71,9 +72,13 @@ class AdapterTensors:
 
 
 def check_parts(parts: list[AdaptedPart]) -> str:
-    """The SHA-256 of the content of an adapter's parts, in hex; raises `AdapterError` for a number that is not finite.
-    """
-    ordered = sorted(parts, key=lambda part: (part.module, part.part, part.expert))
+    """The SHA-256 of the content of an adapter's parts, in hex; raises `AdapterError` for a number that is not finite,
+    and for outputs that two parts change."""
+    ordered = sorted(parts, key=lambda part: (part.module, part.expert, part.part))
+    for before, part in pairwise(ordered):  # an empty part, which is all outputs, comes first
+        is_same = (before.module, before.expert) == (part.module, part.expert)
+        if is_same and before.part in ("", part.part):
+            raise AdapterError(f"the adapter changes {part.module} {part.part}".rstrip() + " twice, by different names")
     with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads()))) as threads:
         # hashing and scanning let other threads run
         digests = list(threads.map(_digest_part, ordered))
