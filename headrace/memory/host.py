@@ -30,7 +30,8 @@ LOAD_BYTES = 2 * 32 * 2**20
 
 class HostPages:
     """``rows[g]`` [host pages, page bytes] uint8, committed as they are written. For a GPU the driver is told of them
-    in the background (pinned memory is copied faster, and beside computation); until then a row is not `is_usable`."""
+    in the background (pinned memory is copied faster, and beside computation). Until then a row is not `is_usable`: it
+    is cleared meanwhile, and nothing may be written to it."""
 
     def __init__(self, groups: list[CacheGroup], page_bytes: list[int], device: torch.device):
         self.rows: list[torch.Tensor] = []
@@ -55,7 +56,7 @@ class HostPages:
             self._thread.start()
 
     def is_usable(self, group: int, pages: list[int]) -> bool:
-        """Whether these rows can be copied now."""
+        """Whether these rows can be read and written now."""
         return max(pages, default=0) < self._usable[group]
 
     def runs(self, group: int, pages: list[int]) -> list[tuple[int, int, int]]:

@@ -63,6 +63,20 @@ def test_the_folder_is_never_larger_than_told_and_keeps_what_was_used_last(tmp_p
     assert size_of(tmp_path) <= 2 * (WIDTH + 64) and store.exists(["a-0-07"]) == [True]
 
 
+def test_files_that_are_being_written_leave_no_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store, writev = open_disk(tmp_path, capacity=WIDTH + 64), os.writev
+    meanwhile: list[list[bool]] = []
+
+    def write(descriptor: int, buffers: list[bytes]) -> int:
+        meanwhile.append(store.put(["a-0-22"], [page(2)]))
+        return writev(descriptor, buffers)
+
+    monkeypatch.setattr(disk.os, "writev", write)
+    assert store.put(["a-0-11"], [page(1)]) == [True] and meanwhile == [[False]]
+    monkeypatch.undo()
+    assert store.put(["a-0-22"], [page(2)]) == [True] and size_of(tmp_path) <= WIDTH + 64
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "grow", "delete"])
 def test_a_damaged_page_is_a_miss_and_is_removed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture):
     store = open_disk(tmp_path)
@@ -200,6 +214,16 @@ def test_pages_go_to_all_stores_and_come_from_the_first_that_has_them():
     assert int(setup.rows[7][0]) == 7, "a page that did not come is not touched"
     setup.lane.rename("other")
     assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
+    setup.mover.close()
+
+
+def test_nothing_is_read_into_host_memory_that_is_still_to_be_cleared(monkeypatch: pytest.MonkeyPatch):
+    store = MemoryStore()
+    setup = Setup(store)
+    setup.move("host", "storage", [1, 2], "ab")
+    monkeypatch.setattr(setup.host, "is_usable", lambda group, pages: max(pages) < 5)
+    assert setup.move("storage", "host", [4, 5], "ab") == [Arrival(1, [0, 1])] and int(setup.rows[4][0]) == 4
+    assert setup.move("storage", "host", [3, 4], "ab") == [Arrival(1)] and int(setup.rows[4][0]) == 2
     setup.mover.close()
 
 

@@ -40,6 +40,7 @@ class DiskStore:
         assert options.folder is not None
         self._root = options.folder / f"place-{options.place}"
         self._capacity, self._num_bytes = options.capacity, 0
+        self._num_writing = 0  # bytes of those: of files that are being written, which cannot be evicted
         self._files: OrderedDict[str, int] = OrderedDict()  # bytes by name, least recently used first
         self._mutex = threading.Lock()
         self._logged_at, self._paused_until = -LOG_PERIOD_S, 0.0
@@ -105,7 +106,7 @@ class DiskStore:
             if name in self._files:
                 self._files.move_to_end(name)
                 return True
-            if size > self._capacity or time.monotonic() < self._paused_until:
+            if self._num_writing + size > self._capacity or time.monotonic() < self._paused_until:
                 return False
             victims = []
             while self._num_bytes + size > self._capacity:
@@ -113,6 +114,7 @@ class DiskStore:
                 self._num_bytes -= taken
                 victims.append(victim)
             self._num_bytes += size
+            self._num_writing += size
         path = self._path(name)
         partial = path.with_suffix(f".{threading.get_ident()}.part")
         try:
@@ -129,10 +131,12 @@ class DiskStore:
                 partial.unlink()
             with self._mutex:
                 self._num_bytes -= size
+                self._num_writing -= size
                 self._paused_until = time.monotonic() + PAUSE_S
             self._complain(f"{path} cannot be written, and the page is not kept: {error}")
             return False
         with self._mutex:
+            self._num_writing -= size
             if name in self._files:  # written by two threads at once
                 self._num_bytes -= size
             self._files[name] = size

@@ -63,7 +63,9 @@ class StorageLane:
     def start(self, move: PageMove) -> None:
         """See `headrace.memory.moving.Lane`."""
         self._stuck = [job for job in self._stuck if not job.is_done]
-        if len(self._jobs) + len(self._stuck) >= MOST_JOBS or len(self._stuck) >= NUM_THREADS:
+        # Rows that are not usable yet are still to be cleared: what was read into them would become zeros.
+        is_early = move.target == "host" and not self._host.is_usable(move.group, move.target_pages)
+        if is_early or len(self._jobs) + len(self._stuck) >= MOST_JOBS or len(self._stuck) >= NUM_THREADS:
             self._ended.append(failed(move))
             return
         limit = EXISTS_TIMEOUT_S if not move.target else GET_TIMEOUT_S if move.target == "host" else PUT_TIMEOUT_S
