@@ -46,8 +46,10 @@ class PeerLane:
         self._copier = copier
 
     def map(self, data: np.ndarray, epoch: int) -> None:
-        """Use another region, uint8; moves of other epochs fail from now on."""
+        """Use another region, uint8; moves of other epochs fail from now on. Those under way end with the old one."""
+        ended = [*self._ended, *(Arrival(copying.move.ticket) for copying in self._copying)]
         self.reset()
+        self._ended = ended  # only a reset of the executor forgets tickets: whoever opened these still waits
         self._unpin()
         self._region, self._epoch = torch.from_numpy(data), epoch
         if self._stream is not None:
