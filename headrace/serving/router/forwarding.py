@@ -52,6 +52,8 @@ class Forwarder:
         exchange = Exchange(
             scope["method"], _target_of(scope), self._headers_for_worker(scope), body, len(hint) + OUTPUT_TOKENS
         )
+        if self._pairing is not None:
+            exchange = self._pairing.strip(path, exchange)
         request = RoutedRequest(hint, _namespace(view), _affinity(view, scope))
         self._metrics.prompt_tokens.inc(len(hint))
         tried: list[Worker] = []

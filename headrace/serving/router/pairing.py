@@ -21,6 +21,9 @@ from headrace.serving.router.workers import FAILURE_STATUSES, Worker
 
 PAIRED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Routes whose bodies name a room. Requests of other routes are computed by decode workers alone."""
+NO_PLACES: dict[str, object] = dict.fromkeys(
+    ("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params")
+)
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,14 @@ class Pairing:
     def __init__(self, fleet: Fleet, metrics: RouterMetrics):
         self.fleet, self._metrics = fleet, metrics
 
+    def strip(self, path: str, exchange: Exchange) -> Exchange:
+        """The request without places of an exchange that its client has named: only the router decides from where a
+        decode worker takes pages."""
+        return replace(exchange, body=add_fields(exchange.body, NO_PLACES)) if path in PAIRED else exchange
+
     def begin(self, path: str, exchange: Exchange, request: RoutedRequest, model: str) -> Pair | None:
         """Send a request to a prefill worker; None where there is none that takes requests, or nothing to exchange."""
-        if path not in PAIRED or not exchange.body.rstrip().endswith(b"}"):
+        if path not in PAIRED:
             return None
         try:
             worker, choice = self.fleet.choose(request, model, ())
@@ -113,7 +121,15 @@ class Pairing:
 
 
 def name_room(body: bytes, host: str, port: int) -> bytes:
-    """A JSON object with the place of an exchange added; fields of the client with these names do not count."""
+    """A JSON object with the place of an exchange added."""
     fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": secrets.randbits(63)}
+    return add_fields(body, fields)
+
+
+def add_fields(body: bytes, fields: dict[str, object]) -> bytes:
+    """A JSON object with fields added; its own ones with these names do not count, as the last one does. What is no
+    object stays as it is, and is refused by the worker."""
+    if not body.rstrip().endswith(b"}"):
+        return body
     begin = body.rstrip()[:-1].rstrip()
     return begin + (b"" if begin.endswith(b"{") else b",") + msgspec.json.encode(fields)[1:]

@@ -29,7 +29,8 @@ async def pairing(prefill: Worker, *decodes: Worker) -> AsyncIterator[Running]:
 
 
 def fields(worker: Worker, at: int = -1) -> dict:
-    return json.loads([a.body for a in worker.asked if a.method == "POST"][at])
+    found = json.loads([a.body for a in worker.asked if a.method == "POST"][at])
+    return {name: value for name, value in found.items() if value is not None}
 
 
 async def test_both_workers_get_the_request_with_one_room():
@@ -68,6 +69,18 @@ async def test_without_a_prefill_worker_decode_workers_compute_the_prompt():
     async with pairing(prefill, decode) as router:
         response = await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode())
     assert response.status == 200 and fields(decode) == BODY
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_clients_cannot_say_where_pages_come_from(status: int):
+    own = {"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 2}
+    own |= {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil", "remote_request_id": "3"}}
+    prefill, decode = Worker("prefill", status=status, answer=answer("p")), Worker("decode", answer=answer("d"))
+    async with pairing(prefill, decode) as router:
+        response = await router.client.send("POST", "/v1/completions", json.dumps(BODY | own).encode())
+    assert response.status == 200 and "kv_transfer_params" not in fields(decode)
+    assert fields(decode).get("bootstrap_host") == ("127.0.0.1" if status == 200 else None)
+    assert ("bootstrap_room" in fields(decode)) == (status == 200)
 
 
 async def test_a_prefill_worker_that_breaks_off_costs_nothing():
