@@ -96,7 +96,8 @@ class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
 def digest_prompt(token_ids: list[int], namespace: str) -> bytes:
     """Names a prompt: pages are only taken where both sides computed the same one."""
     ids = b"".join(token.to_bytes(4, "little", signed=True) for token in token_ids)
-    return blake2b(ids, digest_size=16, key=namespace.encode()[:64]).digest()
+    # Hashed, as a key has 64 bytes at most: the name of an adapter alone is as long.
+    return blake2b(ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
 
 
 class AgentOptions(msgspec.Struct, frozen=True):

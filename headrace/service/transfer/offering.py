@@ -172,10 +172,16 @@ class Offers:
             del self._asked[name]
 
     def write(self, room: _Room, destination: Destination, want: Want, spans: list[Span]) -> list[int]:
-        """Write spans of a room into a peer's lease; returns their checksums. Called in a thread."""
+        """Write spans of a room into a peer's lease; returns their checksums. Called in a thread; raises
+        `TransferFailed`."""
         begin = room.offer.begin
         sums = self._checksums.compute(self._region.data, begin, spans)
-        destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
+        try:
+            destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
+        except TransferFailed:
+            raise
+        except Exception as error:  # of another package's backend: its peer must hear of it
+            raise TransferFailed(f"the transfer backend failed: {type(error).__name__}: {error}") from error
         return sums
 
     def end(self, room: _Room, reason: str = "") -> None:

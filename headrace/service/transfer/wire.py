@@ -58,6 +58,7 @@ class PeerLine:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str):
         self.name = name
         self._reader, self._writer = reader, writer
+        self._length: int | None = None  # of the message whose rest is still to come
 
     def send(self, message: Any) -> None:
         """Send without waiting; nothing is raised for a line that broke, as `receive` says so."""
@@ -68,15 +69,17 @@ class PeerLine:
         self, decode: Callable[[bytes], Message], timeout_s: float | None = None, most: int = MAX_BYTES
     ) -> Message:
         """The next message. Raises `TransferFailed` at the end of the line or for what is no message, `TimeoutError`
-        after ``timeout_s``."""
+        after ``timeout_s``; a message of which a part has come by then is the next one still."""
         async with asyncio.timeout(timeout_s):
             try:
-                length = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
-                if length > most:
-                    raise TransferFailed(f"{self.name} sent a message of {length} bytes")
-                payload = await self._reader.readexactly(length)
+                if self._length is None:
+                    self._length = int(LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0])
+                if self._length > most:
+                    raise TransferFailed(f"{self.name} sent a message of {self._length} bytes")
+                payload = await self._reader.readexactly(self._length)
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise TransferFailed(f"the connection with {self.name} ended") from error
+        self._length = None
         try:
             return decode(payload)
         except ValueError as error:  # msgspec's errors are such
