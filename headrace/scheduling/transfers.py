@@ -67,10 +67,10 @@ class Transfers:
 
     def forget(self) -> None:
         """The executor was reset, or is about to be before the next plan: every open ticket ends with nothing moved."""
-        self._unsent = []
         while self._open:
             _, (move, on_end) = self._open.popitem()
             self._end(move, on_end, list(range(move.num_pages)))
+        self._unsent = []  # last: the end of one move may open another, which has then ended too
 
     def _end(self, move: PageMove, on_end: OnEnd, failed: list[int]) -> None:
         self._awaited.discard(move.ticket)

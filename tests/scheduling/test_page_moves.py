@@ -162,6 +162,21 @@ def test_transfers_end_once():
     assert ended == [(first, [1]), (second, [0])] and transfers.num_open == transfers.num_awaited == 0
 
 
+def test_what_the_end_of_a_forgotten_move_opens_is_forgotten_too():
+    ended = []
+
+    def note(move: PageMove, failed: list[int]) -> None:
+        ended.append(move.ticket)
+
+    transfers = Transfers()
+    fetch = PageMove(0, 0, "storage", "host", [], [3], [b"k"])
+    transfers.open(
+        PageMove(0, 0, "storage", "", [], [], [b"k"]), lambda move, failed: ended.append(transfers.open(fetch, note))
+    )
+    transfers.forget()
+    assert ended == [2, 2] and transfers.take_moves() == [] and transfers.num_open == 0
+
+
 def test_random_traffic_reads_only_what_has_arrived():
     rng = random.Random(5)
     engine = make_tiered(20, window=6, store_pages=4)
