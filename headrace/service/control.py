@@ -120,6 +120,11 @@ class Control:
                 self._engine.drain()
                 executor.acquire_memory(parts)
             case ReplaceWeights(model, load_format):
+                if executor.config.disaggregation.disaggregation_mode is not None:
+                    raise Conflict(
+                        "the weights of a server that exchanges KV pages stay, as its peers would still take them for "
+                        "the old ones; start it anew with the other model"
+                    )
                 if "weights" in executor.released:
                     raise Conflict("the weights are off the device; bring them back before they are replaced")
                 self._engine.drain(retracts=True)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation, engine_over, next_token
 
 from headrace.base.admin import DEVICE_PARTS, StartProfile
 from headrace.base.config import engine_config
+from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import Conflict, EngineAsleep, EngineUnavailable, ModelError
 from headrace.base.messages import Call, EngineRequest
 from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
@@ -70,6 +72,13 @@ def test_requests_go_on_with_other_weights(depth):
             shifts = {0} if place < said.get(name, 0) else {9, 0} if place <= said.get(name, -1) + depth else {9}
             assert token in {(expected + shift) % 250 for shift in shifts}, (name, place)
             known.append(token)
+
+
+def test_a_server_whose_peers_know_its_weights_keeps_them():
+    config = replace(engine_config(kv_pages=64), disaggregation=DisaggregationConfig(disaggregation_mode="decode"))
+    engine = engine_over(FakeExecutor(config))
+    with pytest.raises(Conflict, match="start it anew with the other model"):
+        ask(engine, "replace_weights", model="9")
 
 
 def test_weights_that_do_not_fit_disturb_nobody():
