@@ -61,6 +61,11 @@ class StepLimit:
         self.tokens, self._calm = max(LEAST_TOKENS, self.tokens // 2), 0
         return True
 
+    @property
+    def num_withheld(self) -> int:
+        """Tokens of the configured budget that steps do without for now."""
+        return self._most - self.tokens
+
     def count_step(self) -> None:
         """A step was planned."""
         if self.tokens < self._most:
@@ -298,7 +303,8 @@ class Planner:
             return share
         begin = request.planned_len
         end = min(request.goal_len, begin + min(share, self._most_of(request)))
-        return self._encoders.limit(request, begin, end, hard_end=begin + budget) - begin
+        # What must be computed in one step is not held up by a smaller budget: it might never be planned.
+        return self._encoders.limit(request, begin, end, hard_end=begin + budget + self._limit.num_withheld) - begin
 
     def _most_of(self, request: Request) -> int:
         """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then

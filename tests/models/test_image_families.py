@@ -129,6 +129,16 @@ def test_images_in_chunks(served: Any, step_tokens: int):
     engine.close()
 
 
+def test_whole_images_go_on_with_smaller_steps(served: Any):
+    """After the device had no memory, an image that must be computed in one step may be larger than the step."""
+    model, folder, count = served
+    engine = start_engine(folder, max_step_tokens=64, max_running_requests=4)
+    engine._scheduler._limit.tokens = 6
+    for outputs, prompt in zip(run(engine, prompts(count)), prompts(count), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
 def test_hits_within_images(served: Any):
     model, folder, count = served
     first = add_image(Prompt().text(3, 4), count, 0)
