@@ -50,7 +50,7 @@ def model(folder) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def preparer(model) -> Preparer:
-    return Preparer(Setup(model, MediaConfig(), "float32"))
+    return Preparer(Setup(model, MediaConfig()))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_digests_follow_content_and_settings(preparer, folder, tmp_path):
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     settings["size"]["longest_edge"] //= 2
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    smaller = Preparer(Setup(ModelConfig(model=str(tmp_path), load_format="dummy"), MediaConfig(), "float32"))
+    smaller = Preparer(Setup(ModelConfig(model=str(tmp_path), load_format="dummy"), MediaConfig()))
     assert smaller.prepare(job(data)).item.place.digest not in digests
 
 

@@ -118,7 +118,7 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
         with pytest.raises(ModelError, match=r"needs torchvision.*pip install 'headrace\[video\]'"):
             load_processor(source)
         return
-    preparer = Preparer(Setup(ModelConfig(), MediaConfig(), "float32"))
+    preparer = Preparer(Setup(ModelConfig(), MediaConfig()))
     images = [picture(90, 40, 0), picture(33, 70, 1)]
     prompt = f"a\n{case.mark}\nwhat?{case.mark}"
     # In a list of their own several images would have no tiles: how many there are must not change any of them.

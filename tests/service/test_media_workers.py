@@ -33,7 +33,7 @@ async def make(monkeypatch):
 
     def start(count: int = 1, **options) -> MediaWorkers:
         config = MediaConfig(**{"media_timeout_s": 30.0, **options})
-        setup = Setup(ModelConfig(), config, "float32", "tests.service.media_preparers:Obedient")
+        setup = Setup(ModelConfig(), config, "tests.service.media_preparers:Obedient")
         made.append(MediaWorkers(setup, count))
         return made[-1]
 
@@ -129,7 +129,7 @@ async def test_a_full_queue_refuses(make, monkeypatch):
 
 
 async def test_a_processor_that_cannot_be_loaded_is_told_to_each_request(make):
-    setup = Setup(ModelConfig(model="there-is-no-such-model"), MediaConfig(), "float32")
+    setup = Setup(ModelConfig(model="there-is-no-such-model"), MediaConfig())
     pool = MediaWorkers(setup, 1)
     try:
         for _ in range(2):

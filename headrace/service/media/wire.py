@@ -19,12 +19,11 @@ PREPARER = "headrace.service.media.preparing:Preparer"
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """The first message to a worker: the model whose processor it runs, the dtype in which arrays of floats are
-    wanted, and the bounds. ``preparer`` is the class that prepares items, as ``"module:Class"``."""
+    """The first message to a worker: the model whose processor it runs, and the bounds. ``preparer`` is the class that
+    prepares items, as ``"module:Class"``."""
 
     model: ModelConfig
     media: MediaConfig
-    dtype: str
     preparer: str = PREPARER
 
 

@@ -76,13 +76,13 @@ class MediaIntake:
     async def start(self, facts: ModelFacts) -> None:
         """Start the worker processes, which load the model's processor."""
         if facts.media is not None:
-            await self._open(facts).start()
+            await self._open().start()
 
     async def prepare(self, refs: Sequence[MediaRef], facts: ModelFacts) -> list[PreparedItem]:
         """The items of a request, in order; all are fetched and prepared at once. Raises `UnsupportedFeature`,
         `MediaError` or `QueueFull`, for the first that fails; the others are then dropped."""
         check_media(refs, facts, self._config)
-        tasks = [asyncio.ensure_future(self._prepare_one(ref, facts)) for ref in refs]
+        tasks = [asyncio.ensure_future(self._prepare_one(ref)) for ref in refs]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -94,13 +94,13 @@ class MediaIntake:
         if self._workers is not None:
             self._workers.close()
 
-    async def _prepare_one(self, ref: MediaRef, facts: ModelFacts) -> PreparedItem:
+    async def _prepare_one(self, ref: MediaRef) -> PreparedItem:
         found = await self._reader.read_url(ref.url, ref.param)
         job = Job(ref.kind, found.data, found.sha256, ref.param, dict(ref.options))
-        return await self._open(facts).prepare(job)
+        return await self._open().prepare(job)
 
-    def _open(self, facts: ModelFacts) -> MediaWorkers:
+    def _open(self) -> MediaWorkers:
         if self._workers is None:
             count = self._config.media.media_workers or min(MOST_WORKERS, max(1, (os.cpu_count() or 2) // 2))
-            self._workers = MediaWorkers(Setup(self._config.model, self._config.media, facts.dtype), count)
+            self._workers = MediaWorkers(Setup(self._config.model, self._config.media), count)
         return self._workers

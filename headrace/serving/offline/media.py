@@ -119,7 +119,7 @@ class OfflineMedia:
         check_media([MediaRef(each.kind, "", each.param) for each in values], facts, self._config)
         with self._turn:
             if self._preparer is None:
-                setup = Setup(self._config.model, self._config.media, facts.dtype)
+                setup = Setup(self._config.model, self._config.media)
                 self._preparer = load_target(PREPARER)(setup)
             return [self._prepare_one(self._preparer, each) for each in values]
 

@@ -37,7 +37,7 @@ class Desk(MediaIntake):
         self.jobs: list[Job] = []
         self.num_dropped = 0
 
-    def _open(self, facts):
+    def _open(self):
         return self
 
     async def prepare_job(self, job: Job) -> PreparedItem:
@@ -54,6 +54,6 @@ class Desk(MediaIntake):
         place = MediaPlace(job.kind, hashlib.sha256(job.data).digest(), [(0, len(ids))])
         return PreparedItem(MediaItem(place, {"pixel_values": MediaArray("uint8", (1,), b"x")}), ids)
 
-    async def _prepare_one(self, ref, facts):
+    async def _prepare_one(self, ref):
         found = await self._reader.read_url(ref.url, ref.param)
         return await self.prepare_job(Job(ref.kind, found.data, found.sha256, ref.param, dict(ref.options)))
