@@ -122,6 +122,18 @@ def test_pages_arrive_chunk_by_chunk(ends):
     assert prefill.hear(Released, 1).reason == ""
 
 
+def test_first_tokens_may_be_larger_than_a_buffer(ends):
+    source, target, port = ends()
+    agent, first = source.line.pid, FirstTokens(list(range(4 << 20)))  # some 20 MB
+    source.line.send(Offer(1, "7", b"p", 0, 64))
+    target.line.send(fetch(5, "7", port, 0, 64))
+    source.line.send(Filled(1, [(0, 64)]))
+    source.line.send(Completed(1, first))
+    arrived = target.hear(Arrived, 5)
+    assert isinstance(arrived, Arrived) and arrived.first == first and source.line.pid == agent
+    source.hear(Released, 1)
+
+
 def test_many_rooms_over_one_link(ends):
     prefill, decode, port = ends()
     data = fill(prefill, 0, 64_000)

@@ -25,13 +25,14 @@ AGENT_MODULE = "headrace.service.transfer.agent"
 SILENCE_S = 6.0
 """An agent says something every second; one that does not for so long hangs."""
 FIRST_START_S = 30.0
+SEND_S, SEND_PAUSE_S = 1.0, 0.0005
 LEAST_LIFE_S = 1.0
 """At most one start a second."""
 
 
 class AgentLine:
     """``attach`` is called with every new region and its epoch, before anything is sent. All calls come from the
-    engine's thread, and none blocks but `start`."""
+    engine's thread, and none blocks but `start`, and `send` for a large message."""
 
     def __init__(self, options: AgentOptions, attach: Callable[[Region, int], None]):
         self.is_up = False
@@ -74,16 +75,18 @@ class AgentLine:
             time.sleep(0.01)
 
     def send(self, message: ToAgent) -> None:
-        """Send; an agent that cannot take it is given up, which `poll` notices."""
-        if self._line is None:
-            return
-        data = frame(message)
-        try:
-            is_sent = self._line.send(data, socket.MSG_DONTWAIT) == len(data)
-        except OSError:
-            is_sent = False
-        if not is_sent:
-            self._give_up("it takes no messages")
+        """Send; an agent that cannot take it is given up, which `poll` notices. Waits for one that is slow, as first
+        tokens with all their logprobs are more than a socket's buffer holds."""
+        data, limit = memoryview(frame(message)), time.monotonic() + SEND_S
+        while data and self._line is not None:
+            try:
+                data = data[self._line.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    self._give_up("it takes no messages")
+                time.sleep(SEND_PAUSE_S)
+            except OSError:
+                self._give_up("it takes no messages")
 
     def poll(self) -> list[FromAgent]:
         """What the agent said since the last call. Notices an agent that has died or hangs, and starts another one."""
