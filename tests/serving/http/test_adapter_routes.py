@@ -15,10 +15,11 @@ from fake_apps import http_for
 from fake_client import FakeClient
 
 from headrace.base.adapters import AdapterConfig, AdapterStats, LoadAdapter, LoRARequest, UnloadAdapter
-from headrace.base.config import EngineConfig
-from headrace.base.errors import AdapterError, Conflict, EngineUnavailable
+from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.errors import AdapterError, ConfigError, Conflict, EngineUnavailable
 from headrace.base.messages import EngineStats
 from headrace.base.pooling import PoolingFacts
+from headrace.serving.http.app import create_app
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -281,3 +282,12 @@ async def test_a_name_stands_for_one_path(http: Any):
     assert await catalog.make_ready(LoRARequest("law")) == "law"
     with pytest.raises(Conflict, match="/first, not from /second"):
         await catalog.make_ready(LoRARequest("law", "/second"))
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_a_module_with_the_models_own_name_is_refused_at_the_start(name: str):
+    """Requests for it would be answered by the base model."""
+    adapters = AdapterConfig(enable_lora=True, lora_modules=f"sql=/data/sql {name}=/data/other")
+    client = FakeClient(config=replace(EngineConfig(), adapters=adapters))
+    with pytest.raises(ConfigError, match=f"'{name}', the served model's own name"):
+        create_app(client, ServerConfig(served_model_name="mine"))

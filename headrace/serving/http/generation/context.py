@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from headrace.base import VERSION
 from headrace.base.config import OperationsConfig, ServerConfig
-from headrace.base.errors import EngineAsleep, EngineUnavailable, RequestError
+from headrace.base.errors import ConfigError, EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
@@ -73,6 +73,12 @@ class AppContext:
 
     def __post_init__(self) -> None:
         self.admin, self.adapters = EngineAdmin(self.client), AdapterCatalog(self.client)
+        hidden = [module.name for module in self.client.config.adapters.modules if module.name in self.own_names]
+        if hidden:
+            raise ConfigError(
+                f"lora_modules has {hidden[0]!r}, the served model's own name; choose another for the adapter",
+                param="lora_modules"
+            )
         self.media = MediaIntake(self.client.config)
         self.tracing = open_tracing(self.operations)
         limit = self.operations.dump_limit_mib * 2**20
