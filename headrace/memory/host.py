@@ -48,7 +48,8 @@ class HostPages:
             flat = torch.frombuffer(slab, dtype=torch.uint8)
             self.rows.append(flat[: group.host_pages * stride].view(group.host_pages, stride)[:, :width])
             self._chunks.append(max(1, CHUNK_BYTES // max(1, stride)))
-            self._usable.append(group.host_pages if device.type != "cuda" else 0)
+            # A group without layers in this pipeline stage has no bytes: there is nothing to register.
+            self._usable.append(group.host_pages if device.type != "cuda" or not width else 0)
         self._registered: list[int] = []
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
@@ -77,7 +78,7 @@ class HostPages:
         torch.cuda.set_device(device.index or 0)
         runtime = torch.cuda.cudart()
         for group, rows in enumerate(self.rows):
-            for begin in range(0, len(rows), self._chunks[group]):
+            for begin in range(self._usable[group], len(rows), self._chunks[group]):
                 if self._is_closing:
                     return
                 end = min(len(rows), begin + self._chunks[group])
@@ -215,6 +216,8 @@ class GpuHostLane:
         is_full = move.target == "host" and move.num_pages > len(self._free[move.group])
         if copier is None or is_full or not self._host.is_usable(move.group, host_pages):
             self._ended.append(failed(move))
+        elif not copier.page_bytes(move.group):
+            self._ended.append(Arrival(move.ticket))
         elif move.target == "host":
             self._write(copier, move)
         else:

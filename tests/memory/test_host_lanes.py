@@ -23,10 +23,10 @@ SPECS = {
 
 
 class Setup:
-    def __init__(self, specs: list[CacheSpec], device: str):
+    def __init__(self, specs: list[CacheSpec], device: str, num_layers: int = 2):
         self.device = torch.device(device)
         self.groups = [
-            CacheGroup(spec, [2 * g, 2 * g + 1], 12, 0, HOST_PAGES, STORE_PAGES) for g, spec in enumerate(specs)
+            CacheGroup(spec, list(range(num_layers)), 12, 0, HOST_PAGES, STORE_PAGES) for spec in specs
         ]
         self.pools: list[Pool] = [build_pool(group, 16, self.device) for group in self.groups]
         copier = PageCopier(self.pools, self.device)
@@ -89,6 +89,15 @@ def test_pages_come_back_as_they_were(name: str, device: str):
         for target, source in ((9, 7), (10, 3), (2, 1)):
             for part, known in zip(setup.snapshot(g, target), wanted[g, source], strict=True):
                 assert torch.equal(part, known)
+    setup.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_group_without_layers_on_this_rank_has_nothing_to_move(device: str):
+    setup = Setup([SPECS["full"]], device, num_layers=0)
+    setup.move(0, "device", "host", [3, 1], [5, 6])
+    setup.move(0, "host", "device", [5, 6], [7, 8])
+    assert sorted(setup.drain(), key=lambda arrival: arrival.ticket) == [Arrival(1), Arrival(2)]
     setup.close()
 
 
