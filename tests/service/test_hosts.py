@@ -180,10 +180,11 @@ def test_models_are_told_apart_by_their_weights(tmp_path: Path):
     weights = tmp_path / "model.safetensors"
     config = engine_config(model=str(tmp_path))
     prints = []
-    for content in (b"a" * 3_000_000, b"a" * 2_999_999 + b"b", b"b" + b"a" * 2_999_999, b"a" * 3_000_001):
+    middle = b"a" * 1_500_000 + b"b" * 500_000 + b"a" * 1_000_000
+    for content in (b"a" * 3_000_000, b"a" * 2_999_999 + b"b", b"b" + b"a" * 2_999_999, b"a" * 3_000_001, middle):
         weights.write_bytes(content)
         prints.append(find_fingerprint(config))
-    assert len(set(prints)) == 4
+    assert len(set(prints)) == 5
 
 
 def test_only_who_knows_the_token_gets_in(hosts, start, tmp_path: Path):

@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 18
 """Of a message of an end that has not proved itself."""
 GREETING_S = 10.0
 LEAST_TOKEN_BYTES = 16
-HEAD_BYTES, TAIL_BYTES = 1 << 20, 1 << 16
+HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 1 << 16
 """What is compared of each weight file."""
 USER_TIMEOUT_MS = 10_000
 """How long sent bytes may stay unacknowledged: a host that lost its power is then given up."""
@@ -231,7 +231,8 @@ def prepare_line(line: socket.socket) -> None:
 
 def find_fingerprint(config: EngineConfig) -> str:
     """What tells two models apart: their configuration, and of each weight file the size, the beginning (with names and
-    shapes of tensors) and the end. Raises what keeps the model from being found."""
+    shapes of tensors) and samples up to the end, as fine-tuned models may share first and last tensors. Raises what
+    keeps the model from being found."""
     from headrace.models.source import resolve_source
 
     source = resolve_source(config.model)
@@ -240,6 +241,7 @@ def find_fingerprint(config: EngineConfig) -> str:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(struct.pack("<Q", size) + file.read(HEAD_BYTES))
-            file.seek(max(0, size - TAIL_BYTES))
-            digest.update(file.read(TAIL_BYTES))
+            for number in range(1, NUM_SAMPLES + 1):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // NUM_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
