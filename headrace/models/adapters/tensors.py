@@ -56,13 +56,15 @@ class AdapterTensors:
             raise AdapterError(
                 f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
-        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        data = bytearray(entry.stop - entry.start)
         self._fill(data, entry)
-        tensor = data.view(entry.dtype).view(entry.shape)
+        if not data:
+            return torch.empty(entry.shape)
+        tensor = torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
         return tensor.float() if entry.dtype == torch.float64 else tensor
 
-    def _fill(self, data: torch.Tensor, entry: StoredTensor) -> None:
-        rest = data.numpy().data
+    def _fill(self, data: bytearray, entry: StoredTensor) -> None:
+        rest = memoryview(data)
         self._file.seek(entry.start)
         while rest:
             count = self._file.readinto(rest)
