@@ -62,13 +62,16 @@ class Fetcher:
         """The body that a URL leads to. ``param`` names the URL's place in the request. Raises `MediaError`, and
         `QueueFull` while too many others wait."""
         if self._num_waiting >= MOST_WAITING:
-            raise QueueFull("too many media are being fetched; try again", param=param, retry_after=1.0)
-        timeout_s = self._config.media_timeout_s
+            raise _too_many(param)
+        timeout_s, has_begun = self._config.media_timeout_s, False
         self._num_waiting += 1
         try:
             async with asyncio.timeout(timeout_s), self._slots:
+                has_begun = True
                 return await self._follow(url, param)
         except TimeoutError:
+            if not has_begun:  # slow hosts of others take all the slots: nothing is wrong with this one
+                raise _too_many(param) from None
             raise MediaError(f"{param}: fetching it took more than {timeout_s:g} seconds", param=param) from None
         finally:
             self._num_waiting -= 1
@@ -129,3 +132,7 @@ class Fetcher:
         if response.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise MediaError(f"{param}: the host sent it compressed, which was not asked for", param=param)
         return response.body
+
+
+def _too_many(param: str) -> QueueFull:
+    return QueueFull("too many media are being fetched; try again", param=param, retry_after=1.0)

@@ -19,6 +19,8 @@ from headrace.service.media.workers import MediaWorkers
 from headrace.serving.media.sources import MediaReader
 
 MOST_WORKERS = 4
+MOST_OF_ONE = 4
+"""Items of a request that are fetched or prepared at a time: those of others have their turns between."""
 NOUNS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -79,10 +81,16 @@ class MediaIntake:
             await self._open().start()
 
     async def prepare(self, refs: Sequence[MediaRef], facts: ModelFacts) -> list[PreparedItem]:
-        """The items of a request, in order; all are fetched and prepared at once. Raises `UnsupportedFeature`,
-        `MediaError` or `QueueFull`, for the first that fails; the others are then dropped."""
+        """The items of a request, in order; `MOST_OF_ONE` at a time are fetched and prepared. Raises
+        `UnsupportedFeature`, `MediaError` or `QueueFull`, for the first that fails; the others are then dropped."""
         check_media(refs, facts, self._config)
-        tasks = [asyncio.ensure_future(self._prepare_one(ref)) for ref in refs]
+        turns = asyncio.Semaphore(MOST_OF_ONE)
+
+        async def prepare(ref: MediaRef) -> PreparedItem:
+            async with turns:
+                return await self._prepare_one(ref)
+
+        tasks = [asyncio.ensure_future(prepare(ref)) for ref in refs]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -232,6 +232,21 @@ async def test_others_are_not_delayed_and_a_client_that_leaves_drops_its_work(ht
     assert desk.num_dropped == 1
 
 
+async def test_a_request_with_many_images_leaves_turns_to_others(http, desk, monkeypatch):
+    monkeypatch.setattr("headrace.serving.media.intake.MOST_OF_ONE", 2)
+    many = asyncio.create_task(http.post("/v1/chat/completions", json=chat(*[image(b"slow")] * 3)))
+    while not desk.jobs:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert len(desk.jobs) == 2
+    many.cancel()
+    for _ in range(100):
+        if desk.num_dropped == 2:
+            break
+        await asyncio.sleep(0.01)
+    assert desk.num_dropped == len(desk.jobs) == 2
+
+
 async def test_one_bad_item_drops_the_others(http, desk):
     answer = await asyncio.wait_for(
         http.post("/v1/chat/completions", json=chat(image(b"slow"), image(b"bad"))), 5

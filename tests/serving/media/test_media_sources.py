@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace.base.errors import MediaError
+from headrace.base.errors import MediaError, QueueFull
 from headrace.base.media_config import MediaConfig
 from headrace.serving.media.sources import MediaReader
 
@@ -160,6 +160,21 @@ async def test_slow_endless_and_broken_answers_end_in_time():
             with pytest.raises(MediaError, match=message):
                 await media.read_url(address + path, WHERE)
             assert time.monotonic() - began < 3
+
+
+async def test_who_had_no_turn_may_try_again(monkeypatch):
+    monkeypatch.setattr("headrace.serving.media.fetching.MOST_AT_ONCE", 1)
+
+    async def answer(path, writer):
+        await asyncio.sleep(2)
+
+    async with serving(answer) as address:
+        media = reader(media_timeout_s=0.3)
+        first, second = await asyncio.gather(
+            *(media.read_url(address, WHERE) for _ in range(2)), return_exceptions=True
+        )
+    assert isinstance(first, MediaError) and "more than 0.3 seconds" in first.message
+    assert isinstance(second, QueueFull) and second.retry_after
 
 
 async def test_nobody_listens():
