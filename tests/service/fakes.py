@@ -8,12 +8,13 @@ import signal
 import subprocess
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.base.adapters import AdapterFacts, LoadAdapter
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, engine_config, resolve_for_device
 from headrace.base.errors import HeadraceError, WeightError
@@ -70,6 +71,19 @@ class FakePending:
         return self.outcome
 
 
+class NoAdapters:
+    """None are served."""
+
+    def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
+        raise AssertionError("no adapters are served")
+
+    def prepare(self, adapter_id: int) -> Future[Any]:
+        raise AssertionError("no adapters are served")
+
+    def forget(self, adapter_id: int) -> None:
+        """Harmless."""
+
+
 class FakeExecutor:
     """Runs plans as `StepPlan` prescribes them, on lists. A prompt that contains ``FAIL_LAUNCH`` or ``FAIL_RESULT``
     makes its step raise; the former when launched, the latter when its result is read. ``DIE`` kills the process,
@@ -77,6 +91,7 @@ class FakeExecutor:
 
     FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
     experts = ExpertStats()
+    adapters = NoAdapters()
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):
         self.config = resolve_for_device(config, "cpu")
