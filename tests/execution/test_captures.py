@@ -52,7 +52,7 @@ def log() -> list[str]:
 @pytest.fixture
 def captured(log: list[str]) -> CapturedSteps:
     """Steps whose buckets keep a log."""
-    steps = CapturedSteps(GraphSizes([], []), None, SimpleNamespace(handover=Handover()), None)
+    steps = CapturedSteps(GraphSizes([], []), None, SimpleNamespace(handover=Handover(), adapters=None), None)
     steps._kinds = tuple(Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
     return steps
 

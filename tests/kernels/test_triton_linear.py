@@ -96,6 +96,7 @@ def test_dependent_launch_wherever_there_is_any():
         for operation in vars(importlib.import_module(f"headrace.kernels.{module.name}")).values():
             if isinstance(operation, Operation) and "triton_pdl" in operation:
                 usable = [entry.name for entry in operation if operation.reason_against(entry.name, query) is None]
-                assert usable[0].endswith("_pdl"), operation.noun
-                checked += 1
+                if usable[0] != "reference":  # of other shapes
+                    assert usable[0].endswith("_pdl"), operation.noun
+                    checked += 1
     assert checked >= 7

@@ -56,6 +56,8 @@ LIBRARIES = (
     Library("transformers", "audio", "5.8", "processors of images and audio"),
     Library("av", "video", "14", "video in requests"),
     Library("torchvision", "video", "0.26", "processors of video"),
+    Library("nixl-cu13", "nixl", "1.5", "KV pages between servers by NIXL (--disaggregation-transfer-backend nixl)"),
+    Library("mooncake-transfer-engine-non-cuda", "mooncake", "0.3.13", "KV pages between servers by Mooncake"),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
     Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "exports traces to a collector"),
 )
@@ -63,7 +65,8 @@ LIBRARIES = (
 
 def find_libraries() -> Iterator[Finding]:
     """One finding per library, without importing it; a version that is too old is broken."""
-    for library in LIBRARIES:
+    packages = {library.package: library for library in reversed(LIBRARIES)}  # some are of several extras
+    for library in reversed(packages.values()):
         install = f"pip install 'headrace[{library.extra}]'"
         try:
             # From the package's metadata: an import may take seconds.
