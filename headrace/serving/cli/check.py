@@ -65,8 +65,10 @@ LIBRARIES = (
 
 def find_libraries() -> Iterator[Finding]:
     """One finding per library, without importing it; a version that is too old is broken."""
-    packages = {library.package: library for library in reversed(LIBRARIES)}  # some are of several extras
-    for library in reversed(packages.values()):
+    packages: dict[str, Library] = {}
+    for library in LIBRARIES:
+        packages.setdefault(library.package, library)  # some are of several extras
+    for library in packages.values():
         install = f"pip install 'headrace[{library.extra}]'"
         try:
             # From the package's metadata: an import may take seconds.
