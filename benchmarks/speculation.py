@@ -52,12 +52,12 @@ def watch_steps(drafting: Any, steps: Steps, streams: int) -> None:
     """Also write down what the scheduler hears of its steps."""
     note_time = type(drafting).note_time
 
-    def note(lengths: Sequence[int], seconds: float, num_proposals: int) -> None:
+    def note(lengths: Sequence[int], seconds: float, *, num_tokens: int, num_proposals: int) -> None:
         entries = sum(lengths)
         steps[streams, len(lengths), entries if entries < 16 else -(-entries // 16) * 16, num_proposals].append(
             1e3 * seconds
         )
-        note_time(drafting, lengths, seconds, num_proposals)
+        note_time(drafting, lengths, seconds, num_tokens=num_tokens, num_proposals=num_proposals)
 
     drafting.note_time = note
 

@@ -132,9 +132,11 @@ class Drafting:
             probabilities = None if verified is None else verified.probabilities
             self._policy.note(request.seq, num_drafts, num_accepted, probabilities)
 
-    def note_time(self, lengths: Sequence[int], seconds: float, num_proposals: int) -> None:
-        """A step of decodes alone, with spans of these lengths, took so long."""
+    def note_time(self, lengths: Sequence[int], seconds: float, *, num_tokens: int, num_proposals: int = 0) -> None:
+        """A step of decodes alone, with spans of these lengths, took so long and made so many tokens."""
         self._policy.note_time(sum(lengths), seconds, num_rows=len(lengths), num_drafted=num_proposals)
+        if self._text is not None:
+            self._text.note_step(len(lengths), num_tokens, seconds)
 
     # -- the next step ------------------------------------------------------------------------------------------
 

@@ -217,7 +217,10 @@ class Scheduler:
         of decodes alone it is decided how many drafts pay."""
         flight = self._take_flight(plan)
         if seconds is not None and plan.num_decodes == len(plan.rows) > 0 and self._drafting.has_drafts:
-            self._drafting.note_time(plan.lengths, seconds, plan.num_proposals)
+            num_tokens = sum(result.counts) if result.counts else len(plan.rows)
+            self._drafting.note_time(
+                plan.lengths, seconds, num_tokens=num_tokens, num_proposals=plan.num_proposals
+            )
         if flight is None:
             return []
         outputs = self._committer.commit(flight, result)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.scheduling.speculation.costs import DraftCosts, StepCosts
+from headrace.scheduling.speculation.costs import MEMORY, REFRESH, STALE_NOTES, DraftCosts, StepCosts
 from headrace.scheduling.speculation.policy import MARGIN, Choice, DraftPolicy
 
 CURVES = {
@@ -234,6 +234,16 @@ def test_what_any_draft_adds_to_a_step_is_learned():
         seconds, tokens = seconds + took, tokens + num_rows + accepted
         plain_s += (0.005 + 0.0001 * num_rows) * (num_rows + accepted) / num_rows
     assert plain_s / seconds > 0.99, plain_s / seconds
+
+
+def test_sizes_grow_stale_beside_steps_with_drafts():
+    costs = StepCosts()
+    for _ in range(MEMORY):
+        costs.note_time(20, 0.02)
+        costs.note_time(8, 0.01)
+    for _ in range(STALE_NOTES + REFRESH):
+        costs.note_time(8, 0.011, has_drafts=True)
+    assert 20 not in costs.sizes
 
 
 def test_choosing_is_fast():

@@ -112,11 +112,21 @@ class StepCosts:
             return
         size = round_size(num_entries)
         knot = self._knots.get(size)
+        self._num_notes += 1
+        is_new = False
         if has_drafts and knot is not None and knot.is_plain and knot.weight >= MEMORY:
-            self._num_notes += 1
             self._extras.append(seconds - apart - self._scale * knot.seconds)
             self._extra_noted = self._num_notes
-            return
+        else:
+            is_new = self._note_size(size, seconds, apart, has_drafts).weight < MEMORY
+        if self._num_notes % REFRESH == 0:
+            self._drop_stale()
+        if self._num_notes % REFRESH == 0 or is_new:
+            self._refresh()
+
+    def _note_size(self, size: int, seconds: float, apart: float, has_drafts: bool) -> _Knot:
+        """Move the curve and the size's own knot towards a measured step; returns the knot."""
+        knot = self._knots.get(size)
         if has_drafts:
             apart += self.extra_s
         elif knot is not None and not knot.is_plain and size not in self._table:
@@ -131,12 +141,8 @@ class StepCosts:
         self._scale *= 1.0 + SCALE_RATE * (ratio - 1.0) * knot.weight / (knot.weight + 4.0)
         knot.seconds *= 1.0 + (ratio - 1.0) / (knot.weight + 1.0)
         knot.weight = min(knot.weight + 1.0, MOST_WEIGHT)
-        self._num_notes += 1
         knot.noted = self._num_notes
-        if self._num_notes % REFRESH == 0:
-            self._drop_stale()
-        if self._num_notes % REFRESH == 0 or knot.weight < MEMORY:
-            self._refresh()
+        return knot
 
     def _drop_stale(self) -> None:
         if self._num_notes - self._extra_noted > STALE_NOTES:

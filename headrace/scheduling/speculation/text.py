@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from headrace.scheduling.speculation.drafter import TextDrafter
 from headrace.scheduling.speculation.policy import Choice, DraftPolicy
+from headrace.scheduling.speculation.trial import Trial
 
 TRIES = 8
 """Steps without drafts after which a row is cold; new rows are warm."""
@@ -64,8 +65,9 @@ class _Row:
 class TextSpeculation:
     """Warm rows, those that had drafts lately, are asked about in every step. Of the others it is the turn of a few in
     each step, as many as lead to something and at least one. So a step costs next to nothing for rows that have nothing
-    to propose, however many run, and a drafter does no work at all while no draft would pay. With a fixed number of
-    drafts all rows are asked about in every step.
+    to propose, however many run. A drafter does no work at all while no draft would pay, nor after steps with drafts
+    made fewer tokens per second than those without (`Trial`). With a fixed number of drafts all rows are asked about in
+    every step.
 
     What became of drafts is read from the tokens of the row, which grow with each commit: nothing is called there.
     """
@@ -80,6 +82,11 @@ class TextSpeculation:
         self._asked: dict[int, None] = {}  # cold rows whose turn it is in this step
         self._pays = False
         self._checked_rows = self._unchecked = 0
+        self._trial = Trial()
+
+    def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step of decodes alone made so many tokens in so much time."""
+        self._trial.note(num_rows, num_tokens, seconds)
 
     def start(self, key: int, tokens: Sequence[int], *, is_private: bool = False) -> None:
         """A row begins to decode. ``tokens``: all its tokens; new ones are appended to it by the caller."""
@@ -103,6 +110,8 @@ class TextSpeculation:
         """Keys to ask about in the step that is planned now, of ``num_rows`` rows; to be called once per step."""
         if self._policy.is_fixed:
             return [*self._rows]
+        if not self._trial.is_on:
+            return []
         self._unchecked -= 1
         if self._unchecked < 0 or num_rows != self._checked_rows:
             self._pays = self._policy.pays(num_rows)
