@@ -10,8 +10,8 @@ from headrace.scheduling.speculation.trial import FIRST_PAUSE, LONGEST_PAUSE, PL
 
 
 def run(trial: Trial, num_steps: int, *, tokens: float, seconds: float, noise: float = 0.0, rows: int = 4):
-    """Whether text was asked in each of these steps of ``rows`` rows: 10 ms without drafts; ``seconds`` and ``tokens`` a
-    row with them."""
+    """Whether text was asked in each of these steps of ``rows`` rows: 10 ms long without drafts; ``seconds``, and
+    ``tokens`` a row, with them."""
     chance, states = random.Random(1), []
     for _ in range(num_steps):
         is_on = trial.is_on
