@@ -32,6 +32,8 @@ from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
 from headrace.layers.moe.choice import keep_faster_experts
 from headrace.layers.moe.layer import MoeMlp
+from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
+from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
 from headrace.layers.quantization.coded import find_form, store_coded
@@ -182,6 +184,8 @@ def load_model(
             adapters=choose_banks(config),
         )
         model = family.build_model(spec, build)
+        if config.parallel.enable_expert_parallel and stage.is_whole:
+            _check_experts(model, source.name)
         model.adapters = find_banks(model, build, family)
         _fill(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
@@ -202,6 +206,15 @@ def load_model(
         source, family, spec, model, dtype, kv_dtype, own_groups(specs, model.own_caches(len(specs)), group),
         len(specs), spec.vocab_size, max_model_len, pooling, ranks=ranks, stage=stage, balancer=balancer
     )
+
+
+def _check_experts(model: ServedModel, name: str) -> None:
+    if not any(isinstance(module, ExpertWeights | Mxfp4ExpertWeights) for module in model.modules()):
+        raise ConfigError(
+            f"enable_expert_parallel divides experts among ranks, and {name} has none; leave it out: "
+            "tensor_parallel_size alone divides its layers, data_parallel_size alone runs whole copies",
+            param="enable_expert_parallel",
+        )
 
 
 def choose_banks(config: EngineConfig) -> BankSizes | None:

@@ -50,6 +50,17 @@ def config_of(folder: Path, **options: object) -> EngineConfig:
     return engine_config(**{"model": str(folder), "load_format": "dummy", "device": "cpu", "kv_pages": 40, **options})
 
 
+def test_experts_are_not_divided_where_there_are_none(folder: Path):
+    config = config_of(folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="has none; leave it out") as caught:
+        load_model(config, CPU, lambda *_: None)
+    assert caught.value.param == "enable_expert_parallel"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    mixture = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (folder / "config.json").write_text(json.dumps(mixture))
+    assert load_model(config, CPU, lambda *_: None).model
+
+
 @pytest.mark.parametrize("scaling", [None, {"type": "dynamic", "factor": 4.0}, {"type": "linear", "factor": 2.0}])
 def test_position_tables_are_as_long_as_the_context_that_is_served(folder: Path, scaling: dict[str, object] | None):
     (folder / "config.json").write_text(
