@@ -19,15 +19,16 @@ class Spans:
 
 
 SPAN_ATTENTION = Operation("span attention kernel")
-"""``span_attention(q, k, v [T, H, E], spans: Spans, scale) -> [T, H, E]``; inputs may have any strides but in E. Shape:
-``head_dim``."""
+"""``span_attention(q, k, v [T, H, E], spans: Spans, scale, cos_sin=None) -> [T, H, E]``. With ``cos_sin`` [T, E]
+float32, half cosines, half sines, q and k are rotated first: dim i with dim i + E / 2. q, k and v are parts of one
+tensor with the same strides, the last of which is 1; q and k may be overwritten. Shape: ``head_dim``."""
 
 SPAN_ATTENTION.add(
     "reference", "headrace.kernels.span_attention.reference:span_attention",
     doc="torch's fused attention, spans of one length together",
 )
 SPAN_ATTENTION.add(
-    "flash", "headrace.kernels.span_attention.reference:flash_span_attention",
+    "triton", "headrace.kernels.span_attention.triton:span_attention",
     supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 0)), priority=10,
-    doc="torch's attention for spans of any lengths, one launch",
+    doc="short spans in one kernel with the rotation; torch's flash attention for longer ones",
 )

@@ -1,4 +1,7 @@
-"""Attention within spans by torch's own kernels: spans of one length together, or all in one launch on a GPU."""
+"""Attention within spans by torch's own kernel: spans of one length together.
+
+T tokens, H heads, E head dim, n spans of L tokens. Any strides are taken; nothing is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from headrace.kernels.span_attention import Spans
 
 
 def span_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float,
+    cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `SPAN_ATTENTION`."""
+    if cos_sin is not None:
+        q, k = rotate_halves(q, cos_sin), rotate_halves(k, cos_sin)
     out, start = torch.empty_like(q, memory_format=torch.contiguous_format), 0
     for length, same in groupby(spans.lengths):
         count = sum(1 for _ in same)
@@ -26,15 +32,8 @@ def span_attention(
     return out
 
 
-def flash_span_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float
-) -> torch.Tensor:
-    """See `SPAN_ATTENTION`; FlashAttention-2 on a GPU, in half precision."""
-    from torch.nn.attention.varlen import varlen_attn  # takes a while, and is for GPUs only
-
-    longest, own = max(spans.lengths), q.shape[-1] ** -0.5
-    # the kernel's scale is 1 / sqrt(E); another one is a factor of the queries
-    q = q if abs(scale - own) < 1e-6 * own else q * (scale / own)
-    out = varlen_attn(q, k, v, spans.starts, spans.starts, longest, longest)
-    assert isinstance(out, torch.Tensor)
-    return out
+def rotate_halves(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [T, H, E] by ``cos_sin`` [T, E], in float32; a new tensor in x's dtype."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

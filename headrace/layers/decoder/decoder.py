@@ -129,10 +129,16 @@ class Decoder(ServedModel):
         plain = names.rename(self._schemes.read(scales.take(wanted) if self._scales_cache else wanted))
         apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
         targets, harmless = self._find_targets()
-        fill_targets(targets, apart, harmless=harmless)
+        fill_targets(targets, self._fit_tensors(apart, targets), harmless=harmless)
         own = self.stage.layers(self.spec.num_layers)
         scales.apply({i: block.attention for i, block in zip(own, self._blocks, strict=True)})
         self._is_table_due = True
+
+    def _fit_tensors(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Checkpoint tensors in the shapes of their targets, for layers that keep them in others."""
+        return tensors
 
     def find_adapter_sites(self) -> AdapterSites:
         """See `ServedModel`."""

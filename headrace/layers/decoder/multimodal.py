@@ -24,6 +24,7 @@ from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
+from headrace.layers.vision import pad_weights
 from headrace.parallel.group import Group
 
 
@@ -68,7 +69,8 @@ class MultimodalDecoder(Decoder):
         super().__init__(spec, names, build)
         self.spec: MultimodalSpec = spec
         self.encoder: Tower = load_target(spec.encoder.tower)(
-            spec.encoder, spec.hidden_size, replace(build, tensor=Group())
+            # no adapters: the rows that have some are tokens of the decoder
+            spec.encoder, spec.hidden_size, replace(build, tensor=Group(), adapters=None)
         )
         tables = {id(found): found for found in self.modules() if isinstance(found, RotaryTable)}
         self._axial = next((table for table in tables.values() if len(table.axes)), None)
@@ -76,9 +78,10 @@ class MultimodalDecoder(Decoder):
             assert len(tables) == 1, "layers of a model with several axes of positions rotate alike"
         self.media = OneTower(self.encoder, spec, 0 if self._axial is None else self._axial.cos_sin.shape[0])
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `ServedModel`."""
-        super().load_weights(_flatten_convolutions(tensors))
+    def _fit_tensors(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        return pad_weights(_flatten_convolutions(tensors), targets, self.encoder)
 
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         modules, harmless = self.names.modules, HARMLESS

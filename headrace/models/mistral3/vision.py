@@ -17,6 +17,7 @@ from headrace.layers.media import EncoderInput, upload
 from headrace.layers.mlp import ACTIVATIONS
 from headrace.layers.model import number_layers
 from headrace.layers.norm import RmsNorm, make_norm
+from headrace.layers.residual import Residual
 from headrace.layers.vision import VisionBlock, cut_patches, make_spans, place_patches
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ class MergedTower(Tower):
         counts = [rows * columns for _, rows, columns in grids]
         x = self.first_norm(self.patches(torch.cat([self._cut(item) for item in items])))
         cos_sin, spans = self._rotate(places), make_spans(counts, self.device)
+        residual = Residual(x)
         for block in self.blocks:
-            x = block(x, spans, cos_sin)
+            block(residual, spans, cos_sin)
+        x = residual.add_pending()
         parts = [
             self._merge(part, rows, columns)
             for part, (_, rows, columns) in zip(self.norm(x).split(counts), grids, strict=True)

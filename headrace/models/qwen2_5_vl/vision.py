@@ -16,6 +16,7 @@ from headrace.layers.decoder.multimodal import Tower
 from headrace.layers.linear import Linear
 from headrace.layers.media import EncoderInput, upload
 from headrace.layers.model import number_layers
+from headrace.layers.residual import Residual
 from headrace.layers.vision import PatchMerger, VisionBlock, make_spans, place_patches, rotate_by_places
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ class WindowedTower(Tower):
         frames = make_spans([height * width for time, height, width in grids for _ in range(time)], self.device)
         pixels = torch.cat([item.pixels().to(self.dtype) for item in items])
         x = self.patches(pixels.index_select(0, upload(patch_order, self.device)))
+        residual = Residual(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, frames if i in spec.full_layers else windows, cos_sin)
-        merged = self.merger(x).index_select(0, upload(np.argsort(order), self.device))
+            block(residual, frames if i in spec.full_layers else windows, cos_sin)
+        merged = self.merger(residual.add_pending()).index_select(0, upload(np.argsort(order), self.device))
         return list(merged.split([item.place.num_tokens for item in items]))
 
     def example(self, num_tokens: int) -> list[EncoderInput]:

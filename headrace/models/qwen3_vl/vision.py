@@ -15,6 +15,7 @@ from headrace.layers.decoder.multimodal import Tower
 from headrace.layers.linear import Linear
 from headrace.layers.media import EncoderInput, upload
 from headrace.layers.model import number_layers
+from headrace.layers.residual import Residual
 from headrace.layers.vision import PatchMerger, VisionBlock, make_spans, place_patches, rotate_by_places
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ class DeepstackTower(Tower):
         frames = make_spans([height * width for time, height, width in grids for _ in range(time)], self.device)
         x = self.patches(torch.cat([item.pixels().to(self.dtype) for item in items]))
         x += self._resample(places, grids)
-        parts = []
+        residual, parts = Residual(x), []
         for i, block in enumerate(self.blocks):
-            x = block(x, frames, cos_sin)
+            block(residual, frames, cos_sin)
             if i in spec.tapped_layers:
-                parts.append(self.taps[spec.tapped_layers.index(i)](x))
-        merged = torch.cat([self.merger(x), *parts], dim=-1)
+                parts.append(self.taps[spec.tapped_layers.index(i)](residual.add_pending()))
+        merged = torch.cat([self.merger(residual.add_pending()), *parts], dim=-1)
         return list(merged.split([item.place.num_tokens for item in items]))
 
     def _resample(self, places: np.ndarray, grids: list[tuple[int, ...]]) -> torch.Tensor:
