@@ -19,8 +19,8 @@ from headrace.base.errors import RequestError
 MediaKind = Literal["image", "video", "audio"]
 
 DIGEST_BYTES = 32
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-"""The names that processors give the arrays of pixels."""
+ARRAYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+"""The names that processors give the arrays of pixels, and of frames."""
 MOST_NUMBER = 1e6
 """Of `MediaPlace.numbers`, which positions are computed from."""
 DTYPES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
@@ -162,12 +162,44 @@ class SizedPixels(msgspec.Struct, frozen=True, tag="sized"):
 PixelLayout = PatchPixels | ImagePixels | SizedPixels
 
 
+class ClipFrames(msgspec.Struct, frozen=True, tag="clip"):
+    """Features [1, mels, frames] of a window, of which ``grid`` (frames,) are the clip and the others silence;
+    ``stride`` frames have one placeholder."""
+
+    mels: int
+    frames: int
+    stride: int
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """See `PatchPixels`."""
+        if len(place.grid) != 1 or not 1 <= place.grid[0] <= self.frames or shape != (1, self.mels, self.frames):
+            return False
+        return place.num_tokens == (place.grid[0] + 1) // 2 // (self.stride // 2)
+
+
+class WindowFrames(msgspec.Struct, frozen=True, tag="window"):
+    """Features [frames, mels] of a window, silence included, for decoders that attend to a window beside their text. It
+    stands at the beginning of the prompt, with ``num_tokens`` placeholders."""
+
+    mels: int
+    frames: int
+    num_tokens: int
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """See `PatchPixels`."""
+        return place.runs == [(0, self.num_tokens)] and shape == (self.frames, self.mels)
+
+
+FrameLayout = ClipFrames | WindowFrames
+
+
 class MediaFacts(msgspec.Struct, frozen=True):
     """What media a model takes. By kind: ``token_ids``, the token that is repeated as placeholder; ``texts``, what
     stands for one item in a prompt before the processor expands it. ``vector_size``: elements of an encoder's output
     per placeholder, of ``element_bytes`` each. ``is_whole``: the tokens of an item attend to one another in both
     directions, so that a step must compute all of them together. ``pixels``: what its images and videos look like; an
-    item that looks otherwise would fail the whole step that encodes it."""
+    item that looks otherwise would fail the whole step that encodes it. ``frames``: the same of audio. ``is_needed``:
+    every prompt begins with an item."""
 
     token_ids: dict[str, int]
     texts: dict[str, str]
@@ -175,6 +207,8 @@ class MediaFacts(msgspec.Struct, frozen=True):
     is_whole: bool = False
     element_bytes: int = 4
     pixels: PixelLayout | None = None
+    frames: FrameLayout | None = None
+    is_needed: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -220,6 +254,11 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
         if items:
             raise RequestError("this model takes text alone; serve a model that takes images", param="media")
         return
+    if facts.is_needed and (not items or items[0].place.offset):
+        raise RequestError(
+            "every prompt of this model begins with an audio clip; send it to /v1/audio/transcriptions or "
+            "/v1/audio/translations", param="prompt",
+        )
     covered: dict[int, int] = dict.fromkeys(facts.token_ids.values(), 0)
     end = 0
     for item in items:
@@ -233,7 +272,7 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
             raise RequestError("an item has no digest or no placeholders", param="media")
         for values in item.arrays.values():
             values.check()
-        _check_pixels(item, facts)
+        _check_arrays(item, facts)
         for offset, count in place.runs:
             if count < 1 or offset < end or offset + count > len(token_ids):
                 raise RequestError("placeholders of media overlap or lie outside of the prompt", param="media")
@@ -250,14 +289,15 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
             )
 
 
-def _check_pixels(item: MediaItem, facts: MediaFacts) -> None:
-    place, name = item.place, PIXELS.get(item.place.kind)
+def _check_arrays(item: MediaItem, facts: MediaFacts) -> None:
+    place, name = item.place, ARRAYS[item.place.kind]
+    layout = facts.frames if place.kind == "audio" else facts.pixels
     if not all(0 <= number <= MOST_NUMBER for number in place.numbers.values()):  # neither is a NaN
         raise RequestError(f"numbers of media are from 0 to {MOST_NUMBER:g}, got {place.numbers}", param="media")
-    if facts.pixels is None or name is None:
+    if layout is None:
         return
     pixels = item.arrays.get(name)
-    if pixels is None or not facts.pixels.fits(place, pixels.shape):
+    if pixels is None or not layout.fits(place, pixels.shape):
         raise RequestError(
             f"this model cannot take a {place.kind} with {name} of shape {pixels and list(pixels.shape)}, grid "
             f"{list(place.grid)} and {place.num_tokens} placeholders; do preprocessor_config.json and config.json "

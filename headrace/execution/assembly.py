@@ -110,7 +110,8 @@ class Assembly:
     def graph_sizes(self) -> GraphSizes:
         """Buckets to capture."""
         decodes = bucket_sizes(self.max_entries)
-        if not all(backend.supports_dynamic_lengths for backend in self.backends):
+        has_dynamic_lengths = all(backend.supports_dynamic_lengths for backend in self.backends)
+        if not has_dynamic_lengths or not self.loaded.model.captures_prefill:
             return GraphSizes(decodes, [])
         return GraphSizes(decodes, step_sizes(self.max_step_tokens, self.loaded.num_parameters))
 

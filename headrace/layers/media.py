@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.base.media import PIXELS, MediaPlace
+from headrace.base.media import ARRAYS, MediaPlace
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class EncoderInput:
     arrays: dict[str, torch.Tensor]
 
     def pixels(self) -> torch.Tensor:
-        """The pixels, whether of an image or a video."""
-        return self.arrays[PIXELS[self.place.kind]]
+        """The pixels of an image or a video, the frames of a clip."""
+        return self.arrays[ARRAYS[self.place.kind]]
 
 
 class MediaModel(ABC):

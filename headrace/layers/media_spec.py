@@ -76,3 +76,18 @@ class ImageSpec:
     def side(self) -> int:
         """Patches of a row, and rows."""
         return self.image_size // self.patch_size
+
+
+@dataclass(frozen=True)
+class AudioSpec:
+    """Whisper's encoder: two convolutions over ``num_mels`` bands of each frame, the second of which takes every other
+    frame, learned positions, and ``blocks``."""
+
+    blocks: VisionSpec
+    num_mels: int
+    num_positions: int
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the window that it hears."""
+        return 2 * self.num_positions

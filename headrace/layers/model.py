@@ -36,7 +36,8 @@ class ServedModel(StorableModel):
     ``load_weights`` and ``bind_cache`` are called, and ``forward`` any number of times.
 
     Capabilities are attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as
-    CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_features``: `forward`
+    CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_prefill``: so may steps
+    with prefill. ``captures_features``: `forward`
     fills ``ForwardBatch.features``, which drafters that read hidden states need. ``supports_stages``: it is built with
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
     others pass on ``carried_width`` numbers per token. ``media``: its encoders, None for text alone. ``scores``: the
@@ -45,6 +46,7 @@ class ServedModel(StorableModel):
     """
 
     is_capturable: bool = True
+    captures_prefill: bool = True
     captures_features: bool = False
     supports_stages: bool = False
     carried_width: int = 0

@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Phi3ForCausalLM": "phi3",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2ForSequenceClassification": "qwen2",
     "Qwen2Model": "qwen2",
@@ -52,6 +53,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Starcoder2ForCausalLM": "starcoder2",
+    "WhisperForConditionalGeneration": "whisper",
     **{
         kind + use: "roberta"
         for kind in ("Roberta", "XLMRoberta")

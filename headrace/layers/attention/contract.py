@@ -6,6 +6,7 @@ write K and V into the pages: the ``rope_write`` operation does that before ``at
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -137,6 +138,11 @@ class AttentionBackend(CacheBackend):
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """``q`` [T, H, E] to [T, H, E_value] in q's dtype. Query i of a request with kv length L and query length Q is
         at position L - Q + i and sees positions up to its own (bottom-right causal mask)."""
+
+    def twin(self) -> AttentionBackend:
+        """Another backend for the same pages, which is prepared with inputs of its own. The two are called in turn, on
+        one stream: they share workspaces."""
+        return copy.copy(self)
 
 
 class UnusedBackend(AttentionBackend):

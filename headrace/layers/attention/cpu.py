@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from headrace.kernels.attention.cpu import paged_attention
@@ -31,6 +33,12 @@ class CpuAttention(AttentionBackend):
     def prepare(self, inputs: AttentionInputs) -> None:
         """Keep the inputs; plain torch is prepared in `attend`, if it is needed."""
         self.inputs, self._is_prepared = inputs, False
+
+    def twin(self) -> CpuAttention:
+        """See `AttentionBackend.twin`."""
+        found = copy.copy(self)
+        found._reference = copy.copy(self._reference)
+        return found
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """``q`` [T, H, E] to [T, H, E_value]."""

@@ -9,6 +9,7 @@ per size.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,12 @@ class CudnnAttention(AttentionBackend):
         )
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
+
+    def twin(self) -> CudnnAttention:
+        """See `AttentionBackend.twin`."""
+        found = copy.copy(self)
+        found._fallback = copy.copy(self._fallback)
+        return found
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

@@ -6,6 +6,7 @@ run in captured graphs. Nothing is compiled on a request's path: kernels are bui
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -82,6 +83,12 @@ class FlashinferAttention(AttentionBackend):
         self._inputs, self._planned = inputs, None
         if has_long_chunk and self._planners is not None:
             self._planned = self._plan(inputs, self._planners)
+
+    def twin(self) -> FlashinferAttention:
+        """See `AttentionBackend.twin`."""
+        found = copy.copy(self)
+        found._fallback = copy.copy(self._fallback)
+        return found
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

@@ -39,6 +39,10 @@ class Tower(nn.Module):
         """Items of about so many placeholders."""
         raise NotImplementedError
 
+    def adapt(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """A checkpoint's tensors, those of the encoder in the form of its parameters."""
+        return tensors
+
 
 class OneTower(MediaModel):
     """A model with one encoder."""
@@ -81,7 +85,7 @@ class MultimodalDecoder(Decoder):
     def _fit_tensors(
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        return pad_weights(_flatten_convolutions(tensors), targets, self.encoder)
+        return pad_weights(self.encoder.adapt(_flatten_convolutions(tensors)), targets, self.encoder)
 
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         modules, harmless = self.names.modules, HARMLESS

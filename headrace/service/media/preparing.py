@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from headrace.base.errors import MediaError, ModelError
-from headrace.base.media import DTYPES, MediaArray, MediaFacts, MediaItem, MediaKind, MediaPlace, digest_of, find_runs
+from headrace.base.media import (
+    DTYPES,
+    MediaArray,
+    MediaFacts,
+    MediaItem,
+    MediaKind,
+    MediaPlace,
+    WindowFrames,
+    digest_of,
+    find_runs,
+)
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.service.media.audio import open_audio
@@ -37,6 +47,7 @@ LOW_DETAIL = 512
 """Pixels of the longer side of an image with ``detail`` "low"."""
 VIDEO_FPS, VIDEO_FRAMES = 2.0, 64
 GRIDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
+OTHER_OUTPUTS = ("second_per_grid_ts", "video_metadata", "feature_attention_mask")
 TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -61,7 +72,11 @@ class Preparer:
         self._require_part(job.kind, job.param)
         settings = json.dumps(job.options, sort_keys=True) + self._settings
         digest = digest_of(job.kind, settings, [job.sha256])
-        return self._process(job.kind, self._open(job), digest, job.param)
+        value = self._open(job)
+        frames = self._facts.frames
+        if job.kind == "audio" and isinstance(frames, WindowFrames):
+            return self._listen(value, frames, digest, job.param, is_whole="windows" in job.options)
+        return self._process(job.kind, value, digest, job.param)
 
     def prepare_value(self, kind: MediaKind, value: Any, param: str) -> PreparedItem:
         """The item of an image (PIL, or an array of shape [height, width] or [height, width, 3 or 4]), of frames (a
@@ -79,6 +94,8 @@ class Preparer:
             return self._process(kind, Frames(images, times), self._digest(kind, images), param)
         samples = self._as_samples(value, param)
         digest = digest_of(kind, self._settings, [samples.tobytes()])
+        if isinstance(self._facts.frames, WindowFrames):
+            return self._listen(samples, self._facts.frames, digest, param)
         return self._process(kind, samples, digest, param)
 
     def _require_part(self, kind: MediaKind, param: str) -> None:
@@ -149,6 +166,7 @@ class Preparer:
                 "videos": [value.images], "videos_kwargs": {"do_sample_frames": False, "video_metadata": about}
             }
         else:
+            self._check_length(value, param)
             options |= {"audio": [value], "audio_kwargs": {"sampling_rate": self._rate()}}
         try:
             made = dict(self._processor(**options))
@@ -157,12 +175,46 @@ class Preparer:
         token_ids = [int(token_id) for token_id in made["input_ids"][0]]
         return self._item(kind, made, token_ids, digest, param)
 
+    def _check_length(self, samples: Any, param: str) -> None:
+        """Raise `MediaError` for a clip that the model's processor would cut off."""
+        frames, rate = self._facts.frames, self._rate()
+        most = len(samples) if frames is None else frames.frames * self._hop
+        if len(samples) > most:
+            raise MediaError(
+                f"{param} lasts {len(samples) / rate:.1f} seconds; this model hears {most / rate:g} at a time: "
+                "split it", param=param
+            )
+
+    @property
+    def _hop(self) -> int:
+        """Samples of a frame."""
+        return int(self._processor.feature_extractor.hop_length)
+
+    def _listen(
+        self, samples: Any, window: WindowFrames, digest: bytes, param: str, *, is_whole: bool = False
+    ) -> PreparedItem:
+        """Frames [frames, mels] of a window. ``is_whole``: of a clip of any length, with a window of silence behind it,
+        so that there is one from any frame of the clip on. ``grid`` says how many are the clip's."""
+        if not is_whole:
+            self._check_length(samples, param)
+        length = window.frames * self._hop
+        padded = np.pad(samples, (0, length if is_whole else length - len(samples)))
+        made = self._processor.feature_extractor(
+            padded, sampling_rate=self._rate(), padding="do_not_pad", truncation=False, return_tensors="np"
+        )
+        found = np.ascontiguousarray(made["input_features"][0].T, dtype=np.float32)
+        place = MediaPlace("audio", digest, [(0, window.num_tokens)], (-(-len(samples) // self._hop),))
+        token_ids = [self._facts.token_ids["audio"]] * window.num_tokens
+        return PreparedItem(MediaItem(place, {"input_features": MediaArray.of(found)}), token_ids)
+
     def _item(
         self, kind: MediaKind, made: dict[str, Any], token_ids: list[int], digest: bytes, param: str
     ) -> PreparedItem:
         token_id = self._facts.token_ids[kind]
         (runs,) = find_runs(token_ids, token_id, [token_ids.count(token_id)])
         grid = next((made[name] for name in GRIDS if name in made), None)
+        if "feature_attention_mask" in made:  # frames of the clip; what follows is silence
+            grid = np.asarray(made["feature_attention_mask"]).sum(-1, keepdims=True)
         numbers = {}
         if kind == "video" and "second_per_grid_ts" in made:
             numbers["second_per_grid_ts"] = float(np.asarray(made["second_per_grid_ts"]).reshape(-1)[0])
@@ -171,7 +223,7 @@ class Preparer:
         )
         arrays = {
             name: MediaArray.of(_plain(values)) for name, values in made.items()
-            if name not in (*GRIDS, *TEXT_OUTPUTS, "second_per_grid_ts", "video_metadata")
+            if name not in (*GRIDS, *TEXT_OUTPUTS, *OTHER_OUTPUTS)
         }
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         is_exact = self._tokenizer.encode(text, add_special_tokens=False) == token_ids

@@ -1,0 +1,164 @@
+"""Models that hear, through the engine, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from media_rig import (
+    VOCAB,
+    Prompt,
+    ask_oracle,
+    compare,
+    logprobs_of,
+    run,
+    save_model,
+    start_engine,
+    to_tensor,
+    tokens_of,
+)
+
+from headrace.base.config import engine_config
+from headrace.base.errors import RequestError
+from headrace.service.build import build_engine
+
+AUDIO_ID = 100
+MELS, POSITIONS = 8, 12
+ENCODER = {
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "num_mel_bins": MELS,
+    "max_source_positions": POSITIONS,
+}
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    text = {
+        "model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    }
+    config = transformers.Qwen2AudioConfig(
+        text_config=text, audio_config={"model_type": "qwen2_audio_encoder", **ENCODER}, audio_token_index=AUDIO_ID
+    )
+    model = transformers.Qwen2AudioForConditionalGeneration(config)
+    return model, save_model(model, tmp_path_factory.mktemp("qwen2_audio"))
+
+
+def add_clip(prompt: Prompt, num_frames: int, seed: int) -> Prompt:
+    values = np.random.default_rng(seed).standard_normal((1, MELS, 2 * POSITIONS)).astype(np.float32)
+    count = (num_frames + 1) // 2 // 2
+    return prompt.text(102).add(
+        "audio", values, count, grid=(num_frames,), name="input_features", token=AUDIO_ID
+    ).text(103)
+
+
+def expect(model: Any, prompt: Prompt) -> tuple[list[int], torch.Tensor]:
+    inputs: dict[str, Any] = {}
+    if prompt.items:
+        lengths = torch.tensor([item.place.grid[0] for item in prompt.items])
+        inputs = {
+            "input_features": torch.cat([to_tensor(item.arrays["input_features"]) for item in prompt.items]),
+            "feature_attention_mask": (torch.arange(2 * POSITIONS) < lengths[:, None]).long(),
+        }
+    return ask_oracle(model, prompt, attention_mask=torch.ones(1, len(prompt.ids)).long(), **inputs)
+
+
+@pytest.mark.parametrize("step_tokens", [9, 256])
+def test_clips_of_any_length(listener: Any, step_tokens: int):
+    model, folder = listener
+    engine = start_engine(folder, max_step_tokens=step_tokens, max_running_requests=4)
+    two = add_clip(add_clip(Prompt().text(5, 6), 24, 1).text(8), 9, 2).text(10, 11)
+    asks = [add_clip(Prompt().text(3), 17, 0).text(4, 5), two, Prompt().text(*range(1, 9))]
+    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+WINDOW = 64
+"""Placeholders of a window of `POSITIONS`."""
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    config = transformers.WhisperConfig(
+        **ENCODER, vocab_size=VOCAB, decoder_layers=3, decoder_attention_heads=2, decoder_ffn_dim=40,
+        max_target_positions=40, decoder_start_token_id=1, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    return model, save_model(model, tmp_path_factory.mktemp("whisper"))
+
+
+def hear(seed: int, *ids: int) -> Prompt:
+    values = np.random.default_rng(seed).standard_normal((2 * POSITIONS, MELS)).astype(np.float32)
+    return Prompt().add("audio", values, WINDOW, name="input_features", token=VOCAB - 1).text(*ids)
+
+
+def write(model: Any, prompt: Prompt, num_tokens: int = 8) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens and logprobs, each by a whole forward pass."""
+    features = to_tensor(prompt.items[0].arrays["input_features"]).T[None]
+    ids, rows = list(prompt.ids[WINDOW:]), []
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits = model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[0, -1]
+            rows.append(logits.log_softmax(-1))
+            ids.append(int(logits.argmax()))
+    return ids[-num_tokens:], torch.stack(rows)
+
+
+@pytest.mark.parametrize("step_tokens", [9, 70, 512])
+def test_sound_is_written_down(writer: Any, step_tokens: int):
+    """Windows that come together, in chunks that end inside of them."""
+    model, folder = writer
+    engine = start_engine(folder, max_model_len=None, max_step_tokens=step_tokens, max_running_requests=4)
+    asks = [hear(0, 1, 5, 6), hear(1, 1), hear(2, *range(1, 20)), hear(3, 1, 7)]
+    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+        compare(outputs, write(model, prompt))
+    engine.close()
+
+
+def test_a_window_is_heard_once(writer: Any):
+    """Another prompt over the same sound finds keys and values of attention to it in the prefix cache."""
+    model, folder = writer
+    engine = start_engine(folder, max_model_len=None, max_running_requests=4)
+    for ids, cached in (((1, 5), 0), ((1, 6, 7), WINDOW), ((2,), WINDOW)):
+        (outputs,) = run(engine, [hear(0, *ids)])
+        compare(outputs, write(model, hear(0, *ids)))
+        assert max(output.num_cached_tokens for output in outputs) == cached
+    (outputs,) = run(engine, [hear(1, 1, 5)])
+    compare(outputs, write(model, hear(1, 1, 5)))
+    engine.close()
+
+
+@pytest.mark.parametrize("ask", [
+    Prompt().text(1, 2), Prompt().text(1).add("audio", np.zeros((2 * POSITIONS, MELS), np.float32), WINDOW,
+                                              name="input_features", token=VOCAB - 1),
+    Prompt().add("audio", np.zeros((2, MELS), np.float32), WINDOW, name="input_features", token=VOCAB - 1).text(1),
+])
+def test_prompts_without_a_window_are_refused(writer: Any, ask: Prompt):
+    engine = start_engine(writer[1], max_model_len=None)
+    (outputs,) = run(engine, [ask])
+    assert outputs[-1].finish is not None and outputs[-1].finish.error is not None
+    assert outputs[-1].finish.error.kind == RequestError.kind
+    engine.close()
+
+
+@pytest.mark.cuda
+def test_sound_through_graphs(writer: Any):
+    """On a GPU, in half precision: what text attends to there is read in captured steps."""
+    model, folder = writer
+    engine = build_engine(engine_config(
+        model=str(folder), device="cuda", dtype="float16", skip_tokenizer=True, max_running_requests=8, kv_pages=100,
+        graphs="on",
+    ))
+    asks = [hear(0, 1, 5, 6), hear(1, 1), hear(2, *range(1, 20)), hear(3, 1, 7), hear(0, 1, 5)]
+    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+        found, tokens = logprobs_of(outputs), tokens_of(outputs)
+        ids = [*prompt.ids[WINDOW:], *tokens]
+        features = to_tensor(prompt.items[0].arrays["input_features"]).T[None]
+        with torch.no_grad():
+            logits = model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[0]
+        expected = logits[-1 - len(tokens) : -1].log_softmax(-1)
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+    engine.close()
