@@ -90,7 +90,7 @@ def assemble_engine(
     scheduler = Scheduler(
         executor.config.scheduler, executor.config.cache, executor.layout, drafting=drafting, hooks=hooks,
         features=Features(
-            executor.config.parallel.pipeline_parallel_size, executor.config.adapters.max_loras, executor.facts.media
+            executor.config.parallel.pipeline_parallel_size, executor.config.adapters.num_slots, executor.facts.media
         ),
     )
     engine = Engine(scheduler, executor, hooks, pace, join(scheduler))

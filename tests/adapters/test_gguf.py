@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 import torch
 import transformers
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, WeightError
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
 from headrace.models.adapters.gguf import GgufForm
 from headrace.models.catalog import find_family
+from headrace.models.weights.gguf_file import read_gguf_header
+from headrace.models.weights.gguf_naming import NamedTensor
+from headrace.models.weights.gguf_tensors import read_copies
 
 PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -122,3 +126,28 @@ def test_a_family_without_gguf(tmp_path: Path, small: tuple[AdapterWeights, Adap
         (tmp_path / "b.gguf").write_bytes(whole[:size])
         with pytest.raises(HeadraceError):
             rig.read(tmp_path / "b.gguf", sites, gguf=FORM)
+
+
+def test_no_file_is_mapped(
+    tmp_path: Path, small: tuple[AdapterWeights, AdapterSites], monkeypatch: pytest.MonkeyPatch
+):
+    """A mapped file that gets shorter, as one that is written anew, ends the process by a signal."""
+    weights, sites = small
+    convert(weights, sites, tmp_path / "a.gguf", alpha=6, arch="llama")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("mapped")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert rig.read(tmp_path / "a.gguf", sites, gguf=FORM).digest == weights.digest
+
+
+def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path, small: tuple[AdapterWeights, AdapterSites]):
+    weights, sites = small
+    convert(weights, sites, tmp_path / "a.gguf", alpha=6, arch="llama")
+    tensor = read_gguf_header(tmp_path / "a.gguf", most_bytes=2**20).tensors[0]
+    copies = read_copies([NamedTensor("a", tensor), NamedTensor("b", tensor)], tensor.path, dtype=torch.float32)
+    assert next(copies)[1].isfinite().all()
+    tensor.path.write_bytes(b"")
+    with pytest.raises(WeightError, match="shorter while"):
+        next(copies)

@@ -20,9 +20,10 @@ from headrace.models.adapters.naming import last_parts, list_names
 from headrace.models.family import Family
 from headrace.models.weights.gguf_file import GgufTensor, read_gguf_header
 from headrace.models.weights.gguf_naming import BLOCK_PARTS, GLOBAL_PARTS, NamedTensor, deinterleaved_rows
-from headrace.models.weights.gguf_tensors import read_tensors
+from headrace.models.weights.gguf_tensors import read_copies
 
 KIND = "general.type"
+MAX_HEADER_BYTES = 32 << 20
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.weight")
 _ENDINGS = (".lora_a", ".lora_b")
 
@@ -52,7 +53,7 @@ def read_gguf_parts(path: Path, sites: AdapterSites, base: GgufForm | None) -> t
     `WeightError`."""
     if base is None:
         raise UnsupportedFeature("the model's family reads no GGUF files; give a folder of PEFT", param="lora_path")
-    header = read_gguf_header(path)
+    header = read_gguf_header(path, most_bytes=MAX_HEADER_BYTES)
     alpha = _read_alpha(path, header.metadata, base)
     pairs: dict[str, dict[str, GgufTensor]] = {}
     for tensor in header.tensors:
@@ -125,7 +126,7 @@ def _read_pair(
     if base.naming.is_rotary_interleaved and name.endswith((".attn_q.weight", ".attn_k.weight")):
         order = deinterleaved_rows(replace(stored_b, name=name), own[0].out_features // base.head_dim)
     named = [NamedTensor("a", stored_a), NamedTensor("b", stored_b, order)]
-    read = {key: tensor.clone() for key, tensor in read_tensors(named, dtype=torch.float32, threads=1)}
+    read = dict(read_copies(named, stored_a.path, dtype=torch.float32))
     a, b = read["a"], read["b"]
     if own[0].kind == "embedding":
         a = a.T.contiguous()  # stored as [V, r]

@@ -68,20 +68,25 @@ def read_gguf_metadata(path: Path | str) -> dict[str, Any]:
     return _read(Path(path), _Reader.read_metadata)
 
 
-def read_gguf_header(path: Path | str) -> GgufHeader:
-    """Parse one GGUF file's header; raises `WeightError` (with the byte offset) when it is truncated or corrupt."""
-    return _read(Path(path), _Reader.read)
+def read_gguf_header(path: Path | str, *, most_bytes: int | None = None) -> GgufHeader:
+    """Parse one GGUF file's header; raises `WeightError` (with the byte offset) when it is truncated or corrupt.
+    ``most_bytes``: read so much of the file in place of mapping it, which ends the process if it gets shorter
+    meanwhile."""
+    return _read(Path(path), _Reader.read, most_bytes)
 
 
-def _read(path: Path, read: Callable[[_Reader], T]) -> T:
+def _read(path: Path, read: Callable[[_Reader], T], most_bytes: int | None = None) -> T:
     require_content(path)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:  # magic and version, 4 bytes each; two counts of 8
                 raise WeightError(f"{path} is not a GGUF file: it has {size} bytes")
+            if most_bytes is not None:
+                file.seek(0)
+                return read(_Reader(path, file.read(most_bytes), size))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return read(_Reader(path, data))
+                return read(_Reader(path, data, size))
     except OSError as error:
         raise WeightError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -111,10 +116,11 @@ def _as_written(value: float) -> float:
 
 
 class _Reader:
-    """A cursor over the mapped file. Every ``read_*`` method advances it."""
+    """A cursor over the mapped file, or over its first bytes. Every ``read_*`` method advances it."""
 
-    def __init__(self, path: Path, data: mmap.mmap):
+    def __init__(self, path: Path, data: mmap.mmap | bytes, file_bytes: int):
         self._path, self._data, self._size, self._at = path, data, len(data), 0
+        self._file_bytes = file_bytes
 
     def read(self) -> GgufHeader:
         num_tensors, num_keys = self._read_start()
@@ -125,7 +131,7 @@ class _Reader:
             GgufTensor(name, shape, type_id, self._path, start + offset) for name, shape, type_id, offset in infos
         )
         self._check_tensors(tensors)
-        return GgufHeader(self._path, metadata, tensors, self._size)
+        return GgufHeader(self._path, metadata, tensors, self._file_bytes)
 
     def read_metadata(self) -> dict[str, Any]:
         return self._read_pairs(self._read_start()[1])
@@ -265,5 +271,7 @@ class _Reader:
             if tensor.name in seen:
                 raise self._corrupt(f"tensor {tensor.name!r} appears twice")
             seen.add(tensor.name)
-            if tensor.offset >= self._size and 0 not in tensor.shape:
-                raise self._corrupt(f"tensor {tensor.name!r} starts at byte {tensor.offset} of a file of {self._size}")
+            if tensor.offset >= self._file_bytes and 0 not in tensor.shape:
+                raise self._corrupt(
+                    f"tensor {tensor.name!r} starts at byte {tensor.offset} of a file of {self._file_bytes}"
+                )

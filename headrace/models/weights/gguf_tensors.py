@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,26 @@ def read_tensors(
         return math.prod(item[0].stored.shape) * wanted.itemsize
 
     yield from map_ahead(read, zip(tensors, sizes, strict=True), cost=cost, budget=AHEAD_BYTES, threads=threads)
+
+
+def read_copies(
+    tensors: Sequence[NamedTensor], path: Path, *, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `read_tensors`, of one file that is read and not mapped: others may write it meanwhile. Every tensor owns its
+    memory."""
+    with path.open("rb", buffering=0) as file:
+        size = file.seek(0, 2)
+        for tensor in tensors:
+            data = bytearray(_check_bounds(tensor.stored, size))
+            file.seek(tensor.stored.offset)
+            rest = memoryview(data)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise WeightError(f"{path} became shorter while {tensor.name} was read; read it again")
+                rest = rest[count:]
+            raw = torch.frombuffer(data, dtype=torch.uint8)
+            yield tensor.name, _read_one(tensor, raw, dtype, keeps_blocks=False, cut=None)
 
 
 def is_mostly_blocks(tensors: Sequence[GgufTensor]) -> bool:

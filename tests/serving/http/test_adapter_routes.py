@@ -98,7 +98,7 @@ async def test_embeddings_of_an_adapter(client: FakeClient, route: str, body: di
 async def test_models_list_adapters_with_their_parent(http: Any):
     base, sql, chat = (await http.get("/v1/models")).json()["data"]
     assert base["id"] == "fake-model" and base["parent"] is None
-    assert (sql["id"], sql["parent"], sql["root"]) == ("sql", "fake-model", "/data/sql")
+    assert (sql["id"], sql["parent"], sql["root"]) == ("sql", "fake-model", "sql")
     assert sql["max_model_len"] == base["max_model_len"] and chat["id"] == "chat:v2"
     assert (await http.get("/v1/models/sql")).json() == sql
     assert (await http.get("/v1/models/fake-model:sql")).json() == sql

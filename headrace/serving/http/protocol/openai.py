@@ -79,7 +79,7 @@ PromptLogprobsJson = dict[str, PromptLogprob]
 
 class ModelCard(Struct):
     """A served model, its ``task``, and what prompts may hold. An adapter has its ``parent``, the model that it
-    changes; ``root`` is then its path."""
+    changes; ``root`` is then where it comes from, of a path on this machine its last part."""
 
     id: str
     created: int

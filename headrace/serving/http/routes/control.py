@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -138,7 +139,10 @@ def _card(context: AppContext) -> ModelCard:
 
 def _adapter_card(context: AppContext, adapter: LoRARequest) -> ModelCard:
     base = _card(context)
-    return msgspec.structs.replace(base, id=adapter.name, root=adapter.path or adapter.name, parent=base.id)
+    # clients may be on other machines: they are told no folders of this one
+    path = PurePath(adapter.path or adapter.name)
+    root = path.name if path.is_absolute() else str(path)
+    return msgspec.structs.replace(base, id=adapter.name, root=root, parent=base.id)
 
 
 async def list_models(request: Request) -> JsonResponse:
