@@ -3,6 +3,7 @@
 Two transfer agents and their lines, with regions filled by hand: what is measured is the way from "these bytes are
 filled" to "they have arrived", checksums included, for prompts of several lengths; by default with the page bytes of
 Llama-3.1-8B in bfloat16 (128 KiB a token). ``--device cuda`` adds the copies between device and region on both sides.
+``--backend cuda-ipc``: regions on GPU 0 and on the last one, which may be the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -18,8 +20,12 @@ from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.sampling import TransferSpec
 from headrace.base.step import PageMove
 from headrace.base.transfer import AgentOptions, Arrived, Completed, Fetch, Filled, FirstTokens, Offer, PeerFacts
-from headrace.memory.transfer.contract import Region
+from headrace.memory.transfer.contract import AnyRegion
+from headrace.memory.transfer.device_region import DeviceRegion
 from headrace.service.transfer.line import AgentLine
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_TOKENS = 64
 FACTS = PeerFacts("benchmark", PAGE_TOKENS, [])
@@ -28,14 +34,30 @@ FACTS = PeerFacts("benchmark", PAGE_TOKENS, [])
 class End:
     """One engine's side."""
 
-    def __init__(self, num_bytes: int, backend: str, *, listens: bool):
-        self.region: Region | None = None
-        options = AgentOptions(FACTS, backend, num_bytes, "127.0.0.1" if listens else "")
+    def __init__(self, num_bytes: int, backend: str, *, listens: bool, device: int = -1):
+        self.region: AnyRegion | None = None
+        options = AgentOptions(FACTS, backend, num_bytes, "127.0.0.1" if listens else "", device=device)
         self.line = AgentLine(options, self._attach)
         self.line.start()
 
-    def _attach(self, region: Region, epoch: int) -> None:
+    def _attach(self, region: AnyRegion | None, epoch: int) -> None:
         self.region = region
+
+    def fill(self, value: int) -> None:
+        """All bytes; commits those of the host, as in a server that has run for a while."""
+        assert self.region is not None
+        if self.region.data.size:
+            self.region.data[:] = value
+        else:
+            self.tensor().fill_(value)
+            self.tensor()[0].item()
+
+    def tensor(self) -> torch.Tensor:
+        """The region, on its GPU."""
+        import torch
+
+        assert isinstance(self.region, DeviceRegion)
+        return torch.as_tensor(self.region, device=f"cuda:{self.region.driver.device}")
 
 
 def exchange(source: End, target: End, port: int, ticket: int, spans: list[tuple[int, int]]) -> float:
@@ -58,7 +80,7 @@ def exchange(source: End, target: End, port: int, ticket: int, spans: list[tuple
         time.sleep(0.0001)
 
 
-def time_lane(num_tokens: int, num_layers: int, region: Region) -> tuple[float, float]:
+def time_lane(num_tokens: int, num_layers: int, region: AnyRegion) -> tuple[float, float]:
     """Seconds from device to region, and back, of a prompt's pages."""
     import torch
 
@@ -72,7 +94,9 @@ def time_lane(num_tokens: int, num_layers: int, region: Region) -> tuple[float, 
     pool = build_pool(CacheGroup(spec, list(range(num_layers)), num_pages + 1), PAGE_TOKENS, device)
     lane = PeerLane(device)
     lane.attach(PageCopier([pool], device))
-    lane.map(region.data, 1)
+    lane.map(region, 1)
+    if region.data.size:
+        time.sleep(3)  # until the driver has pinned it
     pages, rows = list(range(1, num_pages + 1)), list(range(num_pages))
 
     def run(move: PageMove) -> float:
@@ -104,16 +128,22 @@ def main() -> None:
     token_bytes = arguments.layers * 2 * 8 * 128 * 2
     lengths = [int(text) for text in arguments.tokens.split(",")]
     size = max(lengths) * token_bytes
-    source, target = End(size, arguments.backend, listens=True), End(size, arguments.backend, listens=False)
+    devices = (-1, -1)
+    if arguments.backend.startswith("cuda-ipc"):
+        import torch
+
+        devices = (0, torch.cuda.device_count() - 1)
+    source = End(size, arguments.backend, listens=True, device=devices[0])
+    target = End(size, arguments.backend, listens=False, device=devices[1])
     assert source.region is not None and target.region is not None
     try:
-        source.region.data[:] = 7
-        target.region.data[:] = 1  # committed, as in a server that has run for a while
+        source.fill(7)
+        target.fill(1)
         port = next(
             c.laddr.port for c in psutil.Process(source.line.pid).net_connections("tcp")
             if c.status == psutil.CONN_LISTEN
         )
-        data, began = np.array(source.region.data[: 1 << 28]), time.perf_counter()
+        data, began = np.zeros(1 << 28, dtype=np.uint8), time.perf_counter()
         zlib.crc32(data.data)
         print(f"CRC-32 here: {data.nbytes / (time.perf_counter() - began) / 1e9:.2f} GB/s", flush=True)
         ticket = 0
@@ -136,6 +166,8 @@ def main() -> None:
                 out, back = time_lane(num_tokens, arguments.layers, source.region)
                 line += f"; device to region {out * 1e3:.1f} ms, region to device {back * 1e3:.1f} ms"
             print(line, flush=True)
+        if devices[0] >= 0:
+            print(f"all bytes arrived: {bool((target.tensor() == 7).all())}", flush=True)
     finally:
         source.line.close()
         target.line.close()

@@ -30,8 +30,9 @@ class DisaggregationConfig(Section):
     )
     disaggregation_transfer_backend: str = option(
         "shared-memory",
-        "what carries KV pages, the same on both sides: shared-memory (one host), nixl or mooncake (RDMA or TCP; "
-        "headrace[nixl], headrace[mooncake]); options follow as NAME?OPTION=VALUE, docs/disaggregation.md lists them",
+        "what carries KV pages, the same on both sides: shared-memory (one host), cuda-ipc (GPUs of one host), nixl or "
+        "mooncake (RDMA or TCP; headrace[nixl], headrace[mooncake]); options follow as NAME?OPTION=VALUE, "
+        "docs/disaggregation.md lists them",
         metavar="NAME"
     )
     disaggregation_bootstrap_port: int = option(

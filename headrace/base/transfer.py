@@ -102,7 +102,8 @@ def digest_prompt(token_ids: list[int], namespace: str) -> bytes:
 
 class AgentOptions(msgspec.Struct, frozen=True):
     """How an engine starts its transfer agent: on its command line, as JSON. ``descriptor``: of the region of
-    ``num_bytes``; ``port`` 0: any free one; ``host`` empty: it listens nowhere, as in a decode engine."""
+    ``num_bytes``, in memory of GPU number ``device``, or of the host (-1); ``port`` 0: any free one; ``host`` empty: it
+    listens nowhere, as in a decode engine."""
 
     facts: PeerFacts
     backend: str
@@ -111,6 +112,7 @@ class AgentOptions(msgspec.Struct, frozen=True):
     port: int = 0
     descriptor: int = -1
     epoch: int = 0
+    device: int = -1
 
 
 # -- engine to agent ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ pools may be replaced by others of the same layout."""
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -19,12 +18,20 @@ from headrace.memory.peer_lane import PeerLane
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
 from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
 from headrace.memory.storage.lane import StorageLane
+from headrace.memory.transfer.contract import load_backend
+from headrace.memory.transfer.device_region import read_region_bytes
+from headrace.models.source import digest_model
 
 GIB = 2**30
 CPU_MOVING_BYTES = 32 * 2**20
 """Bytes that are copied to the host's pages before a step on a CPU."""
 GPU_SHARE = 128
 """On a GPU pages pass through this part of its memory: a gigabyte of an H200, a long prefill step of an 8B model."""
+
+REGION_SHARE = 16
+"""The part of a GPU's memory in which pages wait to leave or have arrived, with a backend between GPUs."""
+AGENT_BYTES = 600 * 2**20
+"""What the driver takes for the context of a transfer agent."""
 
 
 class DeviceTiers:
@@ -111,11 +118,11 @@ def open_stores(model: DeviceModel) -> list[PageStore]:
 
 
 def describe_pages(model: DeviceModel) -> str:
-    """A digest of all that decides what a page of this rank holds for given tokens: weights, configuration, layout."""
+    """A digest of all that decides what a page of this rank holds for given tokens: weights, configuration, layout. The
+    same on every machine that has the same."""
     loaded, config, layout = model.loaded, model.config, model.layout
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in loaded.source.weight_files]
     parts = (
-        files or config.model.seed, json.dumps(loaded.source.config, sort_keys=True, default=str), str(loaded.dtype),
+        digest_model(loaded.source), None if loaded.source.weight_files else config.model.seed, str(loaded.dtype),
         config.model.quantization, layout.page_size, [(group.spec, group.layers) for group in layout.groups],
         repr(config.speculation.options), model.ranks.layout.rank, model.ranks.world.size, model.device.type,
     )
@@ -124,7 +131,28 @@ def describe_pages(model: DeviceModel) -> str:
 
 def staging_bytes(config: EngineConfig, device: torch.device) -> int:
     """Device memory that moving pages takes."""
-    return most_moving(device) + LOAD_BYTES if config.cache.host_bytes and device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    region = device_region_bytes(config, device)
+    host = most_moving(device) + LOAD_BYTES if config.cache.host_bytes else 0
+    return host + (region + AGENT_BYTES if region else 0)
+
+
+def device_region_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Device memory in which pages wait to leave for another engine, or have arrived: 0 where the host's memory is used
+    for that. Raises `ConfigError`, `PluginError` for a transfer backend that there is not."""
+    if config.disaggregation.disaggregation_mode is None:
+        return 0
+    backend, options = load_backend(config.disaggregation.disaggregation_transfer_backend)
+    if backend.memory == "host":
+        return 0
+    if device.type != "cuda":
+        raise ConfigError(
+            "this transfer backend is for engines on GPUs; on CPUs take shared-memory",
+            param="disaggregation_transfer_backend"
+        )
+    share = torch.cuda.get_device_properties(device).total_memory // REGION_SHARE
+    return read_region_bytes(options) or share
 
 
 def most_moving(device: torch.device) -> int:

@@ -8,35 +8,35 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from headrace.base.step import Arrival, PageMove
 from headrace.memory.moving import failed
 from headrace.memory.paging import PageCopier
+from headrace.memory.pinning import Pinning
+from headrace.memory.transfer.contract import AnyRegion
 
 logger = logging.getLogger(__name__)
 
 
 class _Copying(NamedTuple):
-    """A move on a GPU, the event behind it, and the device memory that it passes through."""
+    """A move on a GPU, and the event behind it."""
 
     move: PageMove
     done: torch.cuda.Event
-    staging: torch.Tensor
 
 
 class PeerLane:
-    """On a CPU moves end when they are started. On a GPU pages leave by way of device memory, gathered in order of the
-    current stream, so that steps launched later may overwrite them; copies run beside the steps on a stream of their
-    own."""
+    """On a CPU moves end when they are started. On a GPU pages leave in order of the current stream, so that steps
+    launched later may overwrite them: into the region, where it is memory of the GPU, else by way of device memory, and
+    copies to and from the host run beside the steps on a stream of their own."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._copier: PageCopier | None = None
         self._region = torch.empty(0, dtype=torch.uint8)
         self._epoch = 0
-        self._pinned = 0  # address that the driver was told of
+        self._pinning: Pinning | None = None
         self._ended: list[Arrival] = []
         self._copying: list[_Copying] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -45,19 +45,21 @@ class PeerLane:
         """Copy from and to other pools from now on; None for none. No move may be under way."""
         self._copier = copier
 
-    def map(self, data: np.ndarray, epoch: int) -> None:
-        """Use another region, uint8; moves of other epochs fail from now on. Those under way end with the old one."""
+    def map(self, region: AnyRegion | None, epoch: int) -> None:
+        """Use another region, or none; moves of other epochs fail from now on. Those under way end with the old one."""
         ended = [*self._ended, *(Arrival(copying.move.ticket) for copying in self._copying)]
         self.reset()
         self._ended = ended  # only a reset of the executor forgets tickets: whoever opened these still waits
-        self._unpin()
-        self._region, self._epoch = torch.from_numpy(data), epoch
-        if self._stream is not None:
-            error = torch.cuda.cudart().cudaHostRegister(self._region.data_ptr(), self._region.numel(), 0)
-            if int(error) == 0:
-                self._pinned = self._region.data_ptr()
-            else:
-                logger.warning("the driver does not pin the memory of transfers (%s): they are slower", error)
+        self._drop_region()
+        self._epoch = epoch
+        if region is None:
+            return
+        if region.data.size:
+            self._region = torch.from_numpy(region.data)
+            if self._stream is not None:
+                self._pinning = Pinning(self._region, self.device, region.populate)
+        else:
+            self._region = torch.as_tensor(region, device=self.device)
 
     def start(self, move: PageMove) -> None:
         """See `headrace.memory.moving.Lane`."""
@@ -72,8 +74,11 @@ class PeerLane:
             if self._stream is None:
                 self._copy(copier, move, rows)
                 self._ended.append(Arrival(move.ticket))
+            elif rows.is_cuda:
+                self._copy(copier, move, rows)
+                self._record(move, torch.cuda.current_stream(self.device))
             else:
-                self._launch(copier, move, rows, self._stream)
+                self._launch(copier, move, begin, self._stream)
         except torch.OutOfMemoryError:
             logger.warning("no device memory to move %d pages by; they are computed again", move.num_pages)
             self._ended.append(failed(move))
@@ -87,16 +92,15 @@ class PeerLane:
 
     def reset(self) -> None:
         """See `headrace.memory.moving.Lane`."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for copying in self._copying:
+            copying.done.synchronize()
         self._copying.clear()
         self._ended.clear()
 
     def close(self) -> None:
         """See `headrace.memory.moving.Lane`."""
         self.reset()
-        self._unpin()
-        self._region = torch.empty(0, dtype=torch.uint8)
+        self._drop_region()
 
     def _copy(self, copier: PageCopier, move: PageMove, rows: torch.Tensor) -> None:
         if move.source == "device":
@@ -104,24 +108,37 @@ class PeerLane:
         else:
             copier.scatter(move.group, move.target_pages, rows, move.source_pages)
 
-    def _launch(self, copier: PageCopier, move: PageMove, rows: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        current = torch.cuda.current_stream(self._device)
-        staging = torch.empty(rows.shape, dtype=torch.uint8, device=self._device)
+    def _launch(self, copier: PageCopier, move: PageMove, begin: int, stream: torch.cuda.Stream) -> None:
+        assert self._pinning is not None
+        current = torch.cuda.current_stream(self.device)
+        width = copier.page_bytes(move.group)
+        staging = torch.empty(move.num_pages * width, dtype=torch.uint8, device=self.device)
+        rows = staging.view(move.num_pages, width)
+        pieces = [
+            (staging[start - begin : start - begin + size], self._region[start : start + size])
+            for start, size in self._pinning.split(begin, staging.numel())
+        ]
         if move.source == "device":
-            self._copy(copier, move, staging)
+            self._copy(copier, move, rows)
         stream.wait_stream(current)  # also before pages are written: steps launched before may still read them
         with torch.cuda.stream(stream):
-            if move.source == "device":
-                rows.copy_(staging, non_blocking=True)
-            else:
-                staging.copy_(rows, non_blocking=True)
-                self._copy(copier, move, staging)
-            done = torch.cuda.Event()
-            done.record(stream)
+            for on_device, on_host in pieces:
+                if move.source == "device":
+                    on_host.copy_(on_device, non_blocking=True)
+                else:
+                    on_device.copy_(on_host, non_blocking=True)
+            if move.source != "device":
+                self._copy(copier, move, rows)
+            self._record(move, stream)
         staging.record_stream(stream)
-        self._copying.append(_Copying(move, done, staging))
 
-    def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
-            self._pinned = 0
+    def _record(self, move: PageMove, stream: torch.cuda.Stream) -> None:
+        done = torch.cuda.Event()
+        done.record(stream)
+        self._copying.append(_Copying(move, done))
+
+    def _drop_region(self) -> None:
+        if self._pinning is not None:
+            self._pinning.end()
+            self._pinning = None
+        self._region = torch.empty(0, dtype=torch.uint8)

@@ -6,7 +6,10 @@ Tried in order: a path, an installed model package, a Hugging Face name. Weights
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from headrace.models.finding import Found, find_model
 from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor, read_floats, read_gguf_header
 
 MAX_JSON_BYTES = 64 << 20
+HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 20, 1024, 1 << 12
+"""Of a weight file, for `digest_model`: with a sample every few megabytes, no layer that differs is passed over."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,21 @@ class ModelSource:
     def folder(self) -> Path:
         """The folder of tokenizer, template and other files beside the weights."""
         return self.path if self.kind == "folder" else self.path.parent
+
+
+def digest_model(source: ModelSource) -> str:
+    """What tells two models apart, wherever their files lie: a digest of the configuration, and of each weight file the
+    size, the beginning (with names and shapes of tensors) and samples up to the end, as fine-tuned models may share
+    most tensors. Raises `OSError` for files that cannot be read."""
+    digest = hashlib.sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
+    for path in source.weight_files:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(struct.pack("<Q", size) + file.read(HEAD_BYTES))
+            for number in range(1, NUM_SAMPLES + 1):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // NUM_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def resolve_source(config: ModelConfig) -> ModelSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from headrace.base.step import Arrival, PageMove
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane
 from headrace.memory.pools import build_pool
+from headrace.memory.transfer.contract import Region
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -24,12 +24,12 @@ def test_a_new_region_ends_what_was_under_way_with_the_old_one(device_name: str)
         part.tensor.view(torch.uint8).fill_(7)
     lane, size = PeerLane(device), 4 * copier.page_bytes(0)
     lane.attach(copier)
-    old, new = np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
+    old, new = Region.create(size), Region.create(size)
     lane.map(old, 5)
     lane.start(PageMove(1, 0, "device", "peer", [3, 4], [0, 1], peer="5 0"))
     lane.map(new, 6)
     lane.start(PageMove(2, 0, "device", "peer", [3], [0], peer="5 0"))
     assert sorted(lane.poll(), key=lambda arrival: arrival.ticket) == [Arrival(1), Arrival(2, [0])]
-    assert old[: size // 2].min() == 7 and new.max() == 0
+    assert old.data[: size // 2].min() == 7 and new.data.max() == 0
     lane.close()
     assert lane.poll() == []

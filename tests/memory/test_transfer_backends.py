@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,7 +34,7 @@ def regions() -> Iterator[tuple[Region, Region]]:
 
 
 def test_all_backends_are_tested_here():
-    assert set(TRANSFER_BACKENDS.names()) == set(BACKENDS)
+    assert set(TRANSFER_BACKENDS.names()) == {*BACKENDS, "cuda-ipc"}  # that one in test_cuda_ipc.py
 
 
 def test_bytes_arrive_where_they_should(backend, regions):
@@ -85,6 +86,17 @@ def test_shared_memory_of_a_backend_that_ended_is_not_found(regions):
     with pytest.raises(TransferFailed, match="must be on this host"):
         here.connect(handle)
     here.close()
+
+
+def test_memory_that_cannot_be_mapped_fails_the_connection_and_is_given_back(regions, monkeypatch):
+    here, there = (create_backend("shared-memory", region) for region in regions)
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("mmap.mmap", lambda *_: (_ for _ in ()).throw(OSError("out of address space")))
+    with pytest.raises(TransferFailed, match="out of address space"):
+        here.connect(there.handle())
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    here.close()
+    there.close()
 
 
 def test_backend_options():

@@ -287,15 +287,16 @@ def test_sampled_tokens_and_stops_are_the_same(start, llama):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("backend", ["shared-memory", "cuda-ipc"])
 @pytest.mark.parametrize("name", list(tiers.SMALL))
-def test_two_engines_on_a_gpu(name: str, tmp_path: Path, start):
+def test_two_engines_on_a_gpu(name: str, backend: str, tmp_path: Path, start):
     folder, options, prompts = tiers.save(name, tmp_path)
     options = {**options, "device": "cuda", "page_size": 16, "kv_pages": 40, "max_step_tokens": 32}
     one = start(folder, options)
     for i, prompt in enumerate(prompts):
         one.submit(f"r{i}", prompt)
     run_until([one], lambda: all(map(one.is_done, one.outputs)))
-    prefill, decode = start(folder, options, "prefill"), start(folder, options, "decode")
+    prefill, decode = start(folder, options, "prefill", backend), start(folder, options, "decode", backend)
     for i, prompt in enumerate(prompts):
         prefill.submit(f"r{i}", prompt, room=f"{i}")
         decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,19 @@ def test_other_weights_find_nothing(tmp_path: Path):
         with LLM(folder, skip_tokenizer=True, **options | change) as llm:
             run(llm, prompts[:1])
             assert llm.stats().tiers.storage.read_pages_total == 0
-    (weights,) = Path(folder).glob("*.safetensors")
+    # Another host has the same files elsewhere, with other times; other contents are another model.
+    moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    (weights,) = moved.glob("*.safetensors")
     os.utime(weights, (1, 1))
-    with LLM(folder, skip_tokenizer=True, **options) as llm:
-        run(llm, prompts[:1])
-        assert llm.stats().tiers.storage.read_pages_total == 0
+    reads = []
+    for _ in range(2):
+        with LLM(str(moved), skip_tokenizer=True, **options) as llm:
+            run(llm, prompts[:1])
+            reads.append(llm.stats().tiers.storage.read_pages_total)
+        data = bytearray(weights.read_bytes())
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+    assert reads[0] > 0 and reads[1] == 0
 
 
 def complete(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

@@ -53,8 +53,9 @@ class End:
         self.line = AgentLine(AgentOptions(facts, backend, SIZE, host, port), self._attach)
         self.line.start()
 
-    def _attach(self, region: Region, epoch: int) -> None:
-        self.regions.append(region)
+    def _attach(self, region: Region | None, epoch: int) -> None:
+        if region is not None:
+            self.regions.append(region)
 
     @property
     def region(self) -> Region:

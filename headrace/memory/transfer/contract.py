@@ -1,17 +1,18 @@
 """`TransferBackend`: the contract of what writes from one engine's region into that of another; `Region`, the memory
-itself; and the registry of backends.
+itself where it is the host's (`device_region` has a GPU's); and the registry of backends.
 
 Refuses: deciding what is written where, and checksums: agents do both (service/transfer).
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -19,6 +20,8 @@ import numpy as np
 from headrace.base.errors import ConfigError, TransferFailed
 from headrace.base.registry import Registry
 
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, which `mmap` does not name."""
 ENTRY_POINT_GROUP = "headrace.transfer"
 
 
@@ -28,6 +31,34 @@ class Copy(NamedTuple):
     begin: int
     target: int
     num_bytes: int
+
+
+class AnyRegion(Protocol):
+    """Memory that an engine shares with its agent. ``data`` is uint8 of its length, or empty where the host cannot read
+    it; then its bytes have no checksums."""
+
+    descriptor: int
+    num_bytes: int
+    data: np.ndarray
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, in this process."""
+
+    def check(self, begin: int, num_bytes: int) -> None:
+        """Raise `TransferFailed` for bytes outside of it."""
+
+    def populate(self, begin: int, num_bytes: int) -> None:
+        """Commit memory of the host beforehand, as far as the system can; ``begin`` is that of a system page."""
+
+    def close(self) -> None:
+        """Give it up here; others keep it."""
+
+
+def check_bounds(begin: int, num_bytes: int, size: int) -> None:
+    """Raise `TransferFailed` for bytes outside of a region of ``size``."""
+    if begin < 0 or num_bytes < 0 or begin + num_bytes > size:
+        raise TransferFailed(f"bytes [{begin}, {begin + num_bytes}) are outside of a region of {size}")
 
 
 class Region:
@@ -60,8 +91,12 @@ class Region:
 
     def check(self, begin: int, num_bytes: int) -> None:
         """Raise `TransferFailed` for bytes outside of it."""
-        if begin < 0 or num_bytes < 0 or begin + num_bytes > self.num_bytes:
-            raise TransferFailed(f"bytes [{begin}, {begin + num_bytes}) are outside of a region of {self.num_bytes}")
+        check_bounds(begin, num_bytes, self.num_bytes)
+
+    def populate(self, begin: int, num_bytes: int) -> None:
+        """See `AnyRegion`."""
+        with contextlib.suppress(OSError):  # a kernel before 5.14: pages come when they are written
+            self._map.madvise(POPULATE_WRITE, begin, num_bytes)
 
     def close(self) -> None:
         """Unmap it here; others keep it. What still refers to ``data`` keeps the mapping, too."""
@@ -85,9 +120,12 @@ class Destination(Protocol):
 
 
 class TransferBackend(Protocol):
-    """Built once per agent over its region. Every call may raise `TransferFailed`, `__init__` `ConfigError`."""
+    """Built once per agent over its region. Every call may raise `TransferFailed`, `__init__` `ConfigError`.
+    ``memory`` says whose memory the region is."""
 
-    def __init__(self, region: Region, options: Mapping[str, str]): ...
+    memory: ClassVar[Literal["host", "device"]]
+
+    def __init__(self, region: AnyRegion, options: Mapping[str, str]): ...
 
     def handle(self) -> bytes:
         """What a peer needs to `connect`."""
@@ -104,6 +142,10 @@ TRANSFER_BACKENDS: Registry[type[TransferBackend]] = Registry("transfer backend"
 TRANSFER_BACKENDS.add(
     "shared-memory", "headrace.memory.transfer.shared_memory:SharedMemory",
     doc="agents of one host map each other's regions"
+)
+TRANSFER_BACKENDS.add(
+    "cuda-ipc", "headrace.memory.transfer.cuda_ipc:CudaIpc",
+    doc="agents of one host map memory of each other's GPUs, and copy over NVLink or PCIe"
 )
 TRANSFER_BACKENDS.add(
     "nixl", "headrace.memory.transfer.nixl:NixlBackend", doc="NVIDIA's NIXL: RDMA or TCP by UCX; headrace[nixl]"
@@ -142,8 +184,15 @@ def refuse_unknown(options: Mapping[str, str], known: Sequence[str]) -> None:
             )
 
 
-def create_backend(text: str, region: Region) -> TransferBackend:
-    """Build a backend by name and options; raises `PluginError` that lists the known names, or `ConfigError`."""
+def load_backend(text: str) -> tuple[type[TransferBackend], dict[str, str]]:
+    """A backend's class and its options, by `split_backend`; raises `PluginError` that lists the known names, or
+    `ConfigError`."""
     TRANSFER_BACKENDS.add_installed(ENTRY_POINT_GROUP)
     name, options = split_backend(text)
-    return TRANSFER_BACKENDS.load(name)(region, options)
+    return TRANSFER_BACKENDS.load(name), options
+
+
+def create_backend(text: str, region: AnyRegion) -> TransferBackend:
+    """Build a backend; raises as `load_backend` does."""
+    kind, options = load_backend(text)
+    return kind(region, options)

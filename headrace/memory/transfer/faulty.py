@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from headrace.base.errors import ConfigError, TransferFailed
-from headrace.memory.transfer.contract import Copy, Region, refuse_unknown
+from headrace.memory.transfer.contract import AnyRegion, Copy, refuse_unknown
 from headrace.memory.transfer.shared_memory import SharedDestination, SharedMemory
 
 FAULTS = ("drop", "duplicate", "corrupt", "refuse")
@@ -17,7 +17,7 @@ class FaultyBackend(SharedMemory):
     """Options: ``drop``, ``duplicate``, ``corrupt``, ``refuse`` are probabilities for each write, ``delay`` its
     largest delay in seconds, ``seed`` that of the random numbers."""
 
-    def __init__(self, region: Region, options: Mapping[str, str]):
+    def __init__(self, region: AnyRegion, options: Mapping[str, str]):
         refuse_unknown(options, (*FAULTS, "delay", "seed"))
         super().__init__(region, {})
         try:
@@ -34,7 +34,8 @@ class FaultyBackend(SharedMemory):
 
 class _FaultyDestination(SharedDestination):
     def __init__(
-        self, inner: SharedDestination, region: Region, rates: Mapping[str, float], delay_s: float, dice: random.Random
+        self, inner: SharedDestination, region: AnyRegion, rates: Mapping[str, float], delay_s: float,
+        dice: random.Random,
     ):
         super().__init__(region, inner.peer)
         self._rates, self._delay_s, self._random = rates, delay_s, dice

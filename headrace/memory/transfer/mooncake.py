@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from headrace.base.errors import ConfigError, TransferFailed
-from headrace.memory.transfer.contract import Copy, Region, refuse_unknown
+from headrace.memory.transfer.contract import AnyRegion, Copy, refuse_unknown
 
 PEER_TO_PEER = "P2PHANDSHAKE"
 
@@ -32,7 +32,9 @@ class MooncakeBackend:
     """See `TransferBackend`. Options: ``host``, the address that peers reach this one by (default 127.0.0.1);
     ``protocol``, tcp (default) or rdma; ``device``, names of RDMA devices."""
 
-    def __init__(self, region: Region, options: Mapping[str, str]):
+    memory: ClassVar[Literal["host"]] = "host"
+
+    def __init__(self, region: AnyRegion, options: Mapping[str, str]):
         refuse_unknown(options, ("host", "protocol", "device"))
         self._engine, self._region = import_engine()(), region
         host = options.get("host", "127.0.0.1")
@@ -61,7 +63,7 @@ class MooncakeBackend:
 
 
 class _MooncakeDestination:
-    def __init__(self, engine: Any, region: Region, peer: _Handle):
+    def __init__(self, engine: Any, region: AnyRegion, peer: _Handle):
         self._engine, self._region, self._peer = engine, region, peer
 
     def write(self, copies: Sequence[Copy]) -> None:

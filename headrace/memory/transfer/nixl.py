@@ -6,12 +6,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from headrace.base.errors import ConfigError, TransferFailed
-from headrace.memory.transfer.contract import Copy, Region, refuse_unknown
+from headrace.memory.transfer.contract import AnyRegion, Copy, refuse_unknown
 
 WRITE_S = 30.0
 """Most seconds for one write."""
@@ -42,7 +42,9 @@ def import_nixl() -> tuple[Any, tuple[type[Exception], ...]]:
 class NixlBackend:
     """See `TransferBackend`. Option ``backends``: NIXL's own plug-ins, separated by commas (default UCX)."""
 
-    def __init__(self, region: Region, options: Mapping[str, str]):
+    memory: ClassVar[Literal["host"]] = "host"
+
+    def __init__(self, region: AnyRegion, options: Mapping[str, str]):
         refuse_unknown(options, ("backends",))
         api, self._errors = import_nixl()
         self._region, self._name = region, f"headrace-{secrets.token_hex(8)}"
@@ -75,7 +77,7 @@ class NixlBackend:
 
 class _NixlDestination:
     def __init__(
-        self, agent: Any, region: Region, peer: _Handle, name: Any, errors: tuple[type[Exception], ...]
+        self, agent: Any, region: AnyRegion, peer: _Handle, name: Any, errors: tuple[type[Exception], ...]
     ):
         self._agent, self._region, self._peer, self._errors = agent, region, peer, errors
         self._name = name.decode() if isinstance(name, bytes) else str(name)

@@ -7,12 +7,9 @@ until the other end is known.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +27,6 @@ MAX_BYTES = 1 << 18
 """Of a message of an end that has not proved itself."""
 GREETING_S = 10.0
 LEAST_TOKEN_BYTES = 16
-HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 1 << 16
-"""What is compared of each weight file."""
 USER_TIMEOUT_MS = 10_000
 """How long sent bytes may stay unacknowledged: a host that lost its power is then given up."""
 
@@ -230,18 +225,8 @@ def prepare_line(line: socket.socket) -> None:
 
 
 def find_fingerprint(config: EngineConfig) -> str:
-    """What tells two models apart: their configuration, and of each weight file the size, the beginning (with names and
-    shapes of tensors) and samples up to the end, as fine-tuned models may share first and last tensors. Raises what
-    keeps the model from being found."""
-    from headrace.models.source import resolve_source
+    """What tells two models apart, by `headrace.models.source.digest_model`. Raises what keeps the model from being
+    found."""
+    from headrace.models.source import digest_model, resolve_source
 
-    source = resolve_source(config.model)
-    digest = hashlib.sha256(msgspec.json.encode(source.config, order="deterministic"))
-    for path in source.weight_files:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(struct.pack("<Q", size) + file.read(HEAD_BYTES))
-            for number in range(1, NUM_SAMPLES + 1):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // NUM_SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    return digest_model(resolve_source(config.model))

@@ -32,7 +32,8 @@ from headrace.base.transfer import (
     ToAgent,
     decode_to_agent,
 )
-from headrace.memory.transfer.contract import Region, create_backend
+from headrace.memory.transfer.contract import AnyRegion, Region, create_backend
+from headrace.memory.transfer.device_region import DeviceRegion
 from headrace.service.ending import continue_when_orphaned, leave
 from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
@@ -94,7 +95,7 @@ class EngineLine(asyncio.Protocol):
 class Agent:
     """Joins the engine's line with both sides of transfers."""
 
-    def __init__(self, options: AgentOptions, region: Region):
+    def __init__(self, options: AgentOptions, region: AnyRegion):
         self._options = options
         backend = create_backend(options.backend, region)
         name = options.backend.partition("?")[0]
@@ -139,6 +140,13 @@ class Agent:
         self._offers.take(message)
 
 
+def open_region(options: AgentOptions) -> AnyRegion:
+    """The engine's region, by its descriptor; raises `OSError` or `TransferFailed`."""
+    if options.device < 0:
+        return Region(options.descriptor, options.num_bytes)
+    return DeviceRegion.open(options.descriptor, options.num_bytes, options.device)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until the engine ends; returns the exit code."""
     parser = argparse.ArgumentParser(prog="headrace.service.transfer.agent", description=__doc__)
@@ -152,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     continue_when_orphaned()
     try:
         options = msgspec.json.decode(arguments.options, type=AgentOptions)
-        agent = Agent(options, Region(options.descriptor, options.num_bytes))
+        agent = Agent(options, open_region(options))
         asyncio.run(agent.run(engine_line()))
     except (HeadraceError, OSError) as error:
         logger.error("%s", error)

@@ -9,6 +9,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
 from headrace.base.transfer import AgentOptions, GroupShape, PeerFacts
 from headrace.execution.executor import LocalExecutor
+from headrace.execution.tiers import device_region_bytes
 from headrace.scheduling.exchange import Role
 from headrace.scheduling.scheduler import Scheduler
 from headrace.service.build import assemble_engine, build_rank_0, prepare_process
@@ -32,11 +33,13 @@ def build_role_engine(config: EngineConfig, progress: Progress, fingerprint: str
     peers, page_bytes = tiers.peers, tiers.page_bytes
     role = Role(config.disaggregation.disaggregation_mode == "prefill", page_bytes)
     facts = describe_pages(executor, page_bytes, fingerprint)
+    num_bytes, most = region_bytes(executor.layout, page_bytes), device_region_bytes(config, peers.device)
     options = AgentOptions(
-        facts, config.disaggregation.disaggregation_transfer_backend, region_bytes(executor.layout, page_bytes),
+        facts, config.disaggregation.disaggregation_transfer_backend, min(num_bytes, most) if most else num_bytes,
         config.transfer_host if role.is_prefill else "", config.disaggregation.disaggregation_bootstrap_port,
+        device=(peers.device.index or 0) if most else -1,
     )
-    line = AgentLine(options, lambda region, epoch: peers.map(region.data, epoch))
+    line = AgentLine(options, peers.map)
     line.start()
 
     def join(scheduler: Scheduler) -> list[TransferGate]:

@@ -30,7 +30,7 @@ from headrace.base.transfer import (
     Written,
     decode_from_prefill,
 )
-from headrace.memory.transfer.contract import Region
+from headrace.memory.transfer.contract import AnyRegion
 from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, Checksums, PeerLine
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Fetching:
 class Fetches:
     """``report`` tells the engine."""
 
-    def __init__(self, hello: Hello, region: Region, report: Callable[[FromAgent], None]):
+    def __init__(self, hello: Hello, region: AnyRegion, report: Callable[[FromAgent], None]):
         self.hello, self.region, self.report = hello, region, report
         self.checksums = Checksums()
         self._links: dict[tuple[str, int], _Link] = {}
@@ -206,7 +206,7 @@ class _Link:
         begin, size = fetching.fetch.begin, fetching.fetch.num_bytes
         if any(start < 0 or length < 0 or start + length > size for start, length in written.spans):
             return "the peer wrote outside of the lease"
-        if self._fetches.checksums.compute(self._fetches.region.data, begin, written.spans) != written.checksums:
+        if self._fetches.checksums.compute(self._fetches.region, begin, written.spans) != written.checksums:
             return "the pages came damaged: a checksum is wrong"
         fetching.num_bytes += sum(length for _, length in written.spans)
         return ""

@@ -15,7 +15,8 @@ import msgspec
 
 from headrace.base.errors import ConfigError
 from headrace.base.transfer import AgentOptions, FromAgent, Listening, ToAgent, decode_from_agent
-from headrace.memory.transfer.contract import Region
+from headrace.memory.transfer.contract import AnyRegion, Region
+from headrace.memory.transfer.device_region import DeviceRegion
 from headrace.service.spawn import spawn_process
 from headrace.service.transport import READ_BYTES, Frames, frame
 
@@ -31,17 +32,17 @@ LEAST_LIFE_S = 1.0
 
 
 class AgentLine:
-    """``attach`` is called with every new region and its epoch, before anything is sent. All calls come from the
-    engine's thread, and none blocks but `start`, and `send` for a large message."""
+    """``attach`` is called with every new region and its epoch, before anything is sent, and with None when a region is
+    given up. All calls come from the engine's thread, and none blocks but `start`, and `send` for a large message."""
 
-    def __init__(self, options: AgentOptions, attach: Callable[[Region, int], None]):
+    def __init__(self, options: AgentOptions, attach: Callable[[AnyRegion | None, int], None]):
         self.is_up = False
         self.epoch = 0
         self.num_restarts = 0
         self._options, self._attach = options, attach
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
-        self._region: Region | None = None
+        self._region: AnyRegion | None = None
         self._frames: Frames[FromAgent] = Frames(decode_from_agent)
         self._began_at = self._heard_at = 0.0
 
@@ -110,7 +111,7 @@ class AgentLine:
             self._give_up(f"it has said nothing for {SILENCE_S:g} s")
         if self._line is None and self._process is None and now - self._began_at > LEAST_LIFE_S:
             self.num_restarts += 1
-            self._spawn()
+            self._restart()
         return messages
 
     def close(self) -> None:
@@ -124,12 +125,23 @@ class AgentLine:
             self._process.wait()
             self._process = None
         if self._region is not None:
+            self._attach(None, 0)
             self._region.close()
             self._region = None
 
+    def _restart(self) -> None:
+        try:
+            self._spawn()
+        except (ConfigError, OSError) as error:  # no memory now: peers may still hold that of the last region
+            logger.warning("the transfer agent cannot start yet: %s", error)
+
+    def _create_region(self) -> AnyRegion:
+        size, device = self._options.num_bytes, self._options.device
+        return Region.create(size) if device < 0 else DeviceRegion.create(size, device)
+
     def _spawn(self) -> None:
         self._began_at = self._heard_at = time.monotonic()
-        region = self._region = Region.create(self._options.num_bytes)
+        region = self._region = self._create_region()
         self.epoch = secrets.randbits(63)
         options = msgspec.structs.replace(self._options, descriptor=region.descriptor, epoch=self.epoch)
         self._frames = Frames(decode_from_agent)

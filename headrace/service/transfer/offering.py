@@ -32,7 +32,7 @@ from headrace.base.transfer import (
     Written,
     decode_from_decode,
 )
-from headrace.memory.transfer.contract import Copy, Destination, Region, TransferBackend
+from headrace.memory.transfer.contract import AnyRegion, Copy, Destination, TransferBackend
 from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, Checksums, PeerLine, split_spans
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Offers:
     """``report`` tells the engine. ``silence``: seconds for which the engine has shown no sign of life."""
 
     def __init__(
-        self, hello: Hello, region: Region, backend: TransferBackend, report: Callable[[FromAgent], None],
+        self, hello: Hello, region: AnyRegion, backend: TransferBackend, report: Callable[[FromAgent], None],
         silence: Callable[[], float],
     ):
         self._hello, self._region, self._backend = hello, region, backend
@@ -175,7 +175,7 @@ class Offers:
         """Write spans of a room into a peer's lease; returns their checksums. Called in a thread; raises
         `TransferFailed`."""
         begin = room.offer.begin
-        sums = self._checksums.compute(self._region.data, begin, spans)
+        sums = self._checksums.compute(self._region, begin, spans)
         try:
             destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
         except TransferFailed:

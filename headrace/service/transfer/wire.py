@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
-
 from headrace.base.errors import TransferFailed
 from headrace.base.transfer import Span
+from headrace.memory.transfer.contract import AnyRegion
 from headrace.service.transport import LENGTH, frame
 
 Message = TypeVar("Message")
@@ -45,8 +44,11 @@ class Checksums:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "checksums")
 
-    def compute(self, data: np.ndarray, begin: int, spans: Sequence[Span]) -> list[int]:
-        """Of spans of ``data`` (uint8), which count from ``begin`` on."""
+    def compute(self, region: AnyRegion, begin: int, spans: Sequence[Span]) -> list[int]:
+        """Of spans of a region, which count from ``begin`` on; 0 for each where the host cannot read its bytes."""
+        data = region.data
+        if not data.size:
+            return [0] * len(spans)
         return list(self._threads.map(
             lambda span: zlib.crc32(data[begin + span[0] : begin + span[0] + span[1]].data), spans
         ))
