@@ -43,6 +43,9 @@ LAST_WORDS_S = 1.0
 
 Message = TypeVar("Message")
 
+USER_TIMEOUT_MS = 10_000
+"""How long sent bytes may stay unacknowledged: a host that lost its power is then given up."""
+
 
 def frame(message: Any) -> bytes:
     """A message with its length prefix."""
@@ -173,6 +176,13 @@ class EngineChannel:
             except OSError:  # the client is gone, or the line was closed
                 self.is_open = False
             self._overflow.popleft()
+
+
+def prepare_line(line: socket.socket) -> None:
+    """Send small messages at once, and give up a peer that does not acknowledge them."""
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def engine_line() -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.base.step import Arrival, PageMove
 from headrace.memory.host import HostPages
 from headrace.memory.moving import PageMover
 from headrace.memory.storage import StoreOptions, disk, lane
+from headrace.memory.storage.checked import CheckedStore
 from headrace.memory.storage.disk import DiskStore
 from headrace.memory.storage.lane import StorageLane
 
@@ -132,6 +134,69 @@ def test_two_servers_cannot_share_a_folder(tmp_path: Path):
         open_disk(tmp_path)
     store.close()
     open_disk(tmp_path).close()
+
+
+def test_a_folder_that_was_deleted_belongs_to_who_takes_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The lock goes with the folder: whoever had it must notice."""
+    monkeypatch.setattr(disk, "PAUSE_S", 0.0)
+    first = open_disk(tmp_path / "cache")
+    first.put(["a-0-11"], [page(1)])
+    shutil.rmtree(tmp_path / "cache")
+    second = open_disk(tmp_path / "cache")
+    assert second.put(["a-0-22"], [page(2)]) == [True]
+    with caplog.at_level(logging.WARNING):
+        assert first.put(["a-0-33"], [page(3)]) == [False] and read(first, "a-0-11") is None
+    assert "in use by another server now" in caplog.text
+    assert sorted(path.name for path in tmp_path.rglob("*.page")) == ["a-0-22.page"]
+    second.close()
+    assert first.put(["a-0-33"], [page(3)]) == [True]  # free again, with what is in it
+    assert read(first, "a-0-22") == bytes(page(2)) and first.exists(["a-0-11"]) == [False]
+    with pytest.raises(ConfigError, match="another server"):
+        open_disk(tmp_path / "cache")
+    first.close()
+
+
+class Shelf:
+    """A store that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, bytes] = {}
+
+    def exists(self, names: list[str]) -> list[bool]:
+        return [name in self.pages for name in names]
+
+    def get(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
+        for name, buffer in zip(names, buffers, strict=True):
+            buffer[:] = self.pages.get(name, bytes(len(buffer)))
+        return self.exists(names)
+
+    def put(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
+        self.pages.update(zip(names, map(bytes, buffers), strict=True))
+        return [True] * len(names)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("damage", ["bit", "other page", "zeros", "trailer"])
+def test_a_page_that_comes_damaged_from_a_remote_store_is_a_miss(damage: str, caplog: pytest.LogCaptureFixture):
+    shelf = Shelf()
+    store = CheckedStore(shelf)
+    assert store.put(["a", "b"], [page(1), page(2)]) == [True, True]
+    buffers = [bytearray(WIDTH), bytearray(WIDTH), bytearray(WIDTH)]
+    assert store.get(["b", "c", "a"], [memoryview(b) for b in buffers]) == [True, False, True]
+    assert buffers[0] == page(2) and buffers[2] == page(1) and not caplog.text
+    broken = bytearray(shelf.pages["a"])
+    if damage == "bit":
+        broken[17] ^= 4
+    elif damage == "trailer":
+        broken[-1] ^= 1
+    shelf.pages["a"] = {"other page": shelf.pages["b"], "zeros": bytes(len(broken))}.get(damage, bytes(broken))
+    buffer = bytearray(WIDTH)
+    assert store.get(["a"], [memoryview(buffer)]) == [False] and not any(buffer)
+    assert caplog.text.count("came damaged") == 1
 
 
 def test_places_of_a_larger_run_are_removed(tmp_path: Path):

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from headrace.base.errors import TransferFailed
-from headrace.base.transfer import Alive, Hello, Offer, PeerFacts, Want, decode_from_prefill, digest_prompt
-from headrace.memory.transfer.contract import Region
+from headrace.base.sampling import TransferSpec
+from headrace.base.transfer import (
+    Alive,
+    Fetch,
+    Filled,
+    FromAgent,
+    Hello,
+    Lost,
+    Offer,
+    PeerFacts,
+    Released,
+    Want,
+    decode_from_decode,
+    decode_from_prefill,
+    digest_prompt,
+)
+from headrace.memory.transfer.contract import Copy, Region
+from headrace.service.transfer import fetching
+from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
 from headrace.service.transfer.wire import LENGTH, PeerLine
 from headrace.service.transport import frame
@@ -43,3 +63,117 @@ def test_prompts_of_other_adapters_and_salts_are_others():
     adapter = "f" * 64
     names = ["", "salt", f"{adapter}/", f"{adapter}/one", f"{adapter}/two", "x" * 200, "x" * 200 + "y"]
     assert len({digest_prompt([1, 2], name) for name in names}) == len(names)
+
+
+HELLO = Hello(PeerFacts("m", 16, []), 1, "other", b"")
+RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.mark.parametrize("end", ["resets", "closes"])
+async def test_a_lease_behind_a_broken_line_is_released_when_the_peer_has_answered(
+    end: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A reset says nothing of the peer, which may still write; the orderly end of a line does."""
+    monkeypatch.setattr(fetching, "FENCE_S", 0.01)
+    heard: list[FromAgent] = []
+    greeted: list[int] = []
+    may_answer, broken = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = PeerLine(reader, writer, "decode agent")
+        hello = await line.receive(decode_from_decode, 5.0)
+        assert isinstance(hello, Hello)
+        greeted.append(hello.epoch)
+        if len(greeted) == 1:
+            line.send(HELLO)
+            await line.receive(decode_from_decode, 5.0)
+            if end == "resets":
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            broken.set()
+        else:
+            await may_answer.wait()
+            line.send(HELLO)
+        line.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    region = Region.create(4096)
+    fetches = Fetches(Hello(HELLO.facts, 7, "other", b""), region, heard.append)
+    port = server.sockets[0].getsockname()[1]
+    fetches.fetch(Fetch(3, TransferSpec("7", "127.0.0.1", port), b"p", 0, 64))
+    async with asyncio.timeout(10):
+        await broken.wait()
+        while not heard or (end == "resets" and len(greeted) < 2):
+            await asyncio.sleep(0.005)
+        assert isinstance(heard[0], Lost)
+        if end == "resets":
+            assert len(heard) == 1, "the peer has not answered: it may write"
+            may_answer.set()
+        while len(heard) < 2:
+            await asyncio.sleep(0.005)
+    assert heard[1] == Released(3) and greeted == ([7, 7] if end == "resets" else [7])
+    server.close()
+    region.close()
+
+
+async def test_a_lease_behind_a_broken_line_is_released_when_nobody_listens_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetching, "FENCE_S", 0.01)
+    heard: list[FromAgent] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = PeerLine(reader, writer, "decode agent")
+        await line.receive(decode_from_decode, 5.0)
+        line.send(HELLO)
+        await line.receive(decode_from_decode, 5.0)
+        server.close()
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        line.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    region = Region.create(4096)
+    fetches = Fetches(HELLO, region, heard.append)
+    fetches.fetch(Fetch(3, TransferSpec("7", "127.0.0.1", server.sockets[0].getsockname()[1]), b"p", 0, 64))
+    async with asyncio.timeout(10):
+        while len(heard) < 2:
+            await asyncio.sleep(0.005)
+    assert isinstance(heard[0], Lost) and heard[1] == Released(3)
+    region.close()
+
+
+async def test_a_greeting_is_answered_when_the_writes_of_the_same_epoch_have_ended():
+    writing, may_end = threading.Event(), threading.Event()
+
+    class Backend:
+        def connect(self, handle: bytes) -> Any:
+            return self
+
+        def write(self, copies: list[Copy]) -> None:
+            writing.set()
+            assert may_end.wait(10)
+
+        def close(self) -> None:
+            pass
+
+    async def greet(port: int) -> PeerLine:
+        line = PeerLine(*await asyncio.open_connection("127.0.0.1", port), "prefill agent")
+        line.send(HELLO)
+        return line
+
+    region = Region.create(4096)
+    offers = Offers(HELLO, region, cast(Any, Backend()), lambda message: None, lambda: 0.0)
+    server = await asyncio.start_server(offers.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    first = await greet(port)
+    assert isinstance(await first.receive(decode_from_prefill, 5.0), Hello)
+    offers.take(Offer(1, "7", b"p", 0, 64))
+    offers.take(Filled(1, [(0, 64)]))
+    first.send(Want(3, "7", b"p", 0, 64))
+    assert await asyncio.to_thread(writing.wait, 10)
+    second = await greet(port)
+    with pytest.raises(TimeoutError):
+        await second.receive(decode_from_prefill, 0.05)
+    may_end.set()
+    assert isinstance(await second.receive(decode_from_prefill, 5.0), Hello)
+    first.close()
+    second.close()
+    server.close()
+    region.close()

@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import OrderedDict
 from pathlib import Path
+from typing import IO
 
 from headrace.base.errors import ConfigError
 from headrace.memory.storage import StoreOptions
@@ -27,7 +28,7 @@ FORMAT = b"headrace"
 VERSION = 1
 _HEADER = struct.Struct("<8sIIQ40x")
 """Magic, version, CRC-32 of the page, bytes of the page; 64 bytes in all."""
-SUFFIX = ".page"
+SUFFIX, LOCK = ".page", "lock"
 LOG_PERIOD_S = 60.0
 PAUSE_S = 10.0
 """After a write has failed, so long none is tried: a full disk stays full for a while."""
@@ -45,9 +46,7 @@ class DiskStore:
         self._mutex = threading.Lock()
         self._logged_at, self._paused_until = -LOG_PERIOD_S, 0.0
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._lock = (self._root / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _take_lock(self._root)
         except BlockingIOError as error:
             raise ConfigError(
                 f"disk_cache {options.folder} is in use by another server; give each a folder of its own",
@@ -66,15 +65,43 @@ class DiskStore:
 
     def get(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
         """See `PageStore`."""
+        if not self._holds_folder():
+            return [False] * len(names)
         return [self._read(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
 
     def put(self, names: list[str], buffers: list[memoryview]) -> list[bool]:
         """See `PageStore`."""
+        if not self._holds_folder():
+            return [False] * len(names)
         return [self._write(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
 
     def close(self) -> None:
         """See `PageStore`."""
         self._lock.close()
+
+    def _holds_folder(self) -> bool:
+        """Whether the folder is still ours: who deletes it deletes the lock too, and then another server may take it.
+        Takes it again if nobody has."""
+        with self._mutex:
+            with contextlib.suppress(OSError):
+                if os.path.samestat((self._root / LOCK).stat(), os.fstat(self._lock.fileno())):
+                    return True
+            if time.monotonic() < self._paused_until:
+                return False
+            try:
+                lock = _take_lock(self._root)
+            except OSError as error:
+                self._paused_until = time.monotonic() + PAUSE_S
+                is_taken = isinstance(error, BlockingIOError)
+                reason = "was deleted and is in use by another server now" if is_taken else f"cannot be used: {error}"
+                self._complain(f"{self._root} {reason}; nothing is read from it or written to it")
+                return False
+            self._lock.close()
+            self._lock = lock
+            self._files.clear()
+            self._num_bytes = self._num_writing
+            self._scan()
+            return True
 
     def _path(self, name: str) -> Path:
         # ``name`` ends with the page's key: spread files over folders
@@ -161,8 +188,11 @@ class DiskStore:
         for _, name, size in sorted(found):
             self._files[name] = size
             self._num_bytes += size
-        while self._num_bytes > self._capacity:
-            self._forget(next(iter(self._files)))
+        while self._num_bytes > self._capacity and self._files:
+            name, size = self._files.popitem(last=False)
+            self._num_bytes -= size
+            with contextlib.suppress(OSError):
+                self._path(name).unlink(missing_ok=True)
 
     def _remove_orphans(self, options: StoreOptions) -> None:
         """Places that no process of this server has, from a run with more of them."""
@@ -178,6 +208,19 @@ class DiskStore:
         if now - self._logged_at >= LOG_PERIOD_S:
             self._logged_at = now
             logger.warning("disk cache: %s", text)
+
+
+def _take_lock(folder: Path) -> IO[str]:
+    """Lock a folder, which is made if need be, for as long as the file is open. Raises `BlockingIOError` when another
+    process has, `OSError` for a folder that cannot be used."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock
 
 
 def _fill(descriptor: int, buffer: memoryview) -> int:

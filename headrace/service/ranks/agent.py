@@ -40,12 +40,11 @@ from headrace.service.ranks.wire import (
     decode_to_agent,
     find_fingerprint,
     greet,
-    prepare_line,
     read_token,
 )
 from headrace.service.ranks.worker import WORKER_MODULE
 from headrace.service.spawn import start_process
-from headrace.service.transport import READ_BYTES, Frames, frame
+from headrace.service.transport import READ_BYTES, Frames, frame, prepare_line
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,8 @@ from headrace.service.ranks.wire import (
     Unable,
     admit,
     decode_from_agent,
-    prepare_line,
 )
-from headrace.service.transport import READ_BYTES, Frames, frame
+from headrace.service.transport import READ_BYTES, Frames, frame, prepare_line
 
 logger = logging.getLogger(__name__)
 

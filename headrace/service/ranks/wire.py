@@ -27,8 +27,6 @@ MAX_BYTES = 1 << 18
 """Of a message of an end that has not proved itself."""
 GREETING_S = 10.0
 LEAST_TOKEN_BYTES = 16
-USER_TIMEOUT_MS = 10_000
-"""How long sent bytes may stay unacknowledged: a host that lost its power is then given up."""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag="challenge"):
@@ -215,13 +213,6 @@ def _read(line: socket.socket, size: int, deadline: float) -> bytes:
         data += part
     line.settimeout(None)
     return data
-
-
-def prepare_line(line: socket.socket) -> None:
-    """Send small messages at once, and give up a peer that does not acknowledge them."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def find_fingerprint(config: EngineConfig) -> str:

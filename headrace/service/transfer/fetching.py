@@ -1,7 +1,9 @@
 """`Fetches`: the decode side of an agent: links to prefill agents, and what is fetched over each.
 
 A lease whose pages will not come is `Lost` at once, so that its request can go on, and `Released` only when its peer
-has said that it writes no more, or is gone: a late write must not reach the pages of another request.
+has said that it writes no more, or is gone: a late write must not reach the pages of another request. A connection that
+breaks says neither, as a network may split for a while: then the peer is greeted again until it answers, which ends
+what the epoch of this agent had asked for before, or nobody listens there any more.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ from headrace.base.transfer import (
     decode_from_prefill,
 )
 from headrace.memory.transfer.contract import AnyRegion
-from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, Checksums, PeerLine
+from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, Checksums, LineBroken, PeerLine
+from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 2.0
 BREAK_S = 2.0
 """How long a prefill agent that could not be used is not asked again."""
+FENCE_S, LONGEST_FENCE_S = 1.0, 10.0
+"""Pauses between greetings of a peer whose connection broke."""
 
 
 @dataclass(eq=False)
@@ -126,24 +131,46 @@ class _Link:
 
     async def run(self) -> None:
         """From the connection to its end."""
-        reason = "the connection ended"
+        reason, is_broken = "the connection ended", False
         try:
-            line = await self._connect()
+            line = self._line = await self._connect()
             for fetching in list(self._open.values()):
                 self._ask(fetching.fetch)
             await self._listen(line)
         except (TransferFailed, OSError, TimeoutError) as error:
             reason = str(error) or f"no answer within {CONNECT_S:g} s"
+            is_broken = isinstance(error, LineBroken) and self._line is not None
         finally:
             self._break(reason)
-            # Nobody at the other end writes any more: a process that ended has no mapping, a closed session no writes.
-            for ticket in list(self._open):
-                self._release(ticket)
             if self._line is not None:
                 self._line.close()
+        if is_broken and self._open:
+            await self._fence()
+        # Nobody at the other end writes any more: a process that ended has no mapping, a closed session no writes.
+        for ticket in list(self._open):
+            self._release(ticket)
+
+    async def _fence(self) -> None:
+        """Return when the peer writes nothing more of what was asked over this link."""
+        pause_s = FENCE_S
+        while True:
+            try:
+                (await self._connect()).close()
+                return
+            except ConnectionRefusedError:  # nobody listens: it has ended
+                return
+            except LineBroken:  # the network again
+                pass
+            except TransferFailed:  # it has answered, if only to refuse, or has ended
+                return
+            except (OSError, TimeoutError):
+                pass
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_FENCE_S)
 
     async def _connect(self) -> PeerLine:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self.address), CONNECT_S)
+        prepare_line(writer.get_extra_info("socket"))
         line = PeerLine(reader, writer, self.name)
         try:
             line.send(self._fetches.hello)
@@ -158,7 +185,6 @@ class _Link:
         except (TransferFailed, TimeoutError):
             line.close()
             raise
-        self._line = line
         return line
 
     async def _listen(self, line: PeerLine) -> None:

@@ -34,6 +34,7 @@ from headrace.base.transfer import (
 )
 from headrace.memory.transfer.contract import AnyRegion, Copy, Destination, TransferBackend
 from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, Checksums, PeerLine, split_spans
+from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Offers:
         self._tickets: dict[int, _Room] = {}
         self._asked: dict[str, asyncio.Future[_Room]] = {}  # rooms that were wanted before they were offered
         self._failed: dict[str, str] = {}  # rooms that failed before they were wanted, latest last
+        self._links: dict[int, _Link] = {}  # by the epoch of their decode agents
 
     def take(self, message: Offer | Filled | Completed | Cancel) -> None:
         """A message of the engine."""
@@ -113,10 +115,11 @@ class Offers:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One link, from its greeting to its end."""
+        prepare_line(writer.get_extra_info("socket"))
         address = writer.get_extra_info("peername") or ("a peer",)
         line = PeerLine(reader, writer, f"decode agent at {address[0]}")
         try:
-            destination = await self._greet(line)
+            epoch, destination = await self._greet(line)
         except (TransferFailed, TimeoutError) as error:
             logger.warning("%s gets nothing: %s", line.name, error or "it did not greet in time")
             line.send(Refusal(str(error) or "no greeting"))
@@ -124,17 +127,23 @@ class Offers:
                 await asyncio.wait_for(writer.drain(), HELLO_S)
             writer.close()
             return
+        link = self._links[epoch] = _Link(self, line, destination)
         try:
-            await _Link(self, line, destination).run()
+            await link.run()
         except TransferFailed as error:
             logger.info("%s", error)
         finally:
             line.close()
+            if self._links.get(epoch) is link:
+                del self._links[epoch]
 
-    async def _greet(self, line: PeerLine) -> Destination:
+    async def _greet(self, line: PeerLine) -> tuple[int, Destination]:
         hello = await line.receive(decode_from_decode, HELLO_S, MAX_HELLO_BYTES)
         if not isinstance(hello, Hello):
             raise TransferFailed("the first message must be a greeting")
+        earlier = self._links.get(hello.epoch)
+        if earlier is not None:  # its connection broke on the other side: whatever is answered, it writes no more
+            await earlier.end()
         if (hello.version, hello.backend) != (self._hello.version, self._hello.backend):
             raise TransferFailed(
                 f"it has version {hello.version} and transfer backend {hello.backend}, here it is "
@@ -145,7 +154,7 @@ class Offers:
             raise TransferFailed(differences)
         destination = await asyncio.to_thread(self._backend.connect, hello.handle)
         line.send(self._hello)
-        return destination
+        return hello.epoch, destination
 
     async def find(self, delivery: _Delivery) -> _Room:
         """The room that is wanted, now or within `OFFER_S`; raises `TransferFailed`."""
@@ -221,6 +230,7 @@ class _Link:
         self._deliveries: dict[int, _Delivery] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # a destination takes one write at a time
+        self._has_ended = asyncio.Event()
 
     async def run(self) -> None:
         """Until the peer is gone. Leaves no write behind."""
@@ -241,6 +251,12 @@ class _Link:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             self._destination.close()
+            self._has_ended.set()
+
+    async def end(self) -> None:
+        """Break the line, and return when nothing is written any more."""
+        self._line.close()
+        await self._has_ended.wait()
 
     async def _beat(self) -> None:
         while True:

@@ -54,6 +54,10 @@ class Checksums:
         ))
 
 
+class LineBroken(TransferFailed):
+    """The connection ended by no doing of the peer, as far as can be seen: it may still be there."""
+
+
 class PeerLine:
     """One end of a connection between two agents."""
 
@@ -70,8 +74,9 @@ class PeerLine:
     async def receive(
         self, decode: Callable[[bytes], Message], timeout_s: float | None = None, most: int = MAX_BYTES
     ) -> Message:
-        """The next message. Raises `TransferFailed` at the end of the line or for what is no message, `TimeoutError`
-        after ``timeout_s``; a message of which a part has come by then is the next one still."""
+        """The next message. Raises `TransferFailed` when the peer has ended the line, or for what is no message,
+        `LineBroken` when the network has, and `TimeoutError` after ``timeout_s``; a message of which a part has come by
+        then is the next one still."""
         async with asyncio.timeout(timeout_s):
             try:
                 if self._length is None:
@@ -79,8 +84,14 @@ class PeerLine:
                 if self._length > most:
                     raise TransferFailed(f"{self.name} sent a message of {self._length} bytes")
                 payload = await self._reader.readexactly(self._length)
-            except (asyncio.IncompleteReadError, OSError) as error:
+            except asyncio.IncompleteReadError as error:
                 raise TransferFailed(f"the connection with {self.name} ended") from error
+            except TimeoutError as error:
+                if error.errno is None:
+                    raise
+                raise LineBroken(f"the connection with {self.name} broke: {error}") from error
+            except OSError as error:
+                raise LineBroken(f"the connection with {self.name} broke: {error}") from error
         self._length = None
         try:
             return decode(payload)
