@@ -15,6 +15,7 @@ from headrace.base.adapters import AdapterConfig
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError
 from headrace.base.generation import parse_generation_override
+from headrace.base.kv_events import KvEventOptions, read_event_options
 from headrace.base.media_config import MediaConfig
 from headrace.base.option import OptionInfo, Section, option, options_of, read_object
 from headrace.base.parallel import NodesConfig, ParallelConfig
@@ -144,6 +145,10 @@ class CacheConfig(Section):
         None, "plug-in that stores prefixes behind host memory and disk", metavar="NAME"
     )
     remote_cache_config: str | None = option(None, "JSON object for that store", metavar="JSON")
+    kv_events_config: str | None = option(
+        None, "publish over ZeroMQ which prefixes this server has cached, for routers of others; a JSON object with "
+        "vLLM's names, such as {\"endpoint\": \"tcp://*:5557\"} (needs headrace[kv-events])", metavar="JSON"
+    )
     window_share: float | None = option(
         None, "pages of a sliding-window group as a share of the full group's; default: by window and chunk size",
         low=0.01, high=1.0
@@ -162,6 +167,13 @@ class CacheConfig(Section):
         if self.remote_cache_config and not self.remote_cache:
             raise ConfigError("remote_cache_config is for remote_cache, which is not set", param="remote_cache_config")
         _ = self.remote_options
+        if self.kv_events is not None and not self.prefix_cache:
+            raise ConfigError("without the prefix cache there are no KV events", param="kv_events_config")
+
+    @property
+    def kv_events(self) -> KvEventOptions | None:
+        """How KV events are published; None: not at all."""
+        return read_event_options(self.kv_events_config)
 
     @property
     def has_storage(self) -> bool:

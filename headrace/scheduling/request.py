@@ -56,13 +56,12 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "arrived_at", "arriving_len", "awaits_until", "cached_len", "charged_len", "computed_len",
-        "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm", "leader",
-        "limit_len", "max_len", "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens",
+        "adapter", "adapter_name", "arrived_at", "arriving_len", "awaits_until", "cached_len", "charged_len",
+        "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm",
+        "leader", "limit_len", "max_len", "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens",
         "num_proposed", "num_shared_waits", "num_unsure", "origin", "page_keys", "path", "places", "planned_len",
-        "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id",
-        "row", "sampling", "seq", "shared_pages", "skips_tiers", "state", "stop_ids", "tickets", "tokens",
-        "wait_mark",
+        "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row",
+        "sampling", "seq", "shared_pages", "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +77,7 @@ class Request:
         self.places = [item.place for item in submitted.media]
         self.namespace = submitted.namespace
         self.adapter = adapter  # 0: the base model
+        self.adapter_name = submitted.adapter
         self.priority = submitted.priority
         self.origin = submitted.origin
         self.path: tuple[str, ...] = ()  # among whom it has its share; set when it is queued

@@ -78,6 +78,7 @@ class Scheduler:
         self._drafting = drafting or Drafting(DraftPolicy(StepCosts()))
         self._ledger = CacheLedger(layout, use_prefixes=cache.prefix_cache)
         self._tiers = Tiers(self._ledger, Transfers(), layout, clock)
+        self.changes = self._tiers.changes
         self.exchange = Exchange(self._tiers, clock)
         encoders = EncoderAccount(
             features.media, _encoder_limits(config, cache, features.media, max_step_tokens - max_running)
@@ -284,7 +285,7 @@ class Scheduler:
         tiers = self._tiers
         return bool(
             self._running.requests or self._flights or tiers.transfers.num_open or tiers.has_unwritten
-            or self.exchange.events
+            or self.exchange.events or tiers.changes.has_events
         )
 
     def reset_prefix_cache(self, *, retracts: bool = False) -> bool:
@@ -295,7 +296,10 @@ class Scheduler:
             assert not self._flights, "a step in flight would be computed over pages that are gone"
             self._forget_device()
         self._tiers.clear()
-        return self._ledger.tree.clear()
+        is_empty = self._ledger.tree.clear()
+        if is_empty and self.changes.is_on:
+            self.changes.note_cleared()
+        return is_empty
 
     def stats(self) -> EngineStats:
         """Counters and gauges. Pages are summed over groups; ``num_used_pages`` are those that requests hold or pin."""

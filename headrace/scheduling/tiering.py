@@ -16,6 +16,7 @@ from headrace.base.step import PageMove
 from headrace.scheduling.cache.host_tier import HostTier, extend_keys
 from headrace.scheduling.cache.ledger import CacheLedger, Holding
 from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch
+from headrace.scheduling.changes import PrefixChanges
 from headrace.scheduling.request import Request
 from headrace.scheduling.storage import StorageTier
 from headrace.scheduling.transfers import NO_TICKET, Transfers
@@ -46,8 +47,8 @@ class Tiers:
         self.arrived: list[Request] = []
         self.num_written = self.num_read = self.num_failed = 0  # pages
         self.num_hit_tokens = self.num_late = 0  # the latter of requests
-        if self.is_on:
-            ledger.tree.on_evicted = self._forget_evicted
+        self.changes = PrefixChanges(ledger.policies, layout.page_size)
+        ledger.tree.on_evicted = self._note_evicted
 
     @property
     def has_unwritten(self) -> bool:
@@ -58,9 +59,11 @@ class Tiers:
 
     def note_stored(self, request: Request, begin: int, end: int) -> None:
         """The tree has pages ``[begin, end)`` of a request: write those to the host that it has not."""
-        if not self.is_on:
+        if not (self.is_on or self.changes.is_on):
             return
         keys, holding = self._keys_of(request, end), request.holding
+        if self.changes.is_on:
+            self.changes.note_stored(request, begin, end, keys)
         for group, table in enumerate(holding.tables):
             unwritten, writing = self._unwritten[group], self._writing[group]
             if not self._limits[group]:
@@ -106,7 +109,8 @@ class Tiers:
         self.num_written += len(keys) - len(lost)
         self.num_failed += len(failed)
 
-    def _forget_evicted(self, group: int, pages: list[int]) -> None:
+    def _note_evicted(self, group: int, pages: list[int]) -> None:
+        self.changes.note_evicted(group, pages)
         unwritten = self._unwritten[group]
         if unwritten:
             for page in pages:

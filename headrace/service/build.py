@@ -93,9 +93,20 @@ def assemble_engine(
             executor.config.parallel.pipeline_parallel_size, executor.config.adapters.num_slots, executor.facts.media
         ),
     )
-    engine = Engine(scheduler, executor, hooks, pace, join(scheduler))
+    gates = [*join(scheduler), *open_event_gates(executor.config, scheduler)]
+    engine = Engine(scheduler, executor, hooks, pace, gates)
     engine.adapters.load_modules(executor.config.adapters)
     return engine
+
+
+def open_event_gates(config: EngineConfig, scheduler: Scheduler) -> list[RequestCoordinator]:
+    """What publishes KV events, if they are wanted; raises `ConfigError`."""
+    options = config.cache.kv_events
+    if options is None:
+        return []
+    from headrace.service.kv_events import EventGate, EventPublisher
+
+    return [EventGate(EventPublisher(options, config.replica), scheduler.changes)]
 
 
 class StepLog:

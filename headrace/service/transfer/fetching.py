@@ -153,20 +153,20 @@ class _Link:
     async def _fence(self) -> None:
         """Return when the peer writes nothing more of what was asked over this link."""
         pause_s = FENCE_S
-        while True:
-            try:
-                (await self._connect()).close()
-                return
-            except ConnectionRefusedError:  # nobody listens: it has ended
-                return
-            except LineBroken:  # the network again
-                pass
-            except TransferFailed:  # it has answered, if only to refuse, or has ended
-                return
-            except (OSError, TimeoutError):
-                pass
+        while not await self._is_fenced():
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_FENCE_S)
+
+    async def _is_fenced(self) -> bool:
+        try:
+            (await self._connect()).close()
+        except LineBroken:  # the network again
+            return False
+        except (TransferFailed, ConnectionRefusedError):  # it has answered, if only to refuse; nobody listens
+            return True
+        except OSError:
+            return False
+        return True
 
     async def _connect(self) -> PeerLine:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self.address), CONNECT_S)
