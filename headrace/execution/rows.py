@@ -147,6 +147,8 @@ class Rows:
         def accept_some(
             sampled: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor, rows: RowTensors, most: int
         ) -> torch.Tensor:
+            if not most:
+                return accept(sampled, entries, positions, rows, most)
             own, offsets = entries
             is_draft, null_row = offsets > 0, len(rows.last_token) - 1
             is_right = uniform(own, positions) < rate
