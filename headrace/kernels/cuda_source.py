@@ -131,8 +131,8 @@ DEPENDENT = _LaunchAttribute(6, 0, 1)
 
 
 class CudaKernel:
-    """A kernel of a cubin, loaded into torch's current context for the life of the process, and its dynamic shared
-    memory in bytes. Usable on the device that was current when it was made."""
+    """A kernel of a cubin, loaded into torch's current context for the life of the process, and the most dynamic shared
+    memory that a launch takes, in bytes. Usable on the device that was current when it was made."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
         self.shared_bytes = shared_bytes
@@ -142,14 +142,18 @@ class CudaKernel:
         call_driver("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
         call_driver("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)
 
-    def launch(self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False) -> None:
+    def launch(
+        self, programs: int, threads: int, *arguments: Any, is_dependent: bool = False, shared_bytes: int | None = None
+    ) -> None:
         """Launch ``programs`` blocks of ``threads`` threads on torch's current stream. Arguments are ctypes objects,
         which the driver copies before it returns. With ``is_dependent``, by programmatic dependent launch: see
-        `headrace.kernels.launch`. Raises `CudaSourceError`; errors of the kernel itself appear later."""
+        `headrace.kernels.launch`. ``shared_bytes``: less than the most. Raises `CudaSourceError`; errors of the kernel
+        itself appear later."""
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         config = _LaunchConfig(
-            (programs, 1, 1), (threads, 1, 1), self.shared_bytes, stream, ctypes.pointer(DEPENDENT), int(is_dependent)
+            (programs, 1, 1), (threads, 1, 1), self.shared_bytes if shared_bytes is None else shared_bytes, stream,
+            ctypes.pointer(DEPENDENT), int(is_dependent),
         )
         call_driver("cuLaunchKernelEx", byref(config), self._function, places, None)
 

@@ -141,12 +141,18 @@ class Linear(StorableLayer):
         is not partial sums."""
         x, weight = residual.pending, plain_weight(self)
         if (
-            self._norm_linear is None or weight is None or x is None or x.dim() != 2 or residual.group is not None
-            or not fits(x.shape[0]) or not isinstance(norm, RmsNorm) or self._has_adapters
+            x is None or x.dim() != 2 or residual.group is not None or not isinstance(norm, RmsNorm)
+            or self._has_adapters
         ):
             return None
-        out, residual.stream = self._norm_linear(
-            x, residual.stream, NormWeights(norm.weight, norm.eps, norm.offset), weight, self.bias, activation
-        )
+        weights, fused = NormWeights(norm.weight, norm.eps, norm.offset), None
+        if weight is None:
+            if isinstance(self.stored, CodedWeight):
+                fused = self.stored.normalise(x, residual.stream, weights, self.bias, activation)
+        elif self._norm_linear is not None and fits(x.shape[0]):
+            fused = self._norm_linear(x, residual.stream, weights, weight, self.bias, activation)
+        if fused is None:
+            return None
+        out, residual.stream = fused
         residual.pending = None
         return out

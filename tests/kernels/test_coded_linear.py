@@ -14,14 +14,27 @@ from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
 
-from headrace.kernels.coded_linear import CODED_LINEAR, QUANTISE_ROWS, expand, reference, scaled, triton
-from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Times, make_plan
+from headrace.kernels.coded_linear import (
+    CODED_GATED,
+    CODED_LINEAR,
+    CODED_NORM_LINEAR,
+    MOST_CUDA_INPUTS,
+    QUANTISE_ROWS,
+    expand,
+    reference,
+    scaled,
+    triton,
+)
+from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Plan, Times, describe_codes, make_plan
 from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.linear import Norm
+from headrace.kernels.linear.reference import norm_linear
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
+from headrace.layers.norm import RmsNorm
 from headrace.layers.residual import Residual
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -187,7 +200,7 @@ def test_solutions_state_what_they_take():
 
     fp8 = {"bits": 8, "is_float": 1}
     able = [name for name, reason in reasons(**fp8, group=256, num_rows=1).items() if reason is None]
-    assert able == ["triton_gemv_pdl", "triton_skinny_pdl", "scaled_mm", "triton_expand", "reference"]
+    assert able == ["cuda", "triton_gemv_pdl", "triton_skinny_pdl", "scaled_mm", "triton_expand", "reference"]
     assert reasons(**fp8, group=128, rows=128)["scaled_mm_blocks"] is None
     assert reasons(**fp8, group=128, num_rows=500)["triton_fp8_blocks"] is None
     assert "steps of 16" in reasons(**fp8, group=128, in_features=250)["triton_fp8_blocks"]
@@ -195,6 +208,11 @@ def test_solutions_state_what_they_take():
     assert "8-bit floats" in short["scaled_mm"] and short["triton_gemv_pdl"] is None
     assert "multiples of 16" in reasons(bits=4, group=24)["triton_skinny_pdl"]
     assert "at most" in reasons(bits=4, group=32, num_rows=3)["triton_gemv_pdl"]
+    assert reasons(bits=4, group=32, num_rows=8)["cuda"] is None and "8 rows" in reasons(bits=4, num_rows=9)["cuda"]
+    assert "98304 inputs" in reasons(bits=8, group=64, num_rows=8, in_features=14336)["cuda"]
+    assert "steps of 16" in reasons(bits=4, group=32, in_features=264)["cuda"]
+    assert "multiples of 128" in reasons(bits=4, group=192)["cuda"] and "e2m1" in reasons(bits=4, looks_up=1)["cuda"]
+    assert "of 32 inputs" in reasons(bits=4, group=16)["cuda"]
     old = KernelQuery("cuda", "bfloat16", (8, 0), {"is_float": 1, "group": 128, "in_features": 256})
     assert "8.9" in CODED_LINEAR.reason_against("triton_gemv", old) and QUANTISE_ROWS.reason_against("triton", old)
 
@@ -316,3 +334,92 @@ def test_the_next_norm_adds_what_a_coded_product_leaves(
     assert residual.pending is not None and (residual.pending.dim() == 3) == (not has_bias)
     expected = stream.double() + x.double() @ plain.to(device).T + (bias.double() if has_bias else 0.0)
     assert relative_error(residual.add_pending(), expected) < tolerance
+
+
+def takes_cuda(weight: DeviceCodes, rows: int) -> bool:
+    query = describe_codes(weight, torch.bfloat16, (9, 0))
+    asked = KernelQuery("cuda", "bfloat16", (9, 0), {**query.shape, "num_rows": rows})
+    return CODED_LINEAR.reason_against("cuda", asked) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_cuda_products(kind: str):
+    """Alone, with a bias and the activation, and after the norm; of sizes that are no multiples of tiles."""
+    from headrace.kernels.coded_linear import cuda
+
+    taken = 0
+    for rows, outputs, inputs in ((1, 40, 96), (3, 34, 704), (8, 150, 1312), (2, 66, 2880)):
+        weight, plain = make(kind, outputs, inputs, "cuda")
+        if not takes_cuda(weight, rows):
+            continue
+        taken += 1
+        plain = plain.cuda()
+        x, residual = (draw(rows, inputs, "cuda", torch.bfloat16) for _ in range(2))
+        bias, norm = torch.randn(outputs, device="cuda").bfloat16(), torch.rand(inputs, device="cuda").bfloat16()
+        expected = x.double() @ plain.T + bias.double()
+        assert relative_error(cuda.multiply(x, weight, bias), expected) < 5e-3
+        assert torch.equal(cuda.multiply(x, weight, bias), cuda.multiply(x, weight, bias))
+        gate, up = expected.chunk(2, dim=1)
+        silu = torch.nn.functional.silu(gate) * up
+        assert relative_error(cuda.multiply_gated(x, weight, bias, "silu"), silu) < 1e-2
+        if weight.order is not None:
+            continue
+        out, total = cuda.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)
+        added = (x + residual).double()
+        normal = added / (added.square().mean(1, keepdim=True) + 1e-5).sqrt() * (norm.double() + 1)
+        assert torch.equal(total, x + residual) and relative_error(out, normal @ plain.T) < 1e-2
+    assert taken or kind in ("nvfp4", "nf4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_cuda_products_fit_shared_memory(kind: str):
+    """Whatever they say that they take."""
+    from headrace.kernels.coded_linear import cuda
+
+    for rows in (1, 3, 8):
+        weight = make(kind, 32, MOST_CUDA_INPUTS // rows // 16 * 16)[0]
+        for shape in cuda.SHAPES if takes_cuda(weight, rows) else ():
+            used = cuda.count_shared_bytes(cuda.describe_form(weight), rows, weight.in_features, shape, is_one=True)
+            assert rows * weight.in_features * 2 < used <= cuda.MOST_SHARED_BYTES
+
+
+def test_a_layer_normalises_and_gates_with_codes_in_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    """Where the plan's product for so many rows has such forms; what is pending then joins the stream there."""
+    inputs, outputs, calls = 96, 40, []
+    weight, plain = make("int4-32", outputs, inputs)
+
+    def normalise(
+        x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: DeviceCodes, bias: None, activation: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(activation)
+        return norm_linear(x, residual, norm, reference.dequantise(weight, x.dtype), bias, activation)
+
+    def gate(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        calls.append(activation)
+        gate, up = reference.coded_linear(x, weight, bias).chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setitem(CODED_LINEAR._loaded, "cuda", reference.coded_linear)
+    monkeypatch.setitem(CODED_NORM_LINEAR._loaded, "cuda", normalise)
+    monkeypatch.setitem(CODED_GATED._loaded, "cuda", gate)
+    build = Build(torch.device("cpu"), torch.float32)
+    layer, norm = Linear(build, inputs, {"gate": outputs // 2, "up": outputs // 2}), RmsNorm(build, inputs, 1e-5)
+    layer.stored = CodedWeight(weight, Plan(((4, "cuda"), (1 << 62, "reference")), 2.0))
+    del layer.weight
+    torch.nn.init.ones_(norm.weight)
+    for rows, is_fused in ((3, True), (5, False)):
+        x, stream = draw(rows, inputs, "cpu", torch.float32), draw(rows, inputs, "cpu", torch.float32)
+        residual = Residual(stream.clone(), x.clone())
+        out = layer.read(norm, residual, "silu")
+        assert (out is not None) == is_fused and (residual.pending is None) == is_fused
+        if out is None:
+            continue
+        added = (x + stream).double()
+        normal = added / (added.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        first, second = (normal @ plain.T).chunk(2, dim=1)
+        assert relative_error(out, torch.nn.functional.silu(first) * second) < 1e-5
+        assert torch.equal(residual.stream, x + stream)
+        first, second = (x.double() @ plain.T).chunk(2, dim=1)
+        assert relative_error(layer.gate(x, "silu"), torch.nn.functional.silu(first) * second) < 1e-5
+    assert calls == ["silu", "silu"] and layer.gate(x, "silu") is None

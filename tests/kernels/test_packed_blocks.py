@@ -87,11 +87,14 @@ def test_codes_for_a_gpu_keep_their_values(kind: str):
     allowed = expected.abs() * 1e-6 + 1e-7
     if kind == "Q6_K" or kind in ROUNDED_SIZES:
         allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 253
+    elif matrix.zeros is not None:  # scales and zero points are rounded to float16
+        allowed = expected.unflatten(1, (-1, 32)).abs().amax(2).repeat_interleave(32, 1) / 512 + 1e-7
     elif kind.endswith("K") or kind == "IQ4_XS":
         allowed = expected.abs() * 1e-5 + 0.02 * 63 * 1e-5
     assert ((matrix.dequantise(torch.float32) - expected).abs() <= allowed).all()
     packed = pack_for_device(matrix)
     assert packed is not None and packed.is_short == BLOCK_TYPES[kind].format.has_nibbles
+    assert packed.has_pairs == (matrix.zeros is not None), "a word for each 32 weights, not two"
     stacked = stack_matrices([matrix, read_codes(draw_blocks("Q8_0", 8), torch.device("cpu"))])
     assert (stacked is None) == (matrix.code is not Code.INT)
     if stacked is not None:

@@ -8,7 +8,8 @@ CODED_LINEAR = Operation("coded linear kernel")
 """``coded_linear(x [T, I], weight: DeviceCodes [O, I], bias [O] | None) -> [T, O]`` in x's dtype.
 
 The query's shape has ``in_features``, ``out_features``, ``bits`` of a code, ``is_float`` (e4m3), ``group`` (inputs that
-share a scale), ``rows`` (outputs that share one), ``has_order``, and ``num_rows`` T. Solutions that round x to FP8 say
+share a scale), ``rows`` (outputs that share one), ``has_order``, ``looks_up`` (codes stand for entries of a table) and
+``num_rows`` T. Solutions that round x to FP8 say
 so; all others multiply the weights, dequantised and rounded to x's dtype, as they are. `choice` measures which is
 fastest for a number of rows."""
 
@@ -21,6 +22,9 @@ _with_fp8 = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(
 _with_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 MOST_GEMV_ROWS = 2
 MOST_SKINNY_ROWS = 512
+MOST_CUDA_ROWS = 8
+MOST_CUDA_INPUTS = 98304
+"""Of all rows of x together, which a block keeps in shared memory."""
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:
@@ -43,6 +47,23 @@ def _reason_against_skinny(query: KernelQuery) -> str | None:
     if query.shape.get("num_rows", 1) > MOST_SKINNY_ROWS:
         return f"takes at most {MOST_SKINNY_ROWS} rows"
     return _reason_against_pieces(query)
+
+
+def reason_against_cuda(query: KernelQuery) -> str | None:
+    """Why ``csrc/cuda/coded_rows.cu`` cannot multiply with such codes; None if it can."""
+    shape = query.shape
+    group, inputs, rows = shape.get("group", 0), shape.get("in_features", 0), shape.get("num_rows", 1)
+    if shape.get("looks_up"):
+        return "takes integers, e4m3 and e2m1"
+    if group != inputs and group != 32 and group % 64:
+        return "takes scales of 32 inputs or multiples of 64"
+    if group != inputs and shape.get("bits") == 4 and group > 64 and group % 128:
+        return "takes scales of 32, 64 or multiples of 128 inputs"
+    if inputs % 16:
+        return "takes inputs in steps of 16"
+    if rows > MOST_CUDA_ROWS or rows * inputs > MOST_CUDA_INPUTS:
+        return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_CUDA_INPUTS} inputs of all together"
+    return _with_hopper(query)
 
 
 def _reason_against_scaled(query: KernelQuery) -> str | None:
@@ -102,6 +123,10 @@ for _name, _supports, _doc in (
         supports=_also(_reason_against_dependent, _supports), priority=25, doc="the same, with dependent launch",
     )
 CODED_LINEAR.add(
+    "cuda", "headrace.kernels.coded_linear.cuda:multiply", supports=reason_against_cuda, priority=30,
+    doc="own CUDA C++: tensor cores, many codes on their way, with dependent launch",
+)
+CODED_LINEAR.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_multiply", supports=_reason_against_codes,
     priority=5, doc="dequantises by an own kernel, then torch's GEMM",
 )
@@ -125,6 +150,19 @@ names, those that split inputs."""
 
 CODED_SUMS.add("triton_skinny", "headrace.kernels.coded_linear.triton:skinny_sums", doc="leaves its sums as they are")
 CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
+
+CODED_GATED = Operation("gated coded linear kernel")
+"""``coded_gated(x [T, I], weight: DeviceCodes [2F, I], bias [2F] | None, activation) -> [T, F]``: as `GATED_LINEAR`.
+By the names of `CODED_LINEAR`, like the next."""
+
+CODED_GATED.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_gated", doc="one kernel")
+
+CODED_NORM_LINEAR = Operation("norm_linear kernel of codes")
+"""``coded_norm_linear(x, residual [T, I], norm: Norm, weight: DeviceCodes [O, I], bias [O] | None, activation="") ->
+(out, total)``: as `NORM_LINEAR`, but the normalised row is rounded. Rows begin at multiples of 16 bytes; the weight has
+no ``order``."""
+
+CODED_NORM_LINEAR.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_normalised", doc="one kernel")
 
 EXPAND_CODES = Operation("code expansion kernel")
 """``expand(weight: DeviceCodes [O, I], dtype) -> [O, I]``: the plain weight, computed in float32 and rounded once, its

@@ -24,6 +24,7 @@ from headrace.kernels.coded_linear import CODED_LINEAR
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import precompile
@@ -71,6 +72,7 @@ def describe_codes(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[in
         "in_features": weight.in_features, "out_features": weight.out_features, "bits": 4 if is_short else 8,
         "is_float": int(weight.code is Code.E4M3), "rows": weight.rows, "has_order": int(weight.order is not None),
         "group": weight.group if weight.scales.shape[1] > 1 else weight.in_features,
+        "looks_up": int(weight.code in SHORT_CODES and weight.code is not Code.E2M1),
     }
     return KernelQuery(weight.codes.device.type, str(dtype).removeprefix("torch."), capability, shape)
 
@@ -197,11 +199,12 @@ def _compile(weight: DeviceCodes, dtype: torch.dtype, calls: list[tuple[int, str
 
 def find_faults() -> tuple[type[Exception], ...]:
     """What a solution that cannot run here raises."""
+    faults = PluginError, CudaSourceError, OSError, RuntimeError, NotImplementedError
     if find_spec("triton") is None:
-        return PluginError, RuntimeError, NotImplementedError
+        return faults
     from triton.errors import TritonError
 
-    return PluginError, RuntimeError, NotImplementedError, TritonError
+    return *faults, TritonError
 
 
 @torch.no_grad()

@@ -150,6 +150,16 @@ def _find_powers(scales: torch.Tensor) -> torch.Tensor | None:
     return (exponent + 126 + LIFT).to(torch.uint8) if bool(fit.all()) else None
 
 
+def _round_pairs(scales: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both rounded to float16, as on a CPU, so that a word holds them; unchanged where they do not fit it."""
+    narrow = [table.half().float() for table in (scales, zeros)]
+    fits = all(
+        bool(((own - table).abs() <= table.abs() * 2.0**-11).all())
+        for own, table in zip(narrow, (scales, zeros), strict=True)
+    )
+    return (narrow[0], narrow[1]) if fits else (scales, zeros)
+
+
 def _are_whole(zeros: torch.Tensor | None) -> bool:
     """Whether zero points are whole numbers that bfloat16 kernels subtract exactly."""
     return zeros is None or bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 128)).all())
@@ -186,4 +196,5 @@ def read_codes(blocks: WeightBlocks, device: torch.device) -> CodedMatrix:
         zeros = torch.where(is_flat, 1.0, -mins / torch.where(is_flat, 1.0, scales))
         codes = codes.masked_fill(is_flat.repeat_interleave(GROUP, 1)[:, : shape[1]], 0)
         scales = torch.where(is_flat, -mins, scales)
+        scales, zeros = _round_pairs(scales, zeros)
     return CodedMatrix(code, codes, scales, GROUP, zeros, bits=4 if kind.format.has_nibbles else 8)

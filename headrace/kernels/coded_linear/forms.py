@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from headrace.kernels.coded_linear import CODED_LINEAR, CODED_SUMS, EXPAND_CODES
+from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR, CODED_SUMS, EXPAND_CODES
 from headrace.kernels.coded_linear.choice import Plan
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise
-from headrace.kernels.operation import KernelQuery
+from headrace.kernels.linear import Norm
+from headrace.kernels.operation import KernelQuery, Operation
 
 STACK_PLAN = Plan(((1 << 62, "triton_expand"),), 1.0)
 """Of experts, which are multiplied by kernels of their own."""
@@ -26,8 +28,9 @@ class CodedWeight:
         self.weight, self.plan = weight, plan
         self.shape, self.num_bytes = (weight.out_features, weight.in_features), weight.num_bytes
         self._steps = [(most, CODED_LINEAR.load(name)) for most, name in plan.steps]
-        with_sums = CODED_SUMS.names()
-        self._sums = [(most, CODED_SUMS.load(name) if name in with_sums else None) for most, name in plan.steps]
+        self._sums, self._gated, self._normalised = (
+            _load_same(operation, plan) for operation in (CODED_SUMS, CODED_GATED, CODED_NORM_LINEAR)
+        )
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
@@ -39,12 +42,24 @@ class CodedWeight:
 
     def multiply_sums(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `multiply`, or split-K partial sums [S, T, O] float32, which are for the reader to add up."""
-        num_rows = x.shape[0]
-        sums = next(sums for most, sums in self._sums if num_rows <= most)
+        sums = _find(self._sums, x.shape[0])
         return self.multiply(x, bias) if sums is None or bias is not None else sums(x, self.weight)
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
-        return None
+        gated = _find(self._gated, x.shape[0])
+        return None if gated is None else gated(x, self.weight, bias, activation)
+
+    def normalise(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bias: torch.Tensor | None, activation: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `CODED_NORM_LINEAR`; None where separate kernels are as fast."""
+        normalised = _find(self._normalised, x.shape[0])
+        if (
+            normalised is None or self.weight.order is not None or norm.weight.dtype != x.dtype
+            or not (_is_aligned(x) and _is_aligned(residual))
+        ):
+            return None
+        return normalised(x, residual, norm, self.weight, bias, activation)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         own = self.weight
@@ -64,6 +79,24 @@ class CodedWeight:
         self.weight = replace(
             own, codes=own.codes.to(device), scales=own.scales.to(device), zeros=zeros, order=order, values=values
         )
+
+
+Steps = list[tuple[int, Callable[..., Any] | None]]
+"""Kernels by the most rows that they are used for."""
+
+
+def _load_same(operation: Operation, plan: Plan) -> Steps:
+    """Of the solutions of a plan, those that ``operation`` has by the same names."""
+    names = operation.names()
+    return [(most, operation.load(name) if name in names else None) for most, name in plan.steps]
+
+
+def _find(steps: Steps, num_rows: int) -> Callable[..., Any] | None:
+    return next(found for most, found in steps if num_rows <= most)
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 @cache

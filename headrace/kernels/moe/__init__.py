@@ -194,6 +194,10 @@ CODED_EXPERTS.add(
     supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0)), priority=15,
     doc="the same, with dependent launch",
 )
+CODED_EXPERTS.add(
+    "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_on_hopper, priority=20,
+    doc="own CUDA C++ for up to four tokens: two kernels; the same beyond",
+)
 
 
 def _reason_against_widths(query: KernelQuery) -> str | None:

@@ -1,0 +1,237 @@
+"""Products of few rows with coded weights by own CUDA C++ (``csrc/cuda/coded_rows.cu``, which says how they work), also
+with the norm before them, the gated activation after them, or of chosen experts.
+
+M rows of x, N outputs, K inputs, T tokens, k choices of a token, X experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels.coded_linear.codes import Code
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.cuda_source import CudaKernel, compile_source
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.triton import GATES
+
+RED, WIDE_UNIT, UNIT = 20, 128, 64
+"""As in the source: floats of a column of sums; inputs of 64 bytes of short codes and of others."""
+MOST_SHARED_BYTES = 227 << 10
+"""Of a block on Hopper."""
+ONE, GATE_UP, DOWN = 0, 1, 2
+"""What a kernel computes: a product, or those of chosen experts."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "x", "residual", "norm", "bias", "out", "total", "codes", "scales", "zeros", "ids", "factors",
+        )),
+        *((name, c_int64) for name in ("x_stride", "residual_stride", "row_bytes")),
+        *((name, c_int) for name in (
+            "rows", "outputs", "inputs", "table", "shared", "rows_each", "top_k", "padded", "gate",
+        )),
+        *((name, c_float) for name in ("eps", "offset", "limit", "alpha", "up_offset")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What is normalised: x plus ``residual`` [M, K]; ``total``, which it is written to."""
+
+    residual: torch.Tensor
+    norm: Norm
+    total: torch.Tensor
+
+    def describe(self, call: _Call) -> None:
+        """Fill in what a kernel is told of it."""
+        call.residual, call.residual_stride = self.residual.data_ptr(), self.residual.stride(0)
+        call.norm, call.total = self.norm.weight.data_ptr(), self.total.data_ptr()
+        call.eps, call.offset = self.norm.eps, self.norm.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Experts ``ids`` [T, k] int64 of a stacked weight of ``rows`` each; x has a row for a token. With ``factors``
+    [T, k] float32 x has k rows for a token, whose products are added up, times these."""
+
+    ids: torch.Tensor
+    rows: int
+    factors: torch.Tensor | None = None
+
+    def describe(self, call: _Call) -> None:
+        """Fill in what a kernel is told of them."""
+        call.ids, call.rows_each, call.top_k = self.ids.data_ptr(), self.rows, self.ids.shape[1]
+        call.factors = _address(self.factors)
+
+    @property
+    def num_sums(self) -> int:
+        """Rows of the result."""
+        return self.ids.shape[0] if self.factors is not None else self.ids.numel()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Warps of a block, blocks on a multiprocessor, and steps of codes that a warp has on their way."""
+
+    warps: int
+    blocks: int
+    depth: int
+
+
+SHAPES = (Shape(16, 1, 4), Shape(8, 2, 4))
+
+
+class Form(NamedTuple):
+    """The source's macros that describe a weight, by name; ``group`` 0: one for all inputs."""
+
+    code: int
+    table: int
+    zeros: int
+    group: int
+    vector: int
+
+    @property
+    def unit(self) -> int:
+        """Inputs of 64 bytes."""
+        return WIDE_UNIT if self.code in (0, 2) else UNIT
+
+    @property
+    def groups(self) -> int:
+        """Scales of a unit that a kernel reads."""
+        return self.unit // self.group if 0 < self.group < self.unit and self.table != 2 else 1
+
+    @property
+    def sums_x(self) -> bool:
+        """Whether sums of x are needed, for zero points."""
+        return self.code == 0 or self.table == 1 or bool(self.zeros)
+
+    def pad(self, inputs: int) -> int:
+        """Bytes of a row of x in shared memory: whole units, and some against bank conflicts."""
+        return ceil_div(inputs, self.unit) * self.unit * 2 + (64 if self.group == 32 and self.table != 2 else 16)
+
+
+def describe_form(weight: DeviceCodes) -> Form:
+    """The form of a weight that satisfies `headrace.kernels.coded_linear.reason_against_rows`."""
+    code = {Code.E4M3: 1, Code.E2M1: 2}.get(weight.code)
+    if code is None:
+        code = 0 if weight.is_short else 3 if weight.codes.dtype == torch.int8 else 4
+    table = 2 if weight.has_powers else 1 if weight.has_pairs else 0
+    group = weight.group if weight.num_groups > 1 or weight.has_powers else 0
+    form = Form(code, table, int(weight.zeros is not None), group, 1)
+    return form._replace(vector=int(weight.scales.shape[1] % form.groups == 0))
+
+
+@cache
+def find_kernel(form: Form, what: int, shape: Shape, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    with torch.cuda.device(device):
+        code = compile_source("coded_rows", _find_options(form, what, shape, device))
+        return CudaKernel(code, "coded_rows", MOST_SHARED_BYTES)
+
+
+def _find_options(form: Form, what: int, shape: Shape, device: torch.device) -> tuple[str, ...]:
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = {**form._asdict(), "experts": what, "warps": shape.warps, "blocks": shape.blocks, "depth": shape.depth}
+    return (
+        f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name.upper()}={value}" for name, value in macros.items())
+    )
+
+
+@cache
+def _count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def compile_ahead(weight: DeviceCodes) -> None:
+    """Compile what `multiply` and the others launch for such a weight, in parallel. Raises as `find_kernel`."""
+    form, device = describe_form(weight), weight.codes.device
+    with ThreadPoolExecutor(len(SHAPES)) as pool:
+        list(pool.map(lambda shape: compile_source("coded_rows", _find_options(form, ONE, shape, device)), SHAPES))
+
+
+def launch(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
+    before: Addition | None = None, gate: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
+    chosen: Chosen | None = None, shape: Shape | None = None,
+) -> torch.Tensor:
+    """``out`` [M, N] of x [M, K]; of chosen experts [T * k, N], or [T, N] with factors. ``gate``: of `GATES`, with its
+    limit, alpha and up_offset; 0 for none."""
+    form, (rows, inputs) = describe_form(weight), x.shape
+    what = ONE if chosen is None else GATE_UP if chosen.factors is None else DOWN
+    shape = shape or choose_shape(weight, what)
+    outputs = (weight.out_features if chosen is None else chosen.rows) // (2 if gate[0] else 1)
+    call = _Call(
+        x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
+        scales=weight.scales.data_ptr(), zeros=_address(weight.zeros), x_stride=x.stride(0),
+        row_bytes=weight.codes.stride(0), rows=rows, outputs=outputs, inputs=inputs,
+        table=weight.scales.shape[1] // (4 if weight.has_powers else 1), shared=weight.rows, top_k=1,
+        padded=form.pad(inputs), gate=gate[0], limit=gate[1], alpha=gate[2], up_offset=gate[3],
+    )
+    for part in (before, chosen):
+        if part is not None:
+            part.describe(call)
+    tiles = ceil_div(outputs, 8 if gate[0] else 16) * (1 if chosen is None else chosen.num_sums)
+    rounds = ceil_div(tiles, _count_sms(x.device) * shape.blocks)
+    find_kernel(form, what, shape, x.device).launch(
+        ceil_div(tiles, rounds), 32 * shape.warps, call, is_dependent=True,
+        shared_bytes=count_shared_bytes(form, rows, inputs, shape, is_one=chosen is None),
+    )
+    return out
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def count_shared_bytes(form: Form, rows: int, inputs: int, shape: Shape, *, is_one: bool) -> int:
+    """Of a block: rows of x, their sums, squares for the norm, and sums of each warp."""
+    quanta = ceil_div(inputs, form.unit) * form.groups if form.sums_x else 0
+    floats = rows * (quanta + shape.warps) + 2 * shape.warps * (rows if is_one else 1) * RED
+    return rows * form.pad(inputs) + 4 * floats
+
+
+def choose_shape(weight: DeviceCodes, what: int) -> Shape:
+    """Measured on an H200."""
+    return SHAPES[what != ONE or weight.has_powers]
+
+
+def _order(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """x in the weight's order of inputs, its rows at multiples of 16 bytes."""
+    if weight.order is not None:
+        return x.index_select(1, weight.order)
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    return launch(_order(x, weight), weight, bias, out)
+
+
+def multiply_gated(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `CODED_GATED`."""
+    out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
+    return launch(_order(x, weight), weight, bias, out, gate=(GATES[activation], 0.0, 0.0, 0.0))
+
+
+def multiply_normalised(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: DeviceCodes, bias: torch.Tensor | None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `CODED_NORM_LINEAR`."""
+    total = torch.empty((x.shape[0], x.shape[1]), dtype=residual.dtype, device=x.device)
+    outputs = weight.out_features // 2 if activation else weight.out_features
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    gate = (GATES[activation] if activation else 0, 0.0, 0.0, 0.0)
+    return launch(x, weight, bias, out, before=Addition(residual, norm, total), gate=gate), total
