@@ -180,7 +180,9 @@ def test_weights_and_pages_in_fewer_bits(pair: Pair, tmp_path: Path, more: dict[
     plain = pair.one(read_logprobs, **options)
     torch.testing.assert_close(pair.two(read_logprobs, **options), plain, atol=1e-4, rtol=1e-4)
     forms: list[dict[str, str]] = [{"quantization": "int4", "kv_dtype": "int8"}, {"quantization": "w8a8"}]
-    if not more:
+    if pair.has_stages:
+        del forms[1:]  # they divide no weight
+    elif not more:
         forms += [{"kv_dtype": "int8"}, {"quantization": "int8"}]
     for changes in forms:
         stated = {**options, **changes}
@@ -253,6 +255,8 @@ WIDE = {**TINY, "hidden_size": 192, "head_dim": 32, "intermediate_size": 320, "t
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_quantised_checkpoints(pair: Pair, tmp_path: Path, form: str):
+    if pair.has_stages and form != "fp8":
+        pytest.skip("stages divide no block: one form will do")
     write, stated = WRITERS[form]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE))
     tensors: dict[str, torch.Tensor] = {}
