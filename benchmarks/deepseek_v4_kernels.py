@@ -84,7 +84,7 @@ def stream_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    from headrace.kernels.sparse_attention import reference, triton
+    from headrace.kernels.sparse_attention import hopper, reference, triton
 
     window, entries = vectors(256, 65), vectors(64, 65)
     cos_sin, sinks = angles(9000), randn(64, dtype=torch.float32)
@@ -97,14 +97,10 @@ def attention_cases() -> Iterator[Case]:
         far = SeenSlots(
             entries, torch.randint(64, 65 * 64, (tokens, 512), device="cuda"), torch.full((tokens,), 512, device="cuda")
         )
-        solutions = {"torch": partial(reference.attend_slots, q, near, far, sinks=sinks, scale=512**-0.5)}
-        for sizes in ((64, 64, 2), (64, 64, 1), (64, 32, 2), (64, 32, 3), (32, 64, 2)):
-            def run(
-                sizes: tuple[int, int, int] = sizes, q: Queries = q, near: SeenSlots = near, far: SeenSlots = far
-            ) -> torch.Tensor:
-                triton.HEADS, triton.SLOTS, triton.STAGES = sizes
-                return triton.attend_slots(q, near, far, sinks=sinks, scale=512**-0.5)
-            solutions["triton " + "x".join(map(str, sizes))] = run
+        solutions = {
+            n: partial(m.attend_slots, q, near, far, sinks=sinks, scale=512**-0.5)
+            for n, m in (("torch", reference), ("triton", triton), ("hopper", hopper))
+        }
         moved = tokens * (640 * 584 + 2 * 2 * 64 * 512)
         yield f"attend_slots T{tokens}", moved, 4.0 * tokens * 64 * 640 * 512, solutions, lambda result: result
 
@@ -113,7 +109,7 @@ def index_cases() -> Iterator[Case]:
     from headrace.kernels.sparse_attention import indexer, reference
 
     cos_sin = angles(9000)
-    for tokens, entries in ((1, 2048), (1, 32768), (64, 2048), (1024, 2048)):
+    for tokens, entries in ((1, 2048), (1, 32768), (1, 262144), (64, 2048), (1024, 2048)):
         pool = keys(entries // 64 + 1)
         decodes = tokens if tokens <= 64 else 0
         table = torch.arange(1, entries // 64 + 1, device="cuda", dtype=torch.int32)

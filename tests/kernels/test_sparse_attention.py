@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES, relative_error
-from test_latents import make_norm, make_slots
+from test_latents import make_norm, make_slots, packing_error
 
+from headrace.kernels.latents.slots import Slots
 from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots, reference
 
 RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -87,6 +88,93 @@ def test_attention(
         assert out.dtype == dtype and relative_error(out.cpu(), exact) < 2 * tolerance
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("tokens", "num_heads", "widths", "programs"), [
+    (3, 64, (128, 512), 132), (3, 128, (128, 40), 132), (3, 20, (100, 70), 1), (40, 64, (64, 0), 132),
+    (200, 64, (128, 300), 7),
+])
+def test_attention_on_hopper(
+    tokens: int, num_heads: int, widths: tuple[int, int], programs: int, monkeypatch: pytest.MonkeyPatch
+):
+    from headrace.kernels.sparse_attention import hopper
+
+    device, dtype, generator = torch.device("cuda", 0), torch.bfloat16, torch.Generator().manual_seed(num_heads)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    assert hopper.find_kernel(device) is not None
+    monkeypatch.setattr(hopper, "count_programs", lambda _: programs)
+    norm = make_norm(512, 64, "cuda", dtype)
+    q = (torch.randn(tokens, num_heads, 512, generator=generator) * 3).to(device, dtype)
+    positions = torch.randint(0, 500, (tokens,), generator=generator).to(device)
+    queries = Queries(q, positions, norm.cos_sin, 1e-6)
+    window = SeenSlots(*make_seen("vectors", 512, "cuda", dtype, tokens, widths[0], 1))
+    entries = None
+    if widths[1]:
+        slots, numbers, counts = make_seen("vectors", 512, "cuda", dtype, 2, widths[1], 2)
+        counts = torch.randint(0, widths[1] + 5, (tokens,), generator=generator).to(device)
+        counts[:2] = torch.tensor([widths[1] + 5, 0])
+        entries = SeenSlots(slots, numbers, counts, torch.randint(0, 2, (tokens,), generator=generator).to(device))
+    sinks, scale = torch.randn(num_heads, generator=generator).to(device), 512**-0.5
+    parts = [window] if entries is None else [window, entries]
+    out = hopper.attend_slots(queries, window, entries, sinks=sinks, scale=scale)
+    assert relative_error(out.cpu(), attend_exactly(queries, parts, sinks, scale)) < 1e-2
+    assert torch.equal(out, hopper.attend_slots(queries, window, entries, sinks=sinks, scale=scale)), "at every run"
+
+
+@pytest.mark.cuda
+def test_every_code_is_unpacked_exactly_on_hopper():
+    """A token that attends to one slot, without a sink, gets that slot's vector back."""
+    from headrace.kernels.sparse_attention import hopper
+
+    slots, tokens = make_slots("vectors", 512, "cuda", pages=40), 256
+    assert slots.scales is not None
+    numbers = torch.arange(tokens, device="cuda")[:, None] + 8
+    place = (numbers[:, 0] // 8, numbers[:, 0] % 8)
+    codes = torch.randint(0, 256, (tokens, 576), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    codes[:, :448][(codes[:, :448] & 127) == 127] = 3  # no NaN
+    codes[:, 448:] = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16().view(torch.uint8)
+    exponents = torch.randint(90, 160, (tokens, 8), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    slots.values[place], slots.scales[place] = codes.cuda(), exponents.cuda()
+    still = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1).cuda()
+    q = torch.randn(tokens, 64, 512, device="cuda").bfloat16()
+    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    queries = Queries(q, positions, still, 1e-6)
+    window = SeenSlots(slots, numbers, torch.ones_like(positions))
+    out = hopper.attend_slots(queries, window, None, sinks=torch.full((64,), -1e30, device="cuda"), scale=1e-30)
+    expected = slots.gather(numbers[:, 0], torch.bfloat16)
+    assert torch.equal(out, expected[:, None].expand_as(out))
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("num_heads", "value_dim", "rest", "width", "programs"), [
+    (20, 32, 16, 70, 132), (5, 64, 16, 40, 1), (64, 512, 64, 200, 132),
+])
+def test_attention_to_rows(
+    num_heads: int, value_dim: int, rest: int, width: int, programs: int, device: str, dtype: torch.dtype,
+    tolerance: float, monkeypatch: pytest.MonkeyPatch,
+):
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention import rows
+
+    if device == "cpu" and value_dim == 512:
+        pytest.skip("too large for the interpreter")
+    monkeypatch.setattr(rows, "PROGRAMS", programs)
+    generator = torch.Generator().manual_seed(value_dim)
+    pages, numbers, counts = make_seen("plain", value_dim + rest + 8, device, dtype, 3, width, 1)
+    slots = Slots(pages.values[..., : value_dim + rest])  # something else lies behind each row
+    q = torch.randn(3, num_heads, value_dim + rest, generator=generator).to(device, dtype)
+    owners = torch.tensor([1, 0, 1], device=device)
+    for seen in (SeenSlots(slots, numbers, counts), SeenSlots(slots, numbers, counts, owners)):
+        exact = torch.empty(3, num_heads, value_dim, dtype=torch.float64)
+        for token in range(3):
+            row = token if seen.rows is None else int(seen.rows[token])
+            kv = slots.gather(numbers[row, : int(counts[token])], torch.float32).double().cpu()
+            exact[token] = (q[token].double().cpu() @ kv.T * 0.1).softmax(-1) @ kv[:, :value_dim]
+        for solution in (reference, rows):
+            out = solution.attend_rows(q, seen, value_dim=value_dim, scale=0.1)
+            assert out.dtype == dtype and relative_error(out.cpu(), exact) < 2 * tolerance
+
+
 def make_view(device: str, lengths: list[int], chunks: list[int], per_page: int) -> EntryView:
     """Requests with that many entries at the end of their chunks; an entry a token."""
     generator = torch.Generator().manual_seed(7)
@@ -105,10 +193,14 @@ def make_view(device: str, lengths: list[int], chunks: list[int], per_page: int)
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize(("kind", "num_heads", "dim", "rotary_dim"), [("plain", 5, 64, 32), ("keys", 64, 128, 64)])
 def test_scores(
-    kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float
+    kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     pytest.importorskip("triton")
-    from headrace.kernels.sparse_attention.indexer import index_scores
+    from headrace.kernels.sparse_attention import indexer
+
+    # queries are rounded to 8 bits too: the last bit of a sum changes some codes
+    tolerance = 3 * tolerance if kind == "plain" else max(3 * tolerance, packing_error(device), 2e-2)
 
     view = make_view(device, [90, 12, 140, 30], [1, 1, 5, 3], 8)
     generator = torch.Generator().manual_seed(1)
@@ -119,15 +211,16 @@ def test_scores(
     norm = make_norm(dim, rotary_dim, device, dtype)
     queries = Queries(q, torch.randint(0, 500, (10,), generator=generator).to(device), norm.cos_sin, 0.0)
     weights = torch.randn(10, num_heads, generator=generator).to(device)
-    for tokens in (slice(0, 10), slice(3, 8)):
+    for tokens, many in ((slice(0, 10), 1), (slice(3, 8), 256)):  # tokens that share a program; each its own
+        monkeypatch.setattr(indexer, "MANY_TOKENS", many)
         ours, theirs = (
             solution(queries, weights, keys, view, scale=0.3, top_k=20, tokens=tokens)
-            for solution in (index_scores, reference.index_scores)
+            for solution in (indexer.index_scores, reference.index_scores)
         )
         seen = view.visible[tokens]
         assert ours.shape == theirs.shape == (len(seen), 140)
         defined = (torch.arange(140, device=device) < seen[:, None]) & (seen > 20)[:, None]
-        assert relative_error(ours[defined], theirs[defined]) < 3 * tolerance
+        assert relative_error(ours[defined], theirs[defined]) < tolerance
 
 
 def check_selection(select: Any, scores: torch.Tensor, view: EntryView, top_k: int, per_page: int) -> None:

@@ -43,6 +43,10 @@ E]`` in q's dtype: RMS norm and rotation of each head, then attention over both 
 output's last dims rotated backwards by the query's position. exp(sink) is added to each head's denominator. The query's
 shape has ``head_dim``, ``rotary_dim`` and ``packed``."""
 
+ATTEND_ROWS = Operation("row attention kernel")
+"""``attend_rows(q [T, H, E], seen: SeenSlots, *, value_dim, scale) -> [T, H, V]``: attention to plain slots of E dims
+as they are, of which the first V = ``value_dim`` are the value. The query's shape has ``value_dim`` and ``row_dim``."""
+
 
 @dataclass(slots=True)
 class EntryView:
@@ -62,7 +66,8 @@ class EntryView:
 INDEX_SCORES = Operation("index score kernel")
 """``index_scores(queries: Queries, weights [T, H], keys: Slots, view: EntryView, *, scale, top_k, tokens: slice) -> [n,
 N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``.
-Queries are rotated, and where keys are packed turned by a Hadamard matrix; they have no norm. Undefined for entries
+Queries are rotated; where keys are packed, they are packed the same way: turned by a Hadamard matrix, then in e4m3 with
+a scale for each head. They have no norm. Undefined for entries
 that a token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim``, ``rotary_dim``
 and ``packed``."""
 
@@ -86,6 +91,7 @@ ATTEND_SLOTS.add(
     "triton", "headrace.kernels.sparse_attention.triton:attend_slots", supports=_reason_against_attention, priority=10,
     doc="reads packed slots; splits the slots of few tokens among programs",
 )
+ATTEND_ROWS.add("reference", "headrace.kernels.sparse_attention.reference:attend_rows", doc="plain torch, by tiles")
 INDEX_SCORES.add("reference", "headrace.kernels.sparse_attention.reference:index_scores", doc="plain torch")
 INDEX_SCORES.add(
     "triton", "headrace.kernels.sparse_attention.indexer:index_scores", supports=_reason_against_attention, priority=10,
@@ -95,6 +101,41 @@ SELECT_ENTRIES.add("reference", "headrace.kernels.sparse_attention.reference:sel
 SELECT_ENTRIES.add(
     "triton", "headrace.kernels.sparse_attention.indexer:select_entries", supports=requires(device="cuda"), priority=10,
     doc="radix selection, a program a token; of equal scores the first",
+)
+
+
+def _reason_against_rows(query: KernelQuery) -> str | None:
+    value_dim = query.shape.get("value_dim", 0)
+    rest = query.shape.get("row_dim", 0) - value_dim
+    if value_dim & (value_dim - 1) or rest & (rest - 1) or not 32 <= value_dim <= 512 or not 16 <= rest <= 256:
+        return f"takes powers of two, 32 to 512 dims of a value and 16 to 256 more of a key, not {value_dim} and {rest}"
+    return requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 0))(query)
+
+
+def _reason_against_dependent_rows(query: KernelQuery) -> str | None:
+    return requires(device="cuda", capability=(9, 0))(query) or _reason_against_rows(query)
+
+
+for _name, _target, _reason, _priority in (
+    ("triton", "attend_rows", _reason_against_rows, 10),
+    ("triton_pdl", "attend_rows_pdl", _reason_against_dependent_rows, 15),
+):
+    ATTEND_ROWS.add(
+        _name, f"headrace.kernels.sparse_attention.rows:{_target}", supports=_reason, priority=_priority,
+        doc="splits the slots of few tokens among programs",
+    )
+
+
+def _reason_against_hopper(query: KernelQuery) -> str | None:
+    sizes = tuple(query.shape.get(name, 0) for name in ("head_dim", "rotary_dim", "packed"))
+    if query.capability[0] != 9 or sizes != (512, 64, 1):
+        return f"takes packed vectors of 512 dims, 64 of them rotated, on compute capability 9.0, not {sizes}"
+    return requires(device="cuda", dtypes=("bfloat16",))(query)
+
+
+ATTEND_SLOTS.add(
+    "hopper", "headrace.kernels.sparse_attention.hopper:attend_slots", supports=_reason_against_hopper, priority=20,
+    doc="own CUDA C++: slots unpacked once for 64 heads, wgmma",
 )
 
 

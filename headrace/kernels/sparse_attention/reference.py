@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.latents.reference import hadamard, rotate_last
-from headrace.kernels.latents.slots import Slots, find_slots
+from headrace.kernels.latents.slots import Slots, find_slots, pack_keys, unpack_keys
 from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots
 
 TILE_ELEMENTS = 2**26
@@ -27,6 +27,12 @@ def attend_slots(
     # Values are the rotated keys. Rotating the output back by the query's position leaves each value rotated by its
     # distance from the query, so that the output depends on relative positions alone.
     return rotate_last(attend(q, seen, sinks=sinks, scale=scale), cos_sin, backwards=True)
+
+
+def attend_rows(q: torch.Tensor, seen: SeenSlots, *, value_dim: int, scale: float) -> torch.Tensor:
+    """See `ATTEND_ROWS`."""
+    sinks = torch.full((q.shape[1],), float("-inf"), device=q.device)
+    return attend(q, [(seen.slots, list_slots(seen))], sinks=sinks, scale=scale)[..., :value_dim]
 
 
 def list_slots(seen: SeenSlots) -> torch.Tensor:
@@ -71,7 +77,7 @@ def index_scores(
     time."""
     q = rotate_last(queries.q, queries.cos_sin.index_select(0, queries.positions)).float()  # [T, H, E]
     if keys.holds_keys:
-        q = q @ hadamard(q.shape[-1], q.device)
+        q = unpack_keys(*pack_keys(q @ hadamard(q.shape[-1], q.device)))
     weights = weights.float() * scale
     slots, num_decodes = list_entries(view, keys.per_page), view.num_decodes
     scores = q.new_zeros(q.shape[0], view.longest)

@@ -179,7 +179,7 @@ def _combine_kernel(
 ):
     # one program a token and head
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, pair = tl.arange(0, BLOCK_K), tl.arange(0, E // 2)
+    split, dim, pair = tl.arange(0, BLOCK_K), tl.arange(0, E), tl.arange(0, E // 2)
     is_split = split < SPLITS
     wait_for_previous(PDL)
     place = (token * SPLITS + split) * H + head
@@ -187,19 +187,17 @@ def _combine_kernel(
     total = tl.load(stats_ptr + place * 2 + 1, mask=is_split, other=0.0)
     sink = tl.load(sinks_ptr + head) * LOG2_E
     highest = tl.maximum(tl.max(most, axis=0), sink)
-    weight = tl.exp2(most - highest)  # 0 for a split without slots
+    weight = tl.exp2(most - highest)  # 0 for a split without slots, whose sums may be undefined
     share = 1.0 / (tl.sum(total * weight, axis=0) + tl.exp2(sink - highest))
-    both = is_split[:, None] & (pair >= 0)[None, :]
-    source = sums_ptr + place[:, None] * E + 2 * pair[None, :]
-    even = tl.sum(tl.load(source, mask=both, other=0.0) * weight[:, None], axis=0) * share
-    odd = tl.sum(tl.load(source + 1, mask=both, other=0.0) * weight[:, None], axis=0) * share
+    is_read = (is_split & (total > 0))[:, None] & (dim >= 0)[None, :]
+    sums = tl.load(sums_ptr + place[:, None] * E + dim[None, :], mask=is_read, other=0.0)
+    even, odd = tl.split(tl.reshape(tl.sum(sums * weight[:, None], axis=0) * share, [E // 2, 2]))
     turn = pair - (E - R) // 2
     table = cos_sin_ptr + tl.load(positions_ptr + token) * R + turn
     cos = tl.load(table, mask=turn >= 0, other=1.0)
     sin = tl.load(table + R // 2, mask=turn >= 0, other=0.0)
-    into = out_ptr + (token * H + head) * E + 2 * pair
-    tl.store(into, (even * cos + odd * sin).to(out_ptr.dtype.element_ty))
-    tl.store(into + 1, (odd * cos - even * sin).to(out_ptr.dtype.element_ty))
+    turned = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [E])
+    tl.store(out_ptr + (token * H + head) * E + dim, turned.to(out_ptr.dtype.element_ty))
 
 
 def _entry_arguments(window: SeenSlots, entries: SeenSlots | None) -> dict[str, Any]:
@@ -214,6 +212,29 @@ def _entry_arguments(window: SeenSlots, entries: SeenSlots | None) -> dict[str, 
         "entry_scales_ptr": places["scales_ptr"], "ENTRY_S": places["S"], "ENTRY_PAGE": places["PAGE"],
         "ENTRY_SLOT": places["SLOT"], "HAS_ENTRIES": entries is not None, "HAS_ENTRY_ROWS": seen.rows is not None,
     }
+
+
+def make_parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Room for what each split finds for ``q`` [T, H, E], float32: sums [T, K, H, E], not yet divided, and [T, K, H, 2]
+    the highest logit, in units of log2, and the sum of weights relative to it; None for one split."""
+    if splits == 1:
+        return None
+    shape = (q.shape[0], splits, q.shape[1])
+    sums = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+    return sums, torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+
+
+def combine(
+    parts: tuple[torch.Tensor, torch.Tensor], queries: Queries, sinks: torch.Tensor, out: torch.Tensor, *, pdl: bool
+) -> None:
+    """Add up what splits found, and rotate it back, into ``out`` [T, H, E]; see `make_parts`."""
+    (sums, stats), (num_tokens, num_heads, head_dim) = parts, out.shape
+    splits = sums.shape[1]
+    _combine_kernel[(num_tokens, num_heads)](
+        sums, stats, queries.positions, queries.cos_sin, sinks, out, H=num_heads, E=head_dim,
+        R=queries.cos_sin.shape[1], SPLITS=splits, BLOCK_K=next_power_of_2(splits), PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )
 
 
 def attend_slots(
@@ -232,22 +253,16 @@ def attend_slots(
     pieces = ceil_div(window.numbers.shape[1], SLOTS)
     pieces += 0 if entries is None else ceil_div(entries.numbers.shape[1], SLOTS)
     splits = max(1, min(pieces, MOST_SPLITS, PROGRAMS // (num_tokens * blocks)))
-    sums, stats = q, q  # stand in where there is one split
-    if splits > 1:
-        sums = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((num_tokens, splits, num_heads, 2), dtype=torch.float32, device=q.device)
-    shape = {"H": num_heads, "E": head_dim, "R": rotary_dim, "SPLITS": splits}
+    parts = make_parts(q, splits)
+    sums, stats = (q, q) if parts is None else parts  # q stands in
     _attend_kernel[(num_tokens, blocks, splits)](
         q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, window.numbers,
         window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
-        **_entry_arguments(window, entries), **shape, HEADS=heads, GROUP=GROUP,
-        BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES, launch_pdl=pdl,
+        **_entry_arguments(window, entries), H=num_heads, E=head_dim, R=rotary_dim, SPLITS=splits, HEADS=heads,
+        GROUP=GROUP, BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES, launch_pdl=pdl,
     )
-    if splits > 1:
-        _combine_kernel[(num_tokens, num_heads)](
-            sums, stats, queries.positions, queries.cos_sin, sinks, out, **shape, BLOCK_K=next_power_of_2(splits),
-            PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )
+    if parts is not None:
+        combine(parts, queries, sinks, out, pdl=pdl)
     return out
 
 

@@ -1,0 +1,602 @@
+// Sparse latent attention on Hopper: 64 heads of a token attend to latents at slots of its own, each latent being key
+// and value. Slots are packed: 448 values in e4m3 with a power of two for each 64, 64 rotated in bf16.
+//
+// A block takes one token, up to 64 heads and every `splits`-th group of 64 slots after the other. One warpgroup reads
+// slots and unpacks them to bf16 in shared memory, two groups of slots ahead. Two warpgroups multiply: logits over half
+// of the dims each, which they add up for half of the slots each, then half of the dims each over all 64 slots. Their
+// sums of 64 x 256 stay in registers.
+//
+// Compiled by NVRTC, without any header.
+
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+constexpr int DIM = 512, ROTATED = 64, HEADS = 64, SLOTS = 64, STAGES = 2;
+constexpr int VALUE_BYTES = 576, SCALE_BYTES = 8, CODES = DIM - ROTATED, GROUPS = CODES / 64;
+// A tile has 64 rows of 64 dims, 128 bytes each, swizzled: 16 bytes c of row r lie at place c ^ r % 8.
+constexpr int TILE_BYTES = 64 * 128, VECTOR_BYTES = DIM / 64 * TILE_BYTES;  // of 64 vectors, 64 dims after the other
+constexpr int THREADS = 384, MATH_THREADS = 256, MATH_WARPS = 8;  // 128 threads unpack
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float SLACK = 8.0f;  // the highest logit may be 2^SLACK times what weights are relative to: less rescaling
+
+struct Seen {  // slots that tokens attend to
+  const char *values, *scales;  // of packed slots; null: none
+  uint64 page_bytes;
+  const int64 *numbers;         // [X, width]
+  const int64 *counts;          // [T]
+  const int64 *rows;            // [T], of `numbers`; null: row t of token t
+  int width, per_page;
+};
+
+struct Places {  // addresses in shared memory
+  uint32 queries, stages, weights, extremes, exchange, full, empty;
+  __device__ explicit Places(uint32 start)
+      : queries(start), stages(queries + VECTOR_BYTES), weights(stages + STAGES * VECTOR_BYTES),
+        extremes(weights + TILE_BYTES), exchange(extremes + 4 * HEADS * 4), full(exchange + MATH_THREADS * 64),
+        empty(full + 8 * STAGES) {}
+};
+
+struct Call {
+  const char *q;          // [T, H, 512] bfloat16
+  const int64 *positions;
+  const float *cos_sin;   // [L, 64]
+  const float *sinks;     // [H]
+  char *out;              // [T, H, 512] bfloat16
+  float *sums, *stats;    // [T, splits, H, 512] and [T, splits, H, 2]: highest logit (log2), sum of weights; if split
+  float norm_eps, scale;
+  int tokens, heads, splits;
+};
+
+__device__ uint32 shared_address(const void *place) {
+  uint32 address;
+  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
+  return address;
+}
+
+// barriers in shared memory
+
+__device__ void init_barrier(uint32 bar, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+__device__ void arrive_at(uint32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ void wait_for(uint32 bar, uint32 parity) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
+}
+
+__device__ void sync_math() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+__device__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ void store_shared(uint32 to, uint32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ void store_shared(uint32 to, uint32 a, uint32 b, uint32 c, uint32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ uint4 load_shared(uint32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+__device__ float load_shared_float(uint32 from) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+  return v;
+}
+
+// matrix operands
+
+// rows are dims apart: 8 rows are 1024 bytes; the next 16 dims of a tile are 32 bytes further
+__device__ uint64 describe_rows(uint32 address) {
+  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// the same tiles as [slots, dims] with dims as columns: the next 64 columns are a tile further, 8 slots are 1024 bytes
+__device__ uint64 describe_columns(uint32 address) {
+  return uint64((address & 0x3FFFF) >> 4) | (uint64(TILE_BYTES >> 4) << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// d [64, 64] += a [64, 16] b [64, 16]^T; a thread holds rows r and r + 8, r = lane / 4, of columns 8 j + 2 (lane % 4)
+// and the next: d[4 j] and d[4 j + 1] of row r, d[4 j + 2] and d[4 j + 3] of row r + 8
+__device__ void multiply_keys(float (&d)[32], uint64 a, uint64 b, int keeps) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
+        "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(keeps));
+}
+
+// d [64, 256] += a [64, 16] b [16, 256], of which b's columns lie together ("transposed")
+__device__ void multiply_values(float (&d)[128], uint64 a, uint64 b, int keeps) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "
+      "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, p, 1, 1, 0, 1; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
+        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
+        "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
+        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]),
+        "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]),
+        "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
+        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]),
+        "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]),
+        "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]),
+        "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]),
+        "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
+        "+f"(d[126]), "+f"(d[127])
+      : "l"(a), "l"(b), "r"(keeps));
+}
+
+__device__ void fence_operands() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ void finish_products() {
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// numbers
+
+__device__ uint32 pack(float low, float high) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
+  return both;
+}
+
+__device__ float low_half(uint32 both) { return __uint_as_float(both << 16); }
+__device__ float high_half(uint32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+
+__device__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ uint32 multiply_pairs(uint32 a, uint32 b) {
+  uint32 c;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// Two codes in the high bytes of 16 bits each, times 2^60 * `scale`: e4m3's bits 4 places to the right are bfloat16's
+// of 2^-120 times the value, subnormal ones included. Two factors, as no bfloat16 holds 2^120 times a large scale.
+__device__ uint32 widen(uint32 codes, uint32 scale) {
+  const uint32 bits = (codes & 0x80008000u) | ((codes >> 4) & 0x07F007F0u);
+  return multiply_pairs(multiply_pairs(bits, 0x5D805D80u), scale);
+}
+
+__device__ uint4 load_global(const char *from) { return *reinterpret_cast<const uint4 *>(from); }
+
+__device__ uint4 load_once(const char *from) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// Which groups of slots a block goes through: all items of the grid's stride, and of an item every splits-th group.
+struct Walk {
+  const Call &call;
+  const Seen &window, &entries;
+  int item, items, head_blocks;
+  int token, head, split;                          // of the item
+  int window_count, entry_count, groups, group;    // `group`: the current one; groups of the window come first
+  int64 entry_row;
+
+  __device__ Walk(const Call &call, const Seen &window, const Seen &entries)
+      : call(call), window(window), entries(entries), head_blocks((call.heads + HEADS - 1) / HEADS) {
+    items = call.tokens * head_blocks * call.splits;
+  }
+  __device__ bool open(int nth) {  // the item of that number, at its first group; false behind the last
+    item = nth;
+    if (item >= items) return false;
+    split = item % call.splits;
+    head = item / call.splits % head_blocks * HEADS;
+    token = item / call.splits / head_blocks;
+    const int64 count = window.counts[token];
+    window_count = count < window.width ? int(count) : window.width;
+    entry_count = 0;
+    if (entries.values) {
+      const int64 more = entries.counts[token];
+      entry_count = more < entries.width ? int(more) : entries.width;
+      entry_row = entries.rows ? entries.rows[token] : token;
+    }
+    groups = window_groups() + (entry_count + SLOTS - 1) / SLOTS;
+    group = split;
+    return true;
+  }
+  __device__ int window_groups() const { return (window_count + SLOTS - 1) / SLOTS; }
+  __device__ bool is_inside() const { return group < groups; }
+  __device__ int slots_left() const {
+    const int ahead = window_groups();
+    return group < ahead ? window_count - group * SLOTS : entry_count - (group - ahead) * SLOTS;
+  }
+  // to the next group, of a later item if this has no more; false behind the last
+  __device__ bool advance() {
+    group += call.splits;
+    return is_inside() || open_next();
+  }
+  __device__ bool open_next() {
+    while (open(item + gridDim.x))
+      if (is_inside()) return true;
+    return false;
+  }
+  // The slot number in row `row` of the current group. Behind the last slot: the last, whose weight is zero.
+  __device__ int64 number(int row) const {
+    const int ahead = window_groups();
+    if (group < ahead) return window.numbers[int64(token) * window.width + min(group * SLOTS + row, window_count - 1)];
+    return entries.numbers[entry_row * entries.width + min((group - ahead) * SLOTS + row, entry_count - 1)];
+  }
+  __device__ const Seen &seen() const { return group < window_groups() ? window : entries; }
+};
+
+struct Row {  // where a slot lies
+  const char *values;
+  uint2 scales;
+  __device__ void find(const Seen &seen, int64 number) {
+    const uint32 page = uint32(number) / uint32(seen.per_page), at = uint32(number) % uint32(seen.per_page);
+    values = seen.values + page * seen.page_bytes + at * VALUE_BYTES;
+    scales = *reinterpret_cast<const uint2 *>(seen.scales + page * seen.page_bytes + at * SCALE_BYTES);
+  }
+};
+
+// The warpgroup that unpacks. A warp has 16 rows of a group, 8 at a time: 4 lanes a row, 16 bytes each. While one row
+// is unpacked, the next is on its way into the same registers.
+__device__ void unpack_slots(Walk &walk, uint32 stages, uint32 full, uint32 empty) {
+  const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, first = threadIdx.x / 32 * 16 + r;
+  if (!walk.open(blockIdx.x) || (!walk.is_inside() && !walk.open_next())) return;
+  uint4 raw[GROUPS + 2];
+  Row row;
+  row.find(walk.seen(), walk.number(first));
+  const int turned = r % 2;  // an odd row's halves in the other order: no two rows write to the same banks
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) raw[g] = load_global(row.values + g * 64 + c * 16);
+#pragma unroll
+  for (int h = 0; h < 2; h++) raw[GROUPS + h] = load_global(row.values + CODES + (c + 4 * (h ^ turned)) * 16);
+
+  int stage = 0;
+  uint32 parity = 0;
+  int64 numbers[2] = {0, walk.number(first + 8)};  // of rows to be fetched: of the next group, and of this one
+  for (bool goes_on = true; goes_on;) {
+    const Seen &seen = walk.seen();
+    const int64 second = numbers[1];
+    goes_on = walk.advance();
+    if (goes_on) {
+      numbers[0] = walk.number(first);
+      numbers[1] = walk.number(first + 8);
+    }
+    wait_for(empty + 8 * stage, parity ^ 1);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint2 scales = row.scales;
+      const uint32 to = stages + stage * VECTOR_BYTES + (first + 8 * half) * 128;
+      if (half == 0) {
+        row.find(seen, second);
+      } else if (goes_on) {
+        row.find(walk.seen(), numbers[0]);
+      }
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        const uint4 codes = raw[g];
+        raw[g] = load_global(row.values + g * 64 + c * 16);
+        // e8m0 to bfloat16's exponent, times 2^60
+        const uint32 scale = (((g < 4 ? scales.x : scales.y) >> (g % 4 * 8) & 255) + 60) * 0x00800080u;
+        const uint32 tile = to + g * TILE_BYTES;
+        store_shared(tile + ((2 * c ^ r) * 16), widen(__byte_perm(codes.x, 0, 0x1404), scale),
+                     widen(__byte_perm(codes.x, 0, 0x3424), scale), widen(__byte_perm(codes.y, 0, 0x1404), scale),
+                     widen(__byte_perm(codes.y, 0, 0x3424), scale));
+        store_shared(tile + ((2 * c + 1 ^ r) * 16), widen(__byte_perm(codes.z, 0, 0x1404), scale),
+                     widen(__byte_perm(codes.z, 0, 0x3424), scale), widen(__byte_perm(codes.w, 0, 0x1404), scale),
+                     widen(__byte_perm(codes.w, 0, 0x3424), scale));
+      }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int chunk = c + 4 * (h ^ turned);
+        const uint4 v = raw[GROUPS + h];
+        raw[GROUPS + h] = load_global(row.values + CODES + chunk * 16);
+        store_shared(to + GROUPS * TILE_BYTES + ((chunk ^ r) * 16), v.x, v.y, v.z, v.w);
+      }
+    }
+    show_to_tensor_cores();
+    arrive_at(full + 8 * stage);
+    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+  }
+}
+
+// Queries [64, 512] of an item to shared memory: RMS norm over a head, rotation of its last dims. A warp has 8 heads, a
+// lane dims 8 lane to 8 lane + 7 and the same behind 256.
+__device__ void prepare_queries(const Call &call, const Walk &walk, uint32 to, int warp, int lane) {
+  const float *angles = call.cos_sin + call.positions[walk.token] * ROTATED;
+  float cosine[4] = {1, 1, 1, 1}, sine[4] = {0, 0, 0, 0};
+  if (lane >= 24) {  // the last dims, in pairs
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      cosine[i] = angles[(lane - 24) * 4 + i];
+      sine[i] = angles[ROTATED / 2 + (lane - 24) * 4 + i];
+    }
+  }
+#pragma unroll 1
+  for (int part = 0; part < 8; part += 4) {
+    uint4 raw[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int head = walk.head + warp * 8 + part + i;
+      const char *from = call.q + (int64(walk.token) * call.heads + head) * (DIM * 2) + lane * 16;
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        raw[i][half] = head < call.heads ? load_once(from + half * 512) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float square = 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+          square += low_half(words[w]) * low_half(words[w]) + high_half(words[w]) * high_half(words[w]);
+      }
+#pragma unroll
+      for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+      const float inverse = rsqrtf(square / DIM + call.norm_eps);
+      const int row = warp * 8 + part + i;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+        uint32 done[4];
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+          const float even = low_half(words[w]) * inverse, odd = high_half(words[w]) * inverse;
+          done[w] = half ? pack(even * cosine[w] - odd * sine[w], odd * cosine[w] + even * sine[w]) : pack(even, odd);
+        }
+        const int chunk = half * 32 + lane;  // of 16 bytes
+        store_shared(to + chunk / 8 * TILE_BYTES + row * 128 + ((chunk % 8 ^ row % 8) * 16), done[0], done[1], done[2],
+                     done[3]);
+      }
+    }
+  }
+}
+
+// A warp's sums [16, 256] times `share`, rotated back in the last dims, through its own 8 KiB of shared memory.
+__device__ void store_output(const Call &call, const Walk &walk, const float (&sums)[128], const float (&share)[2],
+                             int side, uint32 through, int warp, int lane) {
+  const int r = lane / 4, c = lane % 4;
+  const float *angles = call.cos_sin + call.positions[walk.token] * ROTATED;
+#pragma unroll
+  for (int j = 0; j < 32; j++) {
+    float cosine = 1.0f, sine = 0.0f;
+    if (side == 1 && j >= 24) {
+      cosine = angles[(j - 24) * 4 + c];
+      sine = angles[ROTATED / 2 + (j - 24) * 4 + c];
+    }
+#pragma unroll
+    for (int low = 0; low < 2; low++) {
+      const float even = sums[4 * j + 2 * low] * share[low], odd = sums[4 * j + 2 * low + 1] * share[low];
+      store_shared(through + (r + 8 * low) * 512 + ((j ^ r) * 16) + c * 4,
+                   pack(even * cosine + odd * sine, odd * cosine - even * sine));
+    }
+  }
+  __syncwarp();
+#pragma unroll 4
+  for (int row = 0; row < 16; row++) {
+    const int head = walk.head + warp * 16 + row;
+    const uint4 v = load_shared(through + row * 512 + ((lane ^ row % 8) * 16));
+    char *to = call.out + (int64(walk.token) * call.heads + head) * (DIM * 2) + side * 512 + lane * 16;
+    if (head < call.heads) *reinterpret_cast<uint4 *>(to) = v;
+  }
+}
+
+__device__ void store_sums(const Call &call, const Walk &walk, const float (&sums)[128], int side, int warp, int lane) {
+  const int64 place = (int64(walk.token) * call.splits + walk.split) * call.heads;
+#pragma unroll
+  for (int low = 0; low < 2; low++) {
+    const int head = walk.head + warp * 16 + lane / 4 + 8 * low;
+    if (head < call.heads) {
+      float *to = call.sums + (place + head) * DIM + side * 256 + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < 32; j++)
+        *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(sums[4 * j + 2 * low], sums[4 * j + 2 * low + 1]);
+    }
+  }
+}
+
+__device__ void store_stats(const Call &call, const Walk &walk, int head, float most, float total) {
+  const int64 place = (int64(walk.token) * call.splits + walk.split) * call.heads + head;
+  *reinterpret_cast<float2 *>(call.stats + place * 2) = make_float2(most, total);
+}
+
+// A warpgroup that multiplies; `side` 0 or 1: which 256 dims, and of which 32 slots of a group it makes weights.
+__device__ void attend_groups(const Call &call, Walk &walk, int side, const Places &in) {
+  const int thread = threadIdx.x - 128, lane = threadIdx.x % 32, warp = thread % 128 / 32, r = warp * 16 + lane / 4;
+  const float scale = call.scale * LOG2_E;
+  const uint64 q = describe_rows(in.queries), p = describe_rows(in.weights);
+  int stage = 0;
+  uint32 parity = 0;
+  for (int item = blockIdx.x; walk.open(item); item += gridDim.x) {
+    if (call.splits > 1 && !walk.is_inside()) {  // nothing is left for this split: its sums are not read
+      const int head = walk.head + thread;
+      if (thread < HEADS && head < call.heads) store_stats(call, walk, head, __int_as_float(0xFF800000), 0.0f);
+      continue;
+    }
+    prepare_queries(call, walk, in.queries, thread / 32, lane);
+    show_to_tensor_cores();
+    sync_math();
+    float sums[128];
+#pragma unroll
+    for (int i = 0; i < 128; i++) sums[i] = 0.0f;
+    const float none = __int_as_float(0xFF800000);
+    float most[2] = {none, none}, total[2] = {0.0f, 0.0f};  // of rows r and r + 8; `total`: of own slots alone
+    for (; walk.is_inside(); walk.group += call.splits) {
+      wait_for(in.full + 8 * stage, parity);
+      const uint32 vectors = in.stages + stage * VECTOR_BYTES;
+      float s[16];
+      {
+        float both[32];
+        const uint64 k = describe_rows(vectors);
+        fence_operands();
+#pragma unroll
+        for (int step = 0; step < DIM / 32; step++) {
+          const uint32 at = ((step / 4 + side * 4) * TILE_BYTES + step % 4 * 32) >> 4;
+          multiply_keys(both, q + at, k + at, step > 0);
+        }
+        finish_products();
+        const uint32 own = in.exchange + thread * 16, other = in.exchange + (thread ^ 128) * 16;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float *given = both + 4 * j;  // of the other side's slots
+          store_shared(own + j * 4096, __float_as_uint(side ? given[0] : given[16]),
+                       __float_as_uint(side ? given[1] : given[17]), __float_as_uint(side ? given[2] : given[18]),
+                       __float_as_uint(side ? given[3] : given[19]));
+        }
+        sync_math();
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const uint4 v = load_shared(other + j * 4096);
+          const float *mine = both + 4 * j;
+          s[4 * j] = (side ? mine[16] : mine[0]) + __uint_as_float(v.x);
+          s[4 * j + 1] = (side ? mine[17] : mine[1]) + __uint_as_float(v.y);
+          s[4 * j + 2] = (side ? mine[18] : mine[2]) + __uint_as_float(v.z);
+          s[4 * j + 3] = (side ? mine[19] : mine[3]) + __uint_as_float(v.w);
+        }
+      }
+      const int left = walk.slots_left();
+      float high[2] = {none, none};
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        const int slot = side * 32 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        s[i] = slot < left ? s[i] * scale : none;
+        high[i / 2 % 2] = fmaxf(high[i / 2 % 2], s[i]);
+      }
+#pragma unroll
+      for (int low = 0; low < 2; low++) {
+        high[low] = fmaxf(high[low], __shfl_xor_sync(~0u, high[low], 1));
+        high[low] = fmaxf(high[low], __shfl_xor_sync(~0u, high[low], 2));
+        if (lane % 4 == 0) store_shared(in.extremes + (side * 64 + r + 8 * low) * 4, __float_as_uint(high[low]));
+      }
+      sync_math();
+      float shrink[2];
+      bool grows = false;
+#pragma unroll
+      for (int low = 0; low < 2; low++) {
+        high[low] = fmaxf(high[low], load_shared_float(in.extremes + ((side ^ 1) * 64 + r + 8 * low) * 4));
+        const float now = high[low] > most[low] + SLACK ? high[low] : most[low];
+        grows |= now != most[low];
+        shrink[low] = exp2_fast(most[low] - now);
+        most[low] = now;
+        total[low] *= shrink[low];
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int low = 0; low < 2; low++) {
+          const float a = exp2_fast(s[4 * j + 2 * low] - most[low]), b = exp2_fast(s[4 * j + 2 * low + 1] - most[low]);
+          total[low] += a + b;
+          store_shared(in.weights + (r + 8 * low) * 128 + ((side * 4 + j ^ r % 8) * 16) + lane % 4 * 4, pack(a, b));
+        }
+      show_to_tensor_cores();
+      if (__any_sync(~0u, grows)) {
+#pragma unroll
+        for (int i = 0; i < 128; i++) sums[i] *= shrink[i / 2 % 2];
+      }
+      sync_math();
+      {
+        const uint64 v = describe_columns(vectors + side * (4 * TILE_BYTES));
+        fence_operands();
+#pragma unroll
+        for (int step = 0; step < SLOTS / 16; step++)
+          multiply_values(sums, p + (step * 32 >> 4), v + (step * 2048 >> 4), 1);
+        finish_products();
+      }
+      if (lane == 0) arrive_at(in.empty + 8 * stage);
+      if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+#pragma unroll
+    for (int low = 0; low < 2; low++) {
+      total[low] += __shfl_xor_sync(~0u, total[low], 1);
+      total[low] += __shfl_xor_sync(~0u, total[low], 2);
+      if (lane % 4 == 0) store_shared(in.extremes + (128 + side * 64 + r + 8 * low) * 4, __float_as_uint(total[low]));
+    }
+    sync_math();  // also: everybody has read the in.queries
+    float share[2];
+#pragma unroll
+    for (int low = 0; low < 2; low++) {
+      total[low] += load_shared_float(in.extremes + (128 + (side ^ 1) * 64 + r + 8 * low) * 4);
+      const int head = walk.head + r + 8 * low;
+      if (call.splits > 1) {
+        if (side == 0 && lane % 4 == 0 && head < call.heads) store_stats(call, walk, head, most[low], total[low]);
+      } else {
+        const float sink = head < call.heads ? call.sinks[head] : 0.0f;
+        share[low] = 1.0f / (total[low] + exp2_fast(sink * LOG2_E - most[low]));
+      }
+    }
+    if (call.splits > 1) {
+      store_sums(call, walk, sums, side, warp, lane);
+    } else {
+      store_output(call, walk, sums, share, side, in.queries + thread / 32 * 8192, warp, lane);
+    }
+    sync_math();  // before the next in.queries overwrite what outputs went through
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attend_slots(const __grid_constant__ Call call, const __grid_constant__ Seen window,
+                 const __grid_constant__ Seen entries) {
+  extern __shared__ char unaligned[];
+  const Places in((shared_address(unaligned) + 1023) & ~1023u);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      init_barrier(in.full + 8 * stage, 128);
+      init_barrier(in.empty + 8 * stage, MATH_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+  Walk walk(call, window, entries);
+  if (threadIdx.x < 128) {
+    // of 504 registers that three warpgroups have at launch
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    unpack_slots(walk, in.stages, in.full, in.empty);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+    attend_groups(call, walk, threadIdx.x < 256 ? 0 : 1, in);
+  }
+}
