@@ -249,8 +249,9 @@ def _choose_one(
 def _attention_by_layer(models: Sequence[nn.Module], groups: list[CacheGroup]) -> dict[int, AttentionLayer]:
     """The attention layers of the groups that attention backends read."""
     cached = sorted(layer for group in groups if group.spec.kind not in CACHE_BACKENDS for layer in group.layers)
-    attentions = [module for model in models for module in model.modules() if isinstance(module, AttentionLayer)]
-    # By order: the i-th attention module in the model is of the i-th layer with a cache.
+    modules = [module for model in models for module in model.modules()]
+    attentions = [module for module in modules if isinstance(module, AttentionLayer) and module.uses_backend]
+    # By order: the i-th of these modules in the model is of the i-th layer with a cache that backends read.
     assert len(attentions) == len(cached), f"{len(attentions)} attention layers, {len(cached)} layers with a cache"
     return dict(zip(cached, attentions, strict=True))
 

@@ -92,12 +92,16 @@ class LatentAttention(AttentionLayer):
         rows = self.step.batch.adapters if self.kv_up.lora is not None else None
         if rows is not None:
             self._adapt_keys(rows, q_nope, q_latent)
-        mixed = step.backend.attend(torch.cat((q_latent, q_rope), dim=-1), pages, self.params)
+        mixed = self._attend_latents(torch.cat((q_latent, q_rope), dim=-1), pages, step)
         # [H, T, L] by [H, L, V]
         values = torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
         if rows is not None:
             self._adapt_values(rows, mixed, values)
         return values.flatten(1)
+
+    def _attend_latents(self, q: torch.Tensor, pages: KvPages, step: GroupStep) -> torch.Tensor:
+        """``q`` [T, H, L + E] to [T, H, L]: the latents, mixed."""
+        return step.backend.attend(q, pages, self.params)
 
     def _adapt_keys(self, rows: SlotRows, q_nope: torch.Tensor, q_latent: torch.Tensor) -> None:
         """Add to ``q_latent`` [T, H, L] what adapters change in the up-projection to keys; [n, H, N] by [r, H, N], then
@@ -131,7 +135,8 @@ class LatentAttention(AttentionLayer):
         k_nope, v = self.kv_up(rows[:, : spec.kv_lora_rank]).unflatten(-1, (self.num_heads, -1)).split(
             (spec.qk_nope_head_dim, spec.v_head_dim), dim=-1
         )
-        k = torch.cat((k_nope, rows[:, None, spec.kv_lora_rank :].expand(-1, self.num_heads, -1)), dim=-1)
+        k_rope = rows[:, None, spec.kv_lora_rank : spec.kv_lora_rank + spec.qk_rope_head_dim]
+        k = torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1)), dim=-1)
         # rows of q, k and v are in step order, so requests are consecutive spans; [query_len, H, N + E] each
         spans = zip(*(t.split(inputs.query_lens_cpu) for t in (q, k, v)), strict=True)
         mixed = [

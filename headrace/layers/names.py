@@ -53,6 +53,20 @@ SHARED_EXPERT_NAMES = {
 }
 """To be added to a table: the router with a bias on its choice, and the MLP of all tokens, as DeepSeek-V3 has them."""
 
+LATENT_NAMES = {
+    **{theirs: ours for theirs, ours in SPLIT_NAMES.items() if "self_attn" not in theirs},
+    **EXPERT_NAMES,
+    **SHARED_EXPERT_NAMES,
+    "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.down#q",
+    "model.layers.{i}.self_attn.q_a_layernorm": "layers.{i}.attention.q_norm",
+    "model.layers.{i}.self_attn.q_b_proj": "layers.{i}.attention.q_up",
+    "model.layers.{i}.self_attn.kv_a_proj_with_mqa": "layers.{i}.attention.down#kv",
+    "model.layers.{i}.self_attn.kv_a_layernorm": "layers.{i}.attention.kv_norm",
+    "model.layers.{i}.self_attn.kv_b_proj": "layers.{i}.attention.kv_up",
+    "model.layers.{i}.self_attn.o_proj": "layers.{i}.attention.output",
+}
+"""DeepSeek's decoders: latent attention, experts beside an MLP of all tokens."""
+
 ENCODER_NAMES = {
     "embeddings.word_embeddings.weight": "embedding.words",
     "embeddings.position_embeddings.weight": "embedding.positions",

@@ -28,12 +28,14 @@ from headrace.parallel.share import Share, share_kv_heads
 class AttentionLayer(Branch):
     """Base of attention layers: number of heads, the layer's constants for the backend, the step context, and the
     layer's pages once bound. ``values_in_keys``: value pages are views into the key pages. ``prunes_queries``: obeys
-    ``ForwardBatch.queries``.
+    ``ForwardBatch.queries``. ``uses_backend``: an attention backend reads its pages; False where its kind of cache has
+    a backend of its own.
 
     Built as ``Class(spec, layer, hidden_size=..., norm=..., rotary=..., build=...)``; ``spec`` names the class."""
 
     values_in_keys: ClassVar[bool] = False
     prunes_queries: ClassVar[bool] = False
+    uses_backend: ClassVar[bool] = True
 
     def __init__(self, num_heads: int, params: AttentionParams, build: Build):
         super().__init__()

@@ -16,6 +16,7 @@ from headrace.layers.spec import (
     DecoderSpec,
     EncoderSpec,
     EncoderTables,
+    LatentAttentionSpec,
     LayerSpec,
     MlpSpec,
     MoeSpec,
@@ -74,6 +75,24 @@ def read_attention(fields: Fields, **special: Any) -> AttentionSpec:
         output_bias=has_bias
     )
     return AttentionSpec(**{**usual, **special})
+
+
+def read_latent_attention(fields: Fields) -> LatentAttentionSpec:
+    """Latent attention as DeepSeek's configs have it. Sets ``head_dim`` in ``fields`` to the dims that are rotated, as
+    rotary embeddings are read; raises `ConfigError` for biases."""
+    if fields.flag("attention_bias", False):
+        raise ConfigError("config.json: attention_bias must be false for latent attention", param="attention_bias")
+    qk_nope_head_dim, qk_rope_head_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    fields.config["head_dim"] = qk_rope_head_dim
+    # YaRN's attention scale for long contexts is applied to queries and to keys: logits get its square
+    rope, sharpening = Fields(read_rope_parameters(fields)), 1.0
+    if rope.config.get("rope_type", "default") != "default" and rope.config.get("mscale_all_dim"):
+        sharpening = yarn_sharpening(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
+    return LatentAttentionSpec(
+        fields.integer("num_attention_heads"), qk_nope_head_dim, qk_rope_head_dim, fields.integer("v_head_dim"),
+        fields.integer("kv_lora_rank"), fields.integer("q_lora_rank", 0),
+        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * sharpening,
+    )
 
 
 def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...] = (), **special: Any) -> DecoderSpec:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.base.cache import CacheGroup, CacheSpec, group_layers
+from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheSpec, group_layers
 from headrace.kernels.lora import SlotRows
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
@@ -82,8 +82,13 @@ class Harness:
         steps = []
         for group, geometry in enumerate(self.geometries):
             inputs = self._inputs(group, spans, positions)
-            choice = ATTENTION_BACKENDS.load("reference") if self.device == CPU else ATTENTION_BACKENDS.choose(geometry)
-            backend = choice(geometry, self.device)
+            spec = self.groups[group].spec
+            if spec.kind in CACHE_BACKENDS:
+                backend = CACHE_BACKENDS.load(spec.kind)(spec, self.page_size, self.device)
+            else:
+                is_plain = self.device == CPU
+                choice = ATTENTION_BACKENDS.load("reference") if is_plain else ATTENTION_BACKENDS.choose(geometry)
+                backend = choice(geometry, self.device)
             backend.prepare(inputs)
             steps.append(GroupStep(inputs, backend))
         token_ids = torch.tensor([t for _, tokens in spans for t in tokens], device=self.device)

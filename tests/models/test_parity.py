@@ -172,6 +172,27 @@ CASES |= {
         },
     ),
 }
+# many heads: of few, all may score 0, and which of equal scores are taken is anybody's choice
+INDEXER = {
+    **MLA, "q_lora_rank": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "index_n_heads": 32, "index_head_dim": 16, "index_topk": 6,
+}
+CASES |= {
+    "deepseek-v32": (
+        "DeepseekV32",
+        {
+            **INDEXER, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+            "rope_scaling": SCALINGS["yarn-mscale"],
+        },
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {
+            **INDEXER, "num_hidden_layers": 4, "first_k_dense_replace": 2, "routed_scaling_factor": 2.5,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    ),
+}
 CASES |= {
     "glm4-moe": (
         "Glm4Moe",

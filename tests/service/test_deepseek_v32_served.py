@@ -1,0 +1,85 @@
+"""DeepSeek-V3.2 and GLM-5, tiny, saved and served: greedy tokens equal ``generate``; what cannot be served is told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace import LLM, SamplingParams
+from headrace.base.errors import ConfigError
+from headrace.models.catalog import find_family
+
+NEW_TOKENS = 6
+CONFIG: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "index_n_heads": 32, "index_head_dim": 16,
+    "index_topk": 12, "max_position_embeddings": 256, "initializer_range": 0.3, "eos_token_id": None,
+    "bos_token_id": 0, "pad_token_id": 0,
+}
+KINDS = {"DeepseekV32": {}, "GlmMoeDsa": {"indexer_types": ["full", "shared", "full"]}}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_generate(kind: str, tmp_path: Path):
+    """Whole, cut into chunks, and behind pages of the prefix cache."""
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{kind}Config")(**CONFIG | KINDS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model.save_pretrained(tmp_path)
+    draw = random.Random(1)
+    shared = [draw.randrange(1, 128) for _ in range(40)]
+    prompts = [shared, [*shared[:33], 5, 6], [7] * 3, [draw.randrange(1, 128) for _ in range(25)]]
+    with torch.inference_mode():
+        expected = [
+            model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist()
+            for p in prompts
+        ]
+    base = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 40, "page_size": 16, "max_model_len": 128}
+    runs = []
+    with LLM(str(tmp_path), **base, max_step_tokens=24, overlap_depth=2) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+            runs.append([[entry.logprob for entry in o.outputs[0].logprobs] for o in outputs])
+        assert [o.num_cached_tokens for o in outputs] == [32, 32, 0, 16]
+        llm.check()
+    torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), atol=1e-4, rtol=1e-4)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    return {**CONFIG, "rms_norm_eps": 1e-6, "architectures": ["GlmMoeDsaForCausalLM"], **options}
+
+
+@pytest.mark.parametrize(("options", "selects"), [
+    ({}, [True] * 3), ({"index_topk_freq": 2}, [True, True, False]),
+    ({"index_topk_pattern": "FSS"}, [True, False, False]),
+    ({"indexer_types": ["full", "full", "shared"]}, [True, True, False]),
+])
+def test_which_layers_have_an_indexer(options: dict[str, Any], selects: list[bool]):
+    spec = find_family("GlmMoeDsaForCausalLM").read_config(given(**options))
+    assert [(layer.attention or spec.attention).selects for layer in spec.layers] == selects
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"indexer_types": ["shared", "full", "full"]}, "indexer_types"), ({"index_topk_pattern": "FX"}, "indexer_types"),
+    ({"q_lora_rank": None}, "q_lora_rank"), ({"index_head_dim": 4}, "index_head_dim"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+])
+def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: str):
+    with pytest.raises(ConfigError, match=named):
+        find_family("GlmMoeDsaForCausalLM").read_config(given(**options))
+
+
+def test_a_token_costs_one_row_a_layer():
+    family = find_family("GlmMoeDsaForCausalLM")
+    specs = family.cache_specs(family.read_config(given()), "bfloat16")
+    assert [(s.kind, s.head_dim, s.value_dim) for s in specs] == [("deepseek_v32.rows", 40, 16)] * 3
