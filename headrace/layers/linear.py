@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.coded_linear.forms import CodedWeight
-from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_SUMS, NORM_LINEAR, fits
+from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.build import Build
@@ -156,3 +156,23 @@ class Linear(StorableLayer):
         out, residual.stream = fused
         residual.pending = None
         return out
+
+
+class FloatLinear(Linear):
+    """``x [T, I] -> [T, O]`` float32, unrounded, for weights that checkpoints store in 16 bits: products of 16-bit
+    numbers summed in float32 are as exact as those of float32 numbers, where the device can return the sums. Elsewhere
+    the weight is float32."""
+
+    def __init__(self, build: Build, inputs: int, parts: dict[str, int | Share] | int, *, bias: bool = False):
+        multiply = LINEAR_FLOAT.choose(build.query())
+        self.is_narrow = multiply is not LINEAR_FLOAT.load("reference")
+        super().__init__(
+            build if self.is_narrow else build.in_float32(), inputs, parts, bias=bias, is_storable=False
+        )
+        self._multiply_float = multiply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_narrow:
+            return super().forward(x.float())
+        out: torch.Tensor = self._multiply_float(x, self.weight)
+        return out if self.bias is None else out.add_(self.bias)

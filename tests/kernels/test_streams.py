@@ -123,6 +123,55 @@ def test_writing(
             assert relative_error(new, exact) < tolerance
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("num_tokens", "num_streams", "width"), [(0, 4, 64), (1, 4, 2080), (20, 2, 96), (300, 4, 96)])
+def test_writing_and_reading_at_once(
+    num_tokens: int, num_streams: int, width: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    """As one after the other, for one step of columns in a program and for several."""
+    pytest.importorskip("triton")
+    from headrace.kernels.streams import triton
+
+    streams, mix, norm = put(device, *make(num_tokens, num_streams, width, dtype))
+    shape = StreamShape(3, EPS, EPS)
+    generator = torch.Generator().manual_seed(2)
+    # a column of a wider tensor: rows of the output need not follow each other
+    out = torch.randn(num_tokens, 2 * width, generator=generator).to(device, dtype)[:, width:]
+    post, mixing = (
+        torch.rand(num_tokens, *shape, generator=generator).to(device)
+        for shape in ((num_streams,), (num_streams, num_streams))
+    )
+    before = streams.clone()
+    expected = reference.write_read_streams(streams, out, post, mixing, mix, norm, shape)
+    ours = triton.write_read_streams(streams, out, post, mixing, mix, norm, shape)
+    assert torch.equal(streams, before)
+    for one, other in zip(ours, expected, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert not num_tokens or relative_error(one, other) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 64, 300, 1100])
+def test_own_cuda_code_finishes_reads(num_tokens: int):
+    """Of the published widths, as the reference in float64 does."""
+    from headrace.kernels.streams import cuda
+
+    for width in (4096, 7168):
+        streams, mix, norm = put("cuda", *make(num_tokens, 4, width, torch.bfloat16))
+        exact = read_exactly(*put("cpu", streams, mix, norm), 20)
+        shape = StreamShape(20, EPS, EPS)
+        x, post, mixing = cuda.read_streams(streams, mix, norm, shape)
+        assert relative_error(x.cpu(), exact[0]) < 5e-3
+        assert relative_error(post.cpu(), exact[1]) < 1e-4 and relative_error(mixing.cpu(), exact[2]) < 1e-4
+        out = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16)
+        expected = reference.write_read_streams(streams, out, post, mixing, mix, norm, shape)
+        for one, other in zip(
+            cuda.write_read_streams(streams, out, post, mixing, mix, norm, shape), expected, strict=True
+        ):
+            assert relative_error(one, other) < 5e-3
+        assert cuda.find_kernel(width, streams.device) is not None
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("num_tokens", [1, 64, 300])
 def test_the_published_shape(num_tokens: int):

@@ -18,7 +18,7 @@ from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
-from headrace.models.deepseek_v4.hyper_connections import HyperConnection
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, Streams
 from headrace.models.deepseek_v4.spec import HyperSpec
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -283,7 +283,10 @@ def test_mixing_matrices_are_doubly_stochastic():
     generator = torch.Generator().manual_seed(0)
     for parameter in (*connection.parameters(), *norm.parameters()):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    _, post, mix = connection.read(torch.randn(50, 4, 8, generator=generator), norm)
+    streams = Streams(torch.randn(50, 4, 8, generator=generator))
+    connection.read(streams, norm)
+    post, mix = streams.post, streams.mix
+    assert post is not None and mix is not None
     assert ((mix.sum(1) - 1).abs() < 1e-4).all() and ((mix.sum(2) - 1).abs() < 1e-4).all()
     assert ((post > 0) & (post < 2)).all()
     assert torch.allclose(balance(torch.eye(4)[None] + 1e-9, spec.iterations, spec.eps), torch.eye(4)[None], atol=1e-5)
@@ -292,7 +295,7 @@ def test_mixing_matrices_are_doubly_stochastic():
 def test_streams_that_are_not_mixed_stay_as_they_are():
     streams = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
     connection = HyperConnection(HyperSpec(4, 20, 1e-6), 8, 1e-6, Build(CPU, torch.float32))
-    new = connection.write_back(streams, torch.ones(5, 8), torch.zeros(5, 4), torch.eye(4).expand(5, 4, 4))
+    new = connection.settle(Streams(streams, torch.ones(5, 8), torch.zeros(5, 4), torch.eye(4).expand(5, 4, 4)))
     assert torch.equal(new, streams)
 
 

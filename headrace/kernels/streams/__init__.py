@@ -46,8 +46,14 @@ WRITE_STREAMS = Operation("stream write kernel")
 """``write_streams(streams [T, S, D], out [T, D], post [T, S], mix [T, S, S]) -> [T, S, D]``: stream k becomes ``post[k]
 * out`` plus the sum over j of ``mix[j, k] * streams[j]``; a new tensor. The query's shape as for `READ_STREAMS`."""
 
+WRITE_READ_STREAMS = Operation("stream write and read kernel")
+"""``write_read_streams(streams [T, S, D], out [T, D], post [T, S], mixing [T, S, S], mix: StreamMix, norm [D], shape:
+StreamShape) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS`, then `READ_STREAMS` of what
+was written. The query's shape as for these."""
+
 READ_STREAMS.add("reference", "headrace.kernels.streams.reference:read_streams", doc="plain torch")
 WRITE_STREAMS.add("reference", "headrace.kernels.streams.reference:write_streams", doc="plain torch")
+WRITE_READ_STREAMS.add("reference", "headrace.kernels.streams.reference:write_read_streams", doc="plain torch")
 
 
 def _reason_against(query: KernelQuery) -> str | None:
@@ -67,10 +73,28 @@ def _reason_against_dependent(query: KernelQuery) -> str | None:
 for _operation, _name, _doc in (
     (READ_STREAMS, "read_streams", "two kernels: split sums of products, then weights, sum of streams and norm"),
     (WRITE_STREAMS, "write_streams", "one kernel"),
+    (WRITE_READ_STREAMS, "write_read_streams", "the kernels of both in turn"),
 ):
     _module = "headrace.kernels.streams.triton"
     _operation.add("triton", f"{_module}:{_name}", supports=_reason_against, priority=10, doc=_doc)
     _operation.add(
         "triton_pdl", f"{_module}:{_name}_pdl", supports=_reason_against_dependent, priority=15,
         doc="with dependent launch",
+    )
+
+
+def _reason_against_four(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if shape.get("streams") != 4 or shape.get("width", 0) % 32 or shape.get("width", 0) > 8192:
+        return "takes 4 streams of up to 8,192 values in steps of 32"
+    # compiled for Hopper
+    if query.capability[0] != 9:
+        return "needs compute capability 9"
+    return requires(device="cuda", dtypes=("bfloat16",))(query)
+
+
+for _operation, _name in ((READ_STREAMS, "read_streams"), (WRITE_READ_STREAMS, "write_read_streams")):
+    _operation.add(
+        "cuda", f"headrace.kernels.streams.cuda:{_name}", supports=_reason_against_four, priority=20,
+        doc="own CUDA C++: two kernels, the first of which also writes",
     )

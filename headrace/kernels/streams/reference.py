@@ -26,6 +26,15 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
     return torch.addcmul(mixed, post.unsqueeze(-1), out.float().unsqueeze(1)).to(streams.dtype)
 
 
+def write_read_streams(
+    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
+    norm: torch.Tensor, shape: StreamShape
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `WRITE_READ_STREAMS`."""
+    new = write_streams(streams, out, post, mixing)
+    return new, *read_streams(new, mix, norm, shape)
+
+
 def mix_streams(streams: torch.Tensor, fn: torch.Tensor, eps: float) -> torch.Tensor:
     """``fn`` times the RMS-normalised streams [T, S, D], flattened to one vector: [T, rows of fn]."""
     flat = streams.flatten(1).float()

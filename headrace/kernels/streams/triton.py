@@ -169,5 +169,15 @@ def write_streams(
     return new
 
 
+def write_read_streams(
+    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
+    norm: torch.Tensor, shape: StreamShape, *, pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `WRITE_READ_STREAMS`: one after the other."""
+    new = write_streams(streams, out, post, mixing, pdl=pdl)
+    return new, *read_streams(new, mix, norm, shape, pdl=pdl)
+
+
 read_streams_pdl = partial(read_streams, pdl=True)
+write_read_streams_pdl = partial(write_read_streams, pdl=True)
 write_streams_pdl = partial(write_streams, pdl=True)

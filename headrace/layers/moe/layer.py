@@ -13,7 +13,7 @@ from torch import nn
 
 from headrace.kernels.moe import ROUTE, RouteShape
 from headrace.layers.build import Build
-from headrace.layers.linear import Linear
+from headrace.layers.linear import FloatLinear, Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.adapted import adapt_experts
 from headrace.layers.moe.contract import ChosenTokens
@@ -31,8 +31,11 @@ class Router(nn.Module):
 
     def __init__(self, spec: RoutingSpec, hidden_size: int, build: Build):
         super().__init__()
-        build = build.in_float32() if spec.in_float32 else build  # where the reference does
-        self.logits = Linear(build, hidden_size, spec.num_experts, bias=spec.bias, is_storable=False)
+        self.logits = (
+            FloatLinear(build, hidden_size, spec.num_experts, bias=spec.bias) if spec.in_float32  # as the reference
+            else Linear(build, hidden_size, spec.num_experts, bias=spec.bias, is_storable=False)
+        )
+        build = build.in_float32() if spec.in_float32 else build
         self.choice_bias = build.in_float32().parameter(spec.num_experts) if spec.choice_bias else None
         self.shape: RouteShape = {
             "top_k": spec.top_k, "score": spec.score, "renormalise": spec.renormalise, "scale": spec.scale,
@@ -42,7 +45,7 @@ class Router(nn.Module):
         self._route = partial(ROUTE.choose(query), **self.shape)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._route(self.logits(x.to(self.logits.weight.dtype)), self.choice_bias)
+        return self._route(self.logits(x), self.choice_bias)
 
 
 class ExpertSlots(nn.Module):

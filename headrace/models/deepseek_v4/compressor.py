@@ -10,10 +10,9 @@ from torch import nn
 
 from headrace.kernels.compressor import COMPRESS, STORE_STATE, EntryPages, Pooling, StatePages
 from headrace.kernels.latents import LatentNorm
-from headrace.kernels.linear import LINEAR_FLOAT
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.linear import Linear
+from headrace.layers.linear import FloatLinear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import StateBackend
@@ -29,13 +28,7 @@ class Compressor(nn.Module):
         super().__init__()
         wide = 2 * dim if ratio == OVERLAPPING else dim
         self.ratio, self.rotary = ratio, rotary
-        # Published weights are in 16 bits: products of 16-bit numbers summed in float32 are as exact, where the device
-        # can return those sums. Elsewhere weights are float32.
-        self._multiply = LINEAR_FLOAT.choose(build.query())
-        is_wide = self._multiply is LINEAR_FLOAT.load("reference")
-        self.project = Linear(  # [T, D] to [T, 2W]
-            build.in_float32() if is_wide else build, hidden_size, {"values": wide, "gates": wide}, is_storable=False
-        )
+        self.project = FloatLinear(build, hidden_size, {"values": wide, "gates": wide})  # [T, D] to [T, 2W]
         build = build.in_float32()
         self.ape = build.parameter(ratio, wide)  # added to gate logits by a token's place in its window
         self.norm = RmsNorm(build, dim, norm_eps)
@@ -50,7 +43,7 @@ class Compressor(nn.Module):
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> None:
         """``x`` [T, D] is the layer's normalised input."""
         backend: StateBackend = self.state.backend(batch)
-        projected, pages = self._multiply(x.to(self.project.weight.dtype), self.project.weight), self.state.pages
+        projected, pages = self.project(x), self.state.pages
         state = StatePages(
             pages.k, pages.v, self.state.step(batch).inputs.page_table, BLOCK, ring_rows(self.ratio)
         )

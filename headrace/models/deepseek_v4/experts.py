@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
-from headrace.layers.linear import Linear
+from headrace.layers.linear import FloatLinear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.layer import Router
@@ -29,15 +29,14 @@ class HashRouter(nn.Module):
 
     def __init__(self, spec: RoutingSpec, hidden_size: int, vocab_size: int, build: Build):
         super().__init__()
-        # not storable: small, and routing is sensitive to rounding
-        self.logits = Linear(build.in_float32(), hidden_size, spec.num_experts, is_storable=False)
+        self.logits = FloatLinear(build, hidden_size, spec.num_experts)
         chosen = HASH_ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k))
         self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
         ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
         self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._route(self.logits(x.float()), self.table, token_ids)
+        return self._route(self.logits(x), self.table, token_ids)
 
 
 class V4Moe(nn.Module):

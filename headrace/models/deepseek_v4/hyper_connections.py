@@ -6,14 +6,28 @@ Computed in float32; streams are kept in the model's dtype.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
-from headrace.kernels.streams import READ_STREAMS, WRITE_STREAMS, StreamMix, StreamShape
+from headrace.kernels.streams import READ_STREAMS, WRITE_READ_STREAMS, WRITE_STREAMS, StreamMix, StreamShape
 from headrace.kernels.streams.reference import collapse, mix_streams
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 from headrace.models.deepseek_v4.spec import HyperSpec
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams ``own`` [T, S, D] of a step, and a sublayer's output ``out`` [T, D] that is still to be written to
+    them, by ``post`` [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1. The next sublayer's read does
+    that; None where nothing is pending."""
+
+    own: torch.Tensor
+    out: torch.Tensor | None = None
+    post: torch.Tensor | None = None
+    mix: torch.Tensor | None = None
 
 
 class HyperConnection(nn.Module):
@@ -22,26 +36,30 @@ class HyperConnection(nn.Module):
     def __init__(self, spec: HyperSpec, hidden_size: int, norm_eps: float, build: Build):
         super().__init__()
         query = build.query(streams=spec.streams, width=hidden_size)
-        self._read, self._write = READ_STREAMS.choose(query), WRITE_STREAMS.choose(query)
+        self._read, self._write_read = READ_STREAMS.choose(query), WRITE_READ_STREAMS.choose(query)
+        self._write = WRITE_STREAMS.choose(query)
         build, num_weights = build.in_float32(), (2 + spec.streams) * spec.streams
         self._shape = StreamShape(spec.iterations, spec.eps, norm_eps)
         self.fn = build.parameter(num_weights, spec.streams * hidden_size)
         self.base = build.parameter(num_weights)
         self.scale = build.parameter(3)  # one factor each for pre, post and mix
 
-    def read(self, streams: torch.Tensor, norm: RmsNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``streams`` [T, S, D] to the sublayer's normalised input [T, D], and what `write_back` needs: ``post``
-        [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1."""
-        read: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._read(
-            streams, StreamMix(self.fn, self.scale, self.base), norm.weight, self._shape
-        )
-        return read
+    def read(self, streams: Streams, norm: RmsNorm) -> torch.Tensor:
+        """The sublayer's normalised input [T, D]; writes what is pending first. ``streams.out`` is to be set to the
+        sublayer's output."""
+        mix = StreamMix(self.fn, self.scale, self.base)
+        if streams.out is None:
+            x, streams.post, streams.mix = self._read(streams.own, mix, norm.weight, self._shape)
+        else:
+            streams.own, x, streams.post, streams.mix = self._write_read(
+                streams.own, streams.out, streams.post, streams.mix, mix, norm.weight, self._shape
+            )
+            streams.out = None
+        return x
 
-    def write_back(
-        self, streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
-    ) -> torch.Tensor:
-        """New streams [T, S, D] from a sublayer's output ``out`` [T, D]; the input is not modified."""
-        new: torch.Tensor = self._write(streams, out, post, mix)
+    def settle(self, streams: Streams) -> torch.Tensor:
+        """The streams [T, S, D] with what is pending written to them; the tensor before is not modified."""
+        new: torch.Tensor = self._write(streams.own, streams.out, streams.post, streams.mix)
         return new
 
 

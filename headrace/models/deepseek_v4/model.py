@@ -22,7 +22,7 @@ from headrace.layers.rotary import RotaryTable
 from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
-from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead
+from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, Streams
 from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, places
 
@@ -41,12 +41,10 @@ class V4Block(nn.Module):
         self.attention = V4Attention(spec, layer, rotary, build)
         self.mlp = V4Moe(spec, layer, build)
 
-    def forward(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Streams [T, S, D] to new streams [T, S, D]; the input is not modified."""
-        x, post, mix = self.attention_mix.read(streams, self.attention_norm)
-        streams = self.attention_mix.write_back(streams, self.attention(x, batch), post, mix)
-        x, post, mix = self.mlp_mix.read(streams, self.mlp_norm)
-        return self.mlp_mix.write_back(streams, self.mlp(x, batch.token_ids), post, mix)
+    def forward(self, streams: Streams, batch: ForwardBatch) -> None:
+        """Leaves the MLP's output pending in ``streams``."""
+        streams.out = self.attention(self.attention_mix.read(streams, self.attention_norm), batch)
+        streams.out = self.mlp(self.mlp_mix.read(streams, self.mlp_norm), batch.token_ids)
 
 
 class Ending(nn.Module):
@@ -162,14 +160,16 @@ class DeepseekV4Model(ServedModel):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ServedModel`; stages pass on all streams."""
         if batch.carried is not None:
-            streams = batch.carried.unflatten(1, (self.spec.hyper.streams, -1))
+            own = batch.carried.unflatten(1, (self.spec.hyper.streams, -1))
         else:
             assert self.embedding is not None
             # all streams start as the embedding; a view of stride 0, which nothing may write to in place
-            streams = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
+            own = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
+        streams = Streams(own)
         for layer in self._blocks:
-            streams = layer(streams, batch)
-        return streams.flatten(1) if self.ending is None else self.ending(streams)
+            layer(streams, batch)
+        settled = self._blocks[-1].mlp_mix.settle(streams)
+        return settled.flatten(1) if self.ending is None else self.ending(settled)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""
