@@ -8,6 +8,8 @@ from devices import relative_error
 from test_latents import copy, make_norm, make_slots, packing_error
 
 from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows, reference
+from headrace.kernels.latents import LatentNorm
+from headrace.kernels.latents.slots import Slots
 
 RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
 ROWS = {4: 16, 128: 256}
@@ -90,3 +92,65 @@ def test_state_is_stored_where_it_is_needed(width: int, device: str):
             part[row] = value
     for stored, part in zip((state.values, state.gates), expected, strict=True):
         assert torch.equal(stored.cpu().view(64, width)[16:], part[16:])
+
+
+MILLION = 2**20
+"""Tokens of the longest context."""
+
+
+def make_far_slots(per_page: int, device: str) -> tuple[Slots, int]:
+    """Packed vectors of 512 dims in more than 2**31 bytes of pages, and the last page. Memory that nothing touches is
+    not there, but for a GPU's. Before the pages lie as many bytes: an address that overflows hits those, and no
+    others."""
+    page = -(-per_page * 584 // 576) * 576  # as `layout.packed_page_bytes`
+    pages = 2**31 // page + 3
+    raw = torch.empty(2**31 + pages * page, dtype=torch.uint8, device=device)[2**31 :].view(pages, page)
+    values, scales = raw[:, : per_page * 576], raw[:, per_page * 576 : per_page * 584]
+    return Slots(values.unflatten(1, (per_page, 576)), scales.unflatten(1, (per_page, 8))), pages - 1
+
+
+@pytest.mark.parametrize("device", RUNS)
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_the_last_token_of_a_million_behind_two_gigabytes(ratio: int, device: str):
+    """Position 2**20 - 1 ends a window of each ratio; its slot is in the last page of a pool of over 2**31 bytes."""
+    pytest.importorskip("triton")
+    from headrace.kernels.compressor.triton import compress
+    from headrace.kernels.latents.triton import write_latents
+
+    per_page = 256 // ratio
+    slots, last = make_far_slots(per_page, device)
+    table = torch.full((1, MILLION // 256), last, dtype=torch.int32, device=device)
+    angles = torch.zeros(MILLION, 64, device=device)
+    generator = torch.Generator().manual_seed(ratio)
+    angles[MILLION - ratio :, :32] = 0.6
+    angles[MILLION - ratio :, 32:] = 0.8
+    norm = LatentNorm(torch.rand(512, generator=generator).to(device) + 0.5, 1e-6, angles)
+    near = make_slots("vectors", 512, device, pages=2)
+    x = torch.randn(1, 512, generator=generator).to(device)
+    if ratio == 1:
+        numbers = torch.tensor([last * per_page + 255], device=device)
+        positions = torch.tensor([MILLION - 1], device=device)
+        write_latents(x, norm, positions, slots, numbers)
+        write_latents(x, norm, positions, near, torch.tensor([8], device=device))
+    else:
+        width = 1024 if ratio == 4 else 512
+        rows = ROWS[ratio]
+        state = [torch.randn(2, rows, width, generator=generator).to(device) for _ in range(2)]
+        pages = StatePages(*state, torch.ones_like(table), 128, 8 if ratio == 4 else 128)
+        windows = Windows(
+            *(torch.tensor([n], device=device) for n in (0, MILLION // ratio - 1)),
+            torch.tensor([0, 1], dtype=torch.int32, device=device),
+            torch.tensor([MILLION], dtype=torch.int32, device=device),
+        )
+        pooling = Pooling(ratio, torch.randn(ratio, width, generator=generator).to(device))
+        projected = torch.randn(1, 2 * width, generator=generator).to(device)
+        numbers = torch.tensor([last * per_page + per_page - 1], device=device)
+        compress(projected, windows, pages, pooling, norm, EntryPages(slots, table))
+        # eight slots a page: the same entry is the last of page 1 of them
+        compress(
+            projected, windows, pages, pooling, norm,
+            EntryPages(near, torch.ones((1, MILLION // ratio // 8), dtype=torch.int32, device=device)),
+        )
+    written = slots.gather(numbers, torch.float32)
+    expected = near.gather(torch.tensor([8 if ratio == 1 else 15], device=device), torch.float32)
+    assert torch.equal(written, expected) and expected.norm() > 1
