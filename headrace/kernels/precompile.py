@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from headrace.kernels.compile_workers import CompileWorkers, count_workers, describe_job
+
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8
-"""A third of a compilation holds the GIL: sixteen threads were no faster than eight."""
+"""Where there are no processes: a third of a compilation holds the GIL, sixteen threads were no faster than eight."""
 
 # functions whose result has arbitrary contents, see `_Zeros`
 UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
@@ -53,10 +56,18 @@ class _Unlaunched:
         return None
 
 
-def _dry_run(pool: Executor) -> Any:
+@cache
+def _find_workers() -> CompileWorkers | None:
+    """The processes that compile for this one; None where they would gain nothing."""
+    count = count_workers()
+    return CompileWorkers(count) if count else None
+
+
+def _dry_run(pool: Executor, workers: CompileWorkers | None) -> Any:
     """A context in which launches of kernels that this process has not compiled are skipped, and the kernels are
-    compiled on ``pool``. Its end waits for all of them and installs them."""
-    from triton import AsyncCompileMode
+    compiled on ``pool``, or by the ``workers`` that its threads wait for. Its end waits for all of them and installs
+    them."""
+    from triton import AsyncCompileMode, knobs
 
     class DryRun(AsyncCompileMode):
         def __init__(self) -> None:
@@ -69,8 +80,12 @@ def _dry_run(pool: Executor) -> Any:
         ) -> _Unlaunched:
             """``finalize_fn`` sets what is launched from now on. Triton 3.9 passes a further argument, to undo that."""
 
+            job = None if workers is None else describe_job(compile_fn, str(knobs.cache.dir))
+
             def compile_and_load() -> Any:
-                kernel = compile_fn()
+                if workers is not None and job is not None:
+                    workers.compile(job)
+                kernel = compile_fn()  # finds in the cache what a worker has compiled
                 assert kernel.run is not None, "reading it builds the C launcher and loads the code"
                 return kernel
 
@@ -93,13 +108,17 @@ def _dry_run(pool: Executor) -> Any:
 
 def start_triton(device: torch.device) -> None:
     """Compute Triton's version key on a thread, before the first kernel needs it: Triton hashes its own sources, which
-    takes 0.3 s. Does nothing unless ``device`` is a GPU."""
+    takes 0.3 s. Where nothing was ever compiled, start the processes that will. Does nothing unless ``device`` is a
+    GPU."""
     if not _has_compiler(device):
         return
-    from triton.runtime import cache
+    from triton.runtime import cache as triton_cache
 
-    if hasattr(cache, "triton_key"):  # memoised
-        Thread(target=cache.triton_key, name="triton-key", daemon=True).start()
+    if hasattr(triton_cache, "triton_key"):  # memoised
+        Thread(target=triton_cache.triton_key, name="triton-key", daemon=True).start()
+    workers = _find_workers()
+    if workers is not None and not _marker_folder().exists():
+        workers.start()
 
 
 def precompile(run: Callable[[], None], about: str, device: torch.device) -> int:
@@ -113,9 +132,10 @@ def precompile(run: Callable[[], None], about: str, device: torch.device) -> int
     if marker.exists():
         return 0
     began = time.perf_counter()
-    threads = max(1, min(MAX_THREADS, torch.get_num_threads()))
+    workers = _find_workers()
+    threads = workers.count if workers is not None else max(1, min(MAX_THREADS, torch.get_num_threads()))
     with ThreadPoolExecutor(threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        with _dry_run(pool) as found:
+        with _dry_run(pool, workers) as found:
             try:
                 with _Zeros():
                     run()
@@ -140,14 +160,19 @@ def _has_compiler(device: torch.device) -> bool:
     return hasattr(triton, "AsyncCompileMode")
 
 
+def _marker_folder() -> Path:
+    from triton import knobs
+
+    return Path(knobs.cache.dir) / "headrace"
+
+
 def _marker_of(about: str, device: torch.device) -> Path:
     """A file in Triton's cache folder, so that it disappears with the compiled kernels."""
     import triton
-    from triton import knobs
 
     facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
     digest = hashlib.sha256("\n".join(facts).encode())
     # any change of a kernel's source makes a new marker
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    return Path(knobs.cache.dir) / "headrace" / digest.hexdigest()[:32]
+    return _marker_folder() / digest.hexdigest()[:32]

@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
+from headrace.kernels import precompile as precompile_module
+from headrace.kernels.compile_workers import CompileWorkers
 from headrace.kernels.precompile import precompile
 
 SOURCE = '''
@@ -100,6 +102,27 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
+
+
+def test_processes_compile_into_the_cache(gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch):
+    """Those that a process can import are found in the cache; others, and those that a process fails at, are compiled
+    here."""
+    from headrace.kernels.rowwise.triton import rms_norm
+
+    workers = CompileWorkers(2)
+    monkeypatch.setattr(precompile_module, "_find_workers", lambda: workers)
+    found = {}
+    triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.update({src.name: cache_hit})
+
+    def run() -> None:
+        rms_norm(torch.ones(3, 64), torch.ones(64), 1e-6)
+        scale[(1,)](torch.ones(8), torch.ones(8), 8, FACTOR=2, BLOCK=8)
+
+    try:
+        assert precompile(run, "a model", CUDA) == 2
+    finally:
+        triton.knobs.compilation.listener = None
+    assert found == {"_rms_norm_kernel": True, "scale": False} and len(gpu.launchers) == 2
 
 
 def test_it_runs_once_for_each_model(gpu: PretendedDriver):

@@ -1,0 +1,155 @@
+"""Processes that compile Triton kernels into the cache on disk: a third of a compilation holds Python's lock, so
+threads of one process gain little beyond three.
+
+`CompileWorkers` starts them when there is work and hands out jobs; ``python -m headrace.kernels.compile_workers`` is
+one. A job names a kernel by its module, so those of modules that a new process cannot import are compiled elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 60
+"""After so long without a job a worker ends."""
+MOST_WORKERS = 12
+LEAST_CORES = 4
+"""With fewer, loading torch again costs more than it gains."""
+
+Scalar = bool | int | float | str | None
+
+
+class Job(msgspec.Struct):
+    """A kernel and what it is compiled for, as Triton's ``ASTSource`` and ``compile`` take them. ``folder``: of the
+    cache. Constants and attributes belong to arguments, by index (several for a part of a tuple)."""
+
+    folder: str
+    module: str
+    name: str
+    signature: dict[str, str]
+    constants: list[tuple[tuple[int, ...], Scalar]]
+    attributes: list[tuple[tuple[int, ...], list[list[str | int]]]]
+    target: tuple[str, int, int]
+    options: dict[str, Scalar | list[str | list[str]]]
+
+
+def describe_job(compile_fn: Callable[[], Any], folder: str) -> bytes | None:
+    """The job of a function that Triton passes to an ``AsyncCompileMode``; None where it cannot be told in words."""
+    # Triton passes a closure; what it closes over is what `run_job` needs
+    parts = inspect.getclosurevars(compile_fn).nonlocals
+    try:
+        source, target, options = parts["src"], parts["target"], parts["options"]
+        message = msgspec.json.encode(Job(
+            folder, source.fn.fn.__module__, source.fn.fn.__qualname__, source.signature,
+            list(source.constants.items()), list(source.attrs.items()),
+            (target.backend, target.arch, target.warp_size), dict(options.__dict__),
+        ))
+        msgspec.json.decode(message, type=Job)
+        return message
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def run_job(message: bytes) -> None:
+    """Compile a job's kernel, unless the cache has it. Raises what importing and compiling raise."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    job = msgspec.json.decode(message, type=Job)
+    knobs.cache.dir = job.folder
+    kernel: Any = import_module(job.module)
+    for name in job.name.split("."):
+        kernel = kernel.__dict__[name]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel, job.signature, dict(job.constants), dict(job.attributes)
+    )
+    # Triton's own types: the cache's key is made of their texts
+    options = {
+        name: tuple(tuple(part) if isinstance(part, list) else part for part in value) if isinstance(value, list)
+        else value for name, value in job.options.items()
+    }
+    compile(source, target=GPUTarget(*job.target), options=options)
+
+
+class CompileWorkers:
+    """Up to ``count`` processes. `compile` may be called from as many threads."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start all, which takes them some seconds; they end by themselves."""
+        for _ in range(self.count - self._idle.qsize()):
+            self._idle.put(_start())
+
+    def compile(self, message: bytes) -> bool:
+        """Compile a job into the cache; False if that failed, in whatever way: the caller then compiles it itself."""
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _start()
+        if worker.poll() is not None:  # it has ended
+            worker = _start()
+        assert worker.stdin is not None and worker.stdout is not None
+        try:
+            worker.stdin.write(message + b"\n")
+            worker.stdin.flush()
+            answer = worker.stdout.readline()
+        except OSError as error:
+            logger.debug("a process that compiles kernels ended: %s", error)
+            return False
+        if not answer:
+            return False
+        self._idle.put(worker)
+        return answer == b"done\n"
+
+
+def count_workers() -> int:
+    """How many processes pay off on this machine; 0 for none."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, cores - 2) if cores >= LEAST_CORES else 0
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "headrace.kernels.compile_workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _serve() -> None:
+    """Answer each line of the standard input, a job, by a line: ``done`` or ``failed``."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints shall not answer
+    import torch  # noqa: F401  # takes seconds, and is needed by every job
+
+    while True:
+        signal.alarm(IDLE_SECONDS)  # ends the process
+        message = sys.stdin.buffer.readline()
+        signal.alarm(0)
+        if not message:
+            return
+        try:
+            run_job(message)
+            answers.write(b"done\n")
+        except Exception:  # the caller compiles it itself, and reports the error
+            answers.write(b"failed\n")
+
+
+if __name__ == "__main__":
+    _serve()
