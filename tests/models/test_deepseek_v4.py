@@ -20,6 +20,8 @@ from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, Streams
 from headrace.models.deepseek_v4.spec import HyperSpec
+from headrace.parallel.experts import ExpertRanks
+from headrace.parallel.group import Group
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 LENGTH = 300
@@ -160,6 +162,31 @@ def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: 
     with pytest.raises(ConfigError, match=named) as caught:
         find_family("DeepseekV4ForCausalLM").read_config(published_config(**options))
     assert caught.value.param == named
+
+
+class FirstOfTwo(Group):
+    """The first of two ranks, alone."""
+
+    size = 2
+
+
+def test_ranks_divide_groups_of_heads_and_experts():
+    """Half of what two ranks can divide, and all of the rest; MXFP4 experts as whole ones alone."""
+    family = find_family("DeepseekV4ForCausalLM")
+
+    def count(expert_dtype: str | None, group: Group, experts: Group) -> tuple[int, int, int]:
+        spec = family.read_config(published_config(expert_dtype=expert_dtype))
+        build = Build(torch.device("meta"), torch.float32, 512, tensor=group, experts=ExpertRanks(experts))
+        layer = family.build_model(spec, build).layers[1]
+        parts = (layer.attention.q_up, layer.attention.mix, layer.mlp.experts)
+        return tuple(sum(t.numel() for t in (*part.parameters(), *part.buffers())) for part in parts)
+
+    for expert_dtype in (None, "fp4"):
+        whole = count(expert_dtype, Group(), Group())
+        assert [2 * part for part in count(expert_dtype, FirstOfTwo(), FirstOfTwo())] == list(whole)
+    assert [2 * part for part in count(None, FirstOfTwo(), Group())] == list(count(None, Group(), Group()))
+    with pytest.raises(ConfigError, match="enable_expert_parallel"):
+        count("fp4", FirstOfTwo(), Group())
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

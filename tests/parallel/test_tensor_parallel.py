@@ -18,6 +18,13 @@ from headrace.service import build
 FAMILIES = (*random_models.DENSE, *random_models.MIXTURES)
 COUNTS = ("num_attention_heads", "num_local_experts", "num_experts", "n_routed_experts")
 """Numbers in a config.json that must not be below that of the ranks."""
+DEEPSEEK_V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_attention_heads": 8, "num_key_value_heads": 1,
+    "head_dim": 32, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "num_hash_layers": 1, "index_n_heads": 8,
+    "index_head_dim": 16, "index_topk": 64, "max_position_embeddings": 1024, "initializer_range": 0.2,
+}
 PARAMS = [
     SamplingParams(max_tokens=10, ignore_eos=True, logprobs=2, prompt_logprobs=1, **own)
     for own in (
@@ -89,6 +96,20 @@ def test_divided_experts_compute_what_those_of_one_rank_do(
     ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compare(ranks, draw_config(family, ranks.size), tmp_path, monkeypatch, enable_expert_parallel=True)
+
+
+@pytest.mark.parametrize(("expert_dtype", "own"), [
+    (None, {}), (None, {"enable_expert_parallel": True, "all2all_backend": "all-to-all"}),
+    ("fp4", {"enable_expert_parallel": True}),
+], ids=str)
+def test_deepseek_v4_on_several_ranks(
+    ranks: RankProcesses, expert_dtype: str | None, own: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Groups of heads, shared MLPs and experts divided; windows, entries, state and streams are on every rank."""
+    if ranks.size > 2:
+        pytest.skip("two ranks show what there is to see")
+    compare(ranks, {**DEEPSEEK_V4, "expert_dtype": expert_dtype}, tmp_path, monkeypatch, **own)
 
 
 @pytest.mark.parametrize("all2all_backend", ["all-gather", "all-to-all"])

@@ -23,6 +23,7 @@ from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
 from headrace.layers.moe.weights import describe_gate
 from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
+from headrace.parallel.share import Share, as_share
 
 CHUNK_ELEMENTS = 2**28
 """Most dequantised weights that exist at a time: 512 MiB in bfloat16."""
@@ -39,17 +40,19 @@ CODE_RMS = 2.926
 
 
 class Mxfp4Linear(EncodedWeight):
-    """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. ``parts`` names
-    the stacked outputs and their sizes in order."""
+    """``codes`` [X, O, I / 2] and ``scales`` [X, O, I / 32], uint8; zero until a checkpoint fills them. Of all experts,
+    X are here. ``parts`` names the stacked outputs and their sizes in order."""
 
-    def __init__(self, build: Build, num_stacked: int, in_features: int, parts: dict[str, int]):
+    def __init__(self, build: Build, experts: int | Share, in_features: int, parts: dict[str, int]):
         super().__init__()
         if in_features % MXFP4_BLOCK:
             raise ConfigError(
                 f"experts {in_features} wide cannot be kept in MXFP4, which takes multiples of {MXFP4_BLOCK}",
                 param="moe_experts"
             )
-        self.num_stacked, self.rows, out_features = num_stacked, stack_rows(parts), sum(parts.values())
+        self.experts = as_share(experts)
+        num_stacked = self.num_stacked = self.experts.length
+        self.rows, out_features = stack_rows(parts), sum(parts.values())
         self.codes, self.scales = (
             nn.Buffer(
                 torch.zeros(num_stacked, out_features, columns, dtype=torch.uint8, device=build.device),
@@ -96,7 +99,12 @@ class Mxfp4Linear(EncodedWeight):
         """See `EncodedWeight`. Codes are uniformly random; all scales are one power of two, E8M0 with a bias of 127."""
         self.unpack()
         # 8 bytes at a time, over the full range of int64 (None: up to its maximum)
-        self.codes.view(torch.int64).random_(-(2**63), None, generator=generator)
+        own = self.experts
+        # all ranks draw the same experts, of which each keeps its own
+        whole = self.codes if own.is_whole else self.codes.new_empty(own.size, *self.codes.shape[1:])
+        whole.view(torch.int64).random_(-(2**63), None, generator=generator)
+        if not own.is_whole:
+            self.codes.copy_(whole[own.start : own.stop])
         self.scales.fill_(127 + round(math.log2(std / CODE_RMS)))
 
     def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
@@ -108,12 +116,11 @@ class Mxfp4Linear(EncodedWeight):
 class Mxfp4ExpertWeights(nn.Module):
     """``gate_up`` with the gate's rows first, and ``down``; as `ExpertWeights`, without biases."""
 
-    def __init__(self, num_experts: int, spec: MlpSpec, hidden_size: int, build: Build):
+    def __init__(self, experts: int | Share, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
-        self.num_experts = num_experts
-        size = spec.intermediate_size
-        self.gate_up = Mxfp4Linear(build, num_experts, hidden_size, {"gate": size, "up": size})
-        self.down = Mxfp4Linear(build, num_experts, size, {"down": hidden_size})
+        self.own, size = as_share(experts), spec.intermediate_size
+        self.gate_up = Mxfp4Linear(build, self.own, hidden_size, {"gate": size, "up": size})
+        self.down = Mxfp4Linear(build, self.own, size, {"down": hidden_size})
 
     def places(self, prefix: str, matrices: dict[str, str]) -> dict[str, torch.Tensor]:
         """Maps checkpoint names of codes and scales, ``<prefix>.<expert>.<matrix>.weight`` and ``.scale``, to the views
@@ -122,8 +129,8 @@ class Mxfp4ExpertWeights(nn.Module):
         for linear in (self.gate_up, self.down):
             linear.unpack()
             for part, rows in linear.rows.items():
-                for x in range(self.num_experts):
-                    name = f"{prefix}.{x}.{matrices[part]}"
+                for x in range(self.own.length):
+                    name = f"{prefix}.{self.own.start + x}.{matrices[part]}"
                     places |= {f"{name}.weight": linear.codes[x, rows], f"{name}.scale": linear.scales[x, rows]}
         return places
 

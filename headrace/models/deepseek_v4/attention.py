@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from headrace.base.errors import ConfigError
 from headrace.kernels.latents import WRITE_LATENTS, LatentNorm
 from headrace.kernels.sparse_attention import ATTEND_SLOTS, Queries, SeenSlots
 from headrace.layers.batch import ForwardBatch
@@ -24,6 +25,7 @@ from headrace.models.deepseek_v4.indexer import Indexer
 from headrace.models.deepseek_v4.layout import OVERLAPPING
 from headrace.models.deepseek_v4.places import Place
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
+from headrace.parallel.share import Share, divide
 
 
 class V4Attention(nn.Module):
@@ -37,12 +39,16 @@ class V4Attention(nn.Module):
         self.down = Linear(build, spec.hidden_size, {"q": heads.q_lora_rank, "kv": heads.head_dim})
         self.q_norm = RmsNorm(build, heads.q_lora_rank, spec.norm_eps)
         self.kv_norm = RmsNorm(build, heads.head_dim, spec.norm_eps)
-        self.q_up = Linear(build, heads.q_lora_rank, heads.num_heads * heads.head_dim)
-        self.sinks = build.in_float32().parameter(heads.num_heads)  # concatenated with float32 logits
+        # ranks divide whole groups of heads; all cache the same vectors, and select the same entries of them
+        groups = share_groups(heads.num_groups, build)
+        own = groups.times(heads.num_heads // heads.num_groups)
+        self.num_heads = own.length
+        self.q_up = Linear(build, heads.q_lora_rank, own.times(heads.head_dim))
+        self.sinks = build.in_float32().parameter(own)  # concatenated with float32 logits
         self.mix = GroupedLinear(
-            heads.num_groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
+            groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
         )
-        self.output = Linear(build, heads.num_groups * heads.group_rank, spec.hidden_size)
+        self.output = Linear(build, groups.times(heads.group_rank), spec.hidden_size)
         self.window = Place()
         self.compressor: Compressor | None = None
         if layer.ratio:
@@ -82,7 +88,7 @@ class V4Attention(nn.Module):
         if self.compressor is not None:
             self.compressor(x, batch)  # also before the read: a window that ends in this step is visible in it
             entries = self._find_entries(self.compressor, x, latent, batch)
-        q = self.q_up(latent).unflatten(-1, (heads.num_heads, heads.head_dim))  # [T, H, E]
+        q = self.q_up(latent).unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
         mixed = self._attend[is_packed](
             Queries(q, batch.positions, cos_sin, self.norm_eps), SeenSlots(slots, backend.numbers, backend.counts),
             entries, sinks=self.sinks, scale=heads.scale,
@@ -101,14 +107,25 @@ class V4Attention(nn.Module):
         return SeenSlots(slots, chosen, view.visible)
 
 
+def share_groups(num_groups: int, build: Build) -> Share:
+    """The groups of heads of this rank; raises `ConfigError` where a rank would get none."""
+    ranks = build.tensor.size
+    if num_groups < ranks:
+        raise ConfigError(
+            f"o_groups {num_groups} cannot be divided among {ranks} ranks; set tensor_parallel_size to {num_groups} or "
+            "less", param="tensor_parallel_size",
+        )
+    return Share(num_groups, *divide(num_groups, ranks, build.tensor.rank))
+
+
 class GroupedLinear(nn.Module):
     """``[T, H, E] -> [T, G * O]``: a block-diagonal product, each group of heads with its own matrix. ``weight``
-    [G * O, I] with I = H * E / G."""
+    [G * O, I] with I = H * E / G. Of ``groups`` this rank has a share."""
 
-    def __init__(self, num_groups: int, in_features: int, out_features: int, build: Build):
+    def __init__(self, groups: Share, in_features: int, out_features: int, build: Build):
         super().__init__()
-        self.num_groups = num_groups
-        self.weight = build.parameter(num_groups * out_features, in_features)
+        self.num_groups = groups.length
+        self.weight = build.parameter(groups.times(out_features), in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         grouped = x.flatten(1).unflatten(1, (self.num_groups, -1)).transpose(0, 1)  # [G, T, I]

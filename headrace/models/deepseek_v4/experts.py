@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from headrace.base.errors import ConfigError
 from headrace.kernels.moe import HASH_ROUTE
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear
@@ -21,6 +22,7 @@ from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.spec import RoutingSpec
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
+from headrace.parallel.share import Share
 
 
 class HashRouter(nn.Module):
@@ -40,25 +42,42 @@ class HashRouter(nn.Module):
 
 
 class V4Moe(nn.Module):
-    """``x [T, D] -> [T, D]``."""
+    """``x [T, D] -> [T, D]``. Ranks divide experts, or each of them, and the shared MLP as those of
+    `headrace.layers.moe.layer.MoeMlp`."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, build: Build):
         super().__init__()
-        routing, expert = spec.moe.routing, spec.moe.expert
+        routing, expert, ranks = spec.moe.routing, spec.moe.expert, build.experts
         self.is_hashed, self.num_experts = layer.is_hashed, routing.num_experts
+        self.group = None if build.tensor.is_single else build.tensor
         self.router = (
             HashRouter(routing, spec.hidden_size, spec.vocab_size, build) if layer.is_hashed
             else Router(routing, spec.hidden_size, build)
         )
-        weights: type[ExpertWeights | Mxfp4ExpertWeights] = Mxfp4ExpertWeights if spec.keeps_mxfp4 else ExpertWeights
-        self.experts = weights(routing.num_experts, expert, spec.hidden_size, build)
+        experts, size = Share.whole(routing.num_experts), Share.whole(expert.intermediate_size)
+        if not ranks.is_single:
+            experts = ranks.share(experts.size)
+        elif not spec.keeps_mxfp4:
+            size = build.tensor.share(size.size, "intermediate dims of experts")
+        elif self.group is not None:
+            raise ConfigError(
+                "experts in MXFP4 are divided among ranks as whole ones: set enable_expert_parallel",
+                param="enable_expert_parallel",
+            )
+        self.experts: ExpertWeights | Mxfp4ExpertWeights = (
+            Mxfp4ExpertWeights(experts, expert, spec.hidden_size, build) if spec.keeps_mxfp4
+            else ExpertWeights(experts, expert, spec.hidden_size, build, size=size)
+        )
         assert spec.moe.shared is not None, "every layer has an MLP that all tokens share"
         self.shared = GatedMlp(spec.moe.shared, spec.hidden_size, build)
-        shape = dict(
-            width=spec.hidden_size, expert_width=expert.intermediate_size, num_experts=routing.num_experts,
-            top_k=routing.top_k, ranks=1,
+        query = build.query(
+            width=spec.hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
+            ranks=ranks.group.size, replicas=ranks.num_replicas, mxfp4=int(spec.keeps_mxfp4),
         )
-        self._run_experts = pair_experts(self.experts, expert, build, build.query(**shape, mxfp4=int(spec.keeps_mxfp4)))
+        self._run_experts = pair_experts(self.experts, expert, build, query)
+        self._takes_part = ranks.num_replicas > 1
+        self._nothing = torch.empty(0, spec.hidden_size, dtype=build.dtype, device=build.device)
+        self._top_k = routing.top_k
 
     @property
     def is_capturable(self) -> bool:
@@ -67,4 +86,11 @@ class V4Moe(nn.Module):
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
-        return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)).add_(self.shared(x))
+        out = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)).add_(self.shared.compute_share(x))
+        return out if self.group is None else self.group.all_reduce(out)
+
+    def take_part(self) -> None:
+        """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
+        if self._takes_part:
+            ids = torch.empty(0, self._top_k, dtype=torch.int64, device=self._nothing.device)
+            self._run_experts(ChosenTokens(self._nothing, ids, ids.float(), self.num_experts))

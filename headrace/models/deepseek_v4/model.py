@@ -23,7 +23,7 @@ from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.deepseek_v4.attention import V4Attention
 from headrace.models.deepseek_v4.experts import HashRouter, V4Moe
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, StreamHead, Streams
-from headrace.models.deepseek_v4.naming import DRAFT, EXPERTS, HASH_TABLE, MATRICES, rename
+from headrace.models.deepseek_v4.naming import DRAFT, EXPERT_NUMBER, EXPERTS, HASH_TABLE, MATRICES, rename
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, places
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class DeepseekV4Model(ServedModel):
     def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
         super().__init__()
         self.spec, self.names, self._schemes, self.stage = spec, names, build.schemes, build.stage
+        self.step = build.step
         self.carried_width = spec.hyper.streams * spec.hidden_size
         length = build.max_model_len or spec.max_model_len
         plain, compressed = (
@@ -141,9 +142,14 @@ class DeepseekV4Model(ServedModel):
         self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Copy the tensors named in ``stored`` into their buffers and add their names to ``found``; yield the others,
-        and those of another shape."""
+        and those of another shape, but none of experts in MXFP4 that other ranks have."""
+        mixtures = [block.mlp.experts for block in self._blocks]
+        own = next((experts.own for experts in mixtures if isinstance(experts, Mxfp4ExpertWeights)), None)
         for name, tensor in tensors:
             place = stored.get(name)
+            expert = EXPERT_NUMBER.search(name) if own is not None and place is None else None
+            if own is not None and expert is not None and not own.start <= int(expert[1]) < own.stop:
+                continue
             if place is None or tensor.shape != place.shape:
                 yield name, tensor
                 continue
@@ -159,6 +165,7 @@ class DeepseekV4Model(ServedModel):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ServedModel`; stages pass on all streams."""
+        self.step.batch = batch
         if batch.carried is not None:
             own = batch.carried.unflatten(1, (self.spec.hyper.streams, -1))
         else:
@@ -170,6 +177,13 @@ class DeepseekV4Model(ServedModel):
             layer(streams, batch)
         settled = self._blocks[-1].mlp_mix.settle(streams)
         return settled.flatten(1) if self.ending is None else self.ending(settled)
+
+    def take_part(self, replica_tokens: list[int]) -> None:
+        """See `ServedModel`."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.step.batch = ForwardBatch(nothing, nothing, [], replica_tokens=replica_tokens)
+        for block in self._blocks:
+            block.mlp.take_part()
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [S, D] to logits [S, V] float32."""

@@ -10,6 +10,8 @@ DRAFT = "mtp."
 
 HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
 EXPERTS = "layers.{i}.ffn.experts"
+EXPERT_NUMBER = re.compile(r"^layers\.\d+\.ffn\.experts\.(\d+)\.")
+"""Finds the expert of a published name."""
 MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 NAMES = {
