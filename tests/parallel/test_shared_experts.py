@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from parallel.test_tensor_parallel import COUNTS, draw_config
+from parallel.test_tensor_parallel import COUNTS, DEEPSEEK_V4, draw_config
 
 from headrace import LLM, SamplingParams
 from headrace.base.config import engine_config
@@ -63,9 +63,10 @@ async def generate(client: EngineClient, requests: list[tuple[list[int], Samplin
 @pytest.mark.parametrize(("family", "own"), [
     ("MixtralForCausalLM", {"enable_eplb": True}), ("Qwen3MoeForCausalLM", {"all2all_backend": "all-to-all"}),
     ("GptOssForCausalLM", {"all2all_backend": "all-gather"}), ("DeepseekV3ForCausalLM", {"tensor_parallel_size": 2}),
+    ("DeepseekV4ForCausalLM", {"all2all_backend": "all-gather"}),
 ])
 async def test_tokens_are_those_of_one_engine(family: str, own: dict[str, Any], tmp_path: Path):
-    config = draw_config(family, 4)
+    config = DEEPSEEK_V4 if family == "DeepseekV4ForCausalLM" else draw_config(family, 4)
     (tmp_path / "config.json").write_text(json.dumps(config))
     requests = make_requests(config["vocab_size"])
     with LLM(tmp_path, **OPTIONS) as llm:
