@@ -169,7 +169,8 @@ def test_own_cuda_code_finishes_reads(num_tokens: int):
             cuda.write_read_streams(streams, out, post, mixing, mix, norm, shape), expected, strict=True
         ):
             assert relative_error(one, other) < 5e-3
-        assert cuda.find_kernel(width, streams.device) is not None
+        tile = cuda.choose_tile(num_tokens, width)
+        assert cuda.find_kernels(width, tile, streams.device, writes=True) is not None
 
 
 @pytest.mark.cuda
