@@ -147,7 +147,8 @@ def _serve() -> None:
         try:
             run_job(message)
             answers.write(b"done\n")
-        except Exception:  # the caller compiles it itself, and reports the error
+        # The caller compiles it itself, and reports the error. Any other error ends this process, to the same effect.
+        except (ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError):
             answers.write(b"failed\n")
 
 
