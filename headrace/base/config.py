@@ -399,11 +399,12 @@ class EngineConfig:
             )
 
     def _check_role(self) -> None:
-        if self.parallel.num_ranks * self.parallel.data_parallel_size > 1:
+        several = self.parallel.pipeline_parallel_size * self.parallel.data_parallel_size > 1
+        if several or self.parallel.shares_experts or self.nodes.nnodes > 1 or self.nodes.executor != "local":
             raise ConfigError(
-                "servers with a disaggregation_mode have one rank each: leave tensor_parallel_size, "
-                "pipeline_parallel_size and data_parallel_size at 1, and start more servers behind the router",
-                param="disaggregation_mode"
+                "servers with a disaggregation_mode are on one host each, without pipeline or data parallelism: leave "
+                "pipeline_parallel_size, data_parallel_size and nnodes at 1, executor at local, and start more servers "
+                "behind the router", param="disaggregation_mode"
             )
 
     @property

@@ -49,7 +49,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
-    """A cache group as peers compare it."""
+    """A cache group as peers compare it: with the kv heads of all ranks."""
 
     spec: CacheSpec
     num_layers: int
@@ -58,20 +58,17 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 class PeerFacts(msgspec.Struct, frozen=True, array_like=True):
     """What two engines must have in common to exchange pages. ``model``: a digest of the configuration and of how the
-    weights were loaded. ``num_ranks``: by which every layer is divided."""
+    weights were loaded."""
 
     model: str
     page_size: int
     groups: list[GroupShape]
-    num_ranks: int = 1
 
     def find_differences(self, other: PeerFacts) -> str:
         """Why pages of ``other`` are of no use here, as one line; empty if they are."""
         found = []
         if self.page_size != other.page_size:
             found.append(f"page_size is {self.page_size} here and {other.page_size} there")
-        if self.num_ranks != other.num_ranks:
-            found.append(f"tensor_parallel_size is {self.num_ranks} here and {other.num_ranks} there")
         if self.groups != other.groups and not found:
             found += self._compare_groups(other)
         if self.model != other.model and not found:

@@ -110,6 +110,11 @@ class LocalExecutor:
             raise OutOfDeviceMemory(f"no device memory for a step of {sum(plan.lengths)} tokens: {error}") from error
 
     @property
+    def regions(self) -> DeviceTiers | None:
+        """See `headrace.service.executor.Executor`."""
+        return self._tiers
+
+    @property
     def tiers(self) -> DeviceTiers | None:
         """Where else pages can be; None for the device alone."""
         return self._tiers

@@ -4,12 +4,14 @@ pools may be replaced by others of the same layout."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
 
+from headrace.base.cache import group_layers
 from headrace.base.config import EngineConfig
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, TransferFailed
 from headrace.execution.sleep import DeviceModel
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
@@ -19,9 +21,13 @@ from headrace.memory.plan import CachePlan, free_bytes, plan_host
 from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
 from headrace.memory.storage.checked import CheckedStore
 from headrace.memory.storage.lane import StorageLane
-from headrace.memory.transfer.contract import load_backend
+from headrace.memory.transfer.contract import Region, load_backend
 from headrace.memory.transfer.device_region import read_region_bytes
+from headrace.memory.transfer.door import take_descriptor
 from headrace.models.source import digest_model
+from headrace.parallel.share import Share, share_kv_heads
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 CPU_MOVING_BYTES = 32 * 2**20
@@ -48,11 +54,12 @@ class DeviceTiers:
         self.mover = PageMover()
         self._lanes: list[GpuHostLane | HostLane | PeerLane] = []
         self.peers: PeerLane | None = None
+        self._region: Region | None = None
         if any(group.host_pages for group in groups):
             self._add("host", GpuHostLane(self._host, groups, widths, device) if device.type == "cuda"
                       else HostLane(self._host, self.mover.wake))
         if model.config.disaggregation.disaggregation_mode is not None:
-            self.peers = PeerLane(device)
+            self.peers = PeerLane(device, *share_peer_pages(model))
             self._add("peer", self.peers)
         self._attach(copier)
         self._storage = self._open_storage(model) if model.layout.has_storage else None
@@ -78,6 +85,21 @@ class DeviceTiers:
         if self._storage is not None:
             self._storage.rename(describe_pages(model))  # the weights may be others
         self._attach(PageCopier(model.runner.pools, self._device))
+
+    def open_region(self, handle: bytes, epoch: int) -> None:
+        """In a rank beside that of the engine: map its region, or with an empty handle none. A rank that cannot loses
+        the pages of all transfers, which are then computed."""
+        assert self.peers is not None
+        self.peers.map(None, 0)
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+        try:
+            if handle:
+                self._region = Region(*take_descriptor(handle))
+                self.peers.map(self._region, epoch)
+        except (TransferFailed, OSError) as error:
+            logger.error("this rank cannot map the memory of transfers: %s", error)
 
     def leave(self) -> None:
         """End all moves and refer to the pools no longer."""
@@ -128,6 +150,24 @@ def describe_pages(model: DeviceModel) -> str:
         repr(config.speculation.options), model.ranks.layout.rank, model.ranks.world.size, model.device.type,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def share_peer_pages(model: DeviceModel) -> tuple[list[Share], list[bool]]:
+    """By cache group, the kv heads of this rank, and whether it is the first that has them. Raises `ConfigError` where
+    ranks divide caches whose heads are not known."""
+    loaded, group = model.loaded, model.ranks.tensor
+    whole = [cache.spec for cache in group_layers(loaded.family.cache_specs(loaded.spec, loaded.kv_dtype))]
+    own = [cache.spec for cache in model.layout.groups]
+    if group.size == 1:
+        whole = own
+    elif len(own) != len(whole) or any(layer >= loaded.num_layers for g in model.layout.groups for layer in g.layers):
+        raise ConfigError(
+            "with several ranks, a server with a disaggregation_mode takes no drafter that has caches of its own",
+            param="speculative_config"
+        )
+    shares = [share_kv_heads(spec.num_kv_heads, group.size, group.rank) for spec in whole]
+    before = [share_kv_heads(spec.num_kv_heads, group.size, max(0, group.rank - 1)) for spec in whole]
+    return shares, [group.rank == 0 or last.stop <= share.start for last, share in zip(before, shares, strict=True)]
 
 
 def staging_bytes(config: EngineConfig, device: torch.device) -> int:

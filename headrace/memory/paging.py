@@ -17,8 +17,8 @@ class PageCopier:
     `Pool.parts`, each contiguous."""
 
     def __init__(self, pools: list[Pool], device: torch.device):
-        self.device = device
-        self._parts = [PageParts.of([part.tensor for part in pool.parts]) for pool in pools]
+        self.device, self.parts = device, [pool.parts for pool in pools]
+        self._parts = [PageParts.of([part.tensor for part in parts]) for parts in self.parts]
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         query = KernelQuery(device.type, "uint8", capability)
         self._gather, self._scatter = GATHER_PAGES.choose(query), SCATTER_PAGES.choose(query)

@@ -6,17 +6,22 @@ Refuses: peers, and which bytes of the region are free; moves say where.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from headrace.base.step import Arrival, PageMove
+from headrace.memory.head_rows import HeadRows, count_heads
 from headrace.memory.moving import failed
 from headrace.memory.paging import PageCopier
 from headrace.memory.pinning import Pinning
 from headrace.memory.transfer.contract import AnyRegion
+from headrace.parallel.share import Share
 
 logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20
 
 
 class _Copying(NamedTuple):
@@ -27,12 +32,18 @@ class _Copying(NamedTuple):
 
 
 class PeerLane:
-    """On a CPU moves end when they are started. On a GPU pages leave in order of the current stream, so that steps
+    """Rows of the region have the heads of all ranks (`HeadRows`); this one copies its own: ``shares`` by cache group,
+    by default all. Of a head that several ranks hold, the first one's leaves: ``leaves`` by group.
+
+    On a CPU moves end when they are started. On a GPU pages leave in order of the current stream, so that steps
     launched later may overwrite them: into the region, where it is memory of the GPU, else by way of device memory, and
     copies to and from the host run beside the steps on a stream of their own."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(
+        self, device: torch.device, shares: Sequence[Share] | None = None, leaves: Sequence[bool] | None = None
+    ):
+        self.device, self._shares, self._leaves = device, shares, leaves
+        self._heads: list[HeadRows] = []
         self._copier: PageCopier | None = None
         self._region = torch.empty(0, dtype=torch.uint8)
         self._epoch = 0
@@ -42,8 +53,22 @@ class PeerLane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def attach(self, copier: PageCopier | None) -> None:
-        """Copy from and to other pools from now on; None for none. No move may be under way."""
+        """Copy from and to other pools from now on; None for none. No move may be under way. Raises `ConfigError` for
+        pools whose heads are divided and cannot be told apart."""
         self._copier = copier
+        if copier is not None:
+            shares = self._shares or [Share.whole(count_heads(parts)) for parts in copier.parts]
+            self._heads = [HeadRows(parts, share) for parts, share in zip(copier.parts, shares, strict=True)]
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Of a row by cache group; they stay when pools are replaced."""
+        return [heads.num_bytes for heads in self._heads]
+
+    @property
+    def head_counts(self) -> list[int]:
+        """By cache group, the kv heads that a row has apart."""
+        return [heads.share.size for heads in self._heads]
 
     def map(self, region: AnyRegion | None, epoch: int) -> None:
         """Use another region, or none; moves of other epochs fail from now on. Those under way end with the old one."""
@@ -68,10 +93,12 @@ class PeerLane:
         if copier is None or epoch != self._epoch:
             self._ended.append(failed(move))
             return
-        width = copier.page_bytes(move.group)
+        width = self._heads[move.group].num_bytes
         rows = self._region[begin : begin + move.num_pages * width].view(move.num_pages, width)
         try:
-            if self._stream is None:
+            if move.source == "device" and self._leaves is not None and not self._leaves[move.group]:
+                self._ended.append(Arrival(move.ticket))
+            elif self._stream is None:
                 self._copy(copier, move, rows)
                 self._ended.append(Arrival(move.ticket))
             elif rows.is_cuda:
@@ -103,15 +130,26 @@ class PeerLane:
         self._drop_region()
 
     def _copy(self, copier: PageCopier, move: PageMove, rows: torch.Tensor) -> None:
-        if move.source == "device":
-            copier.gather(move.group, move.source_pages, rows, move.target_pages)
-        else:
-            copier.scatter(move.group, move.target_pages, rows, move.source_pages)
+        heads, leaves = self._heads[move.group], move.source == "device"
+        pages = move.source_pages if leaves else move.target_pages
+        own_bytes = copier.page_bytes(move.group)
+        # Through memory that stays in a CPU's caches; on a GPU all at once.
+        size = len(pages) if rows.is_cuda or heads.is_plain else max(1, PIECE_BYTES // max(1, own_bytes))
+        for begin in range(0, len(pages), size):
+            some, part = pages[begin : begin + size], rows[begin : begin + size]
+            places = list(range(len(some)))
+            own = part if heads.is_plain else part.new_empty(len(some), own_bytes)
+            if leaves:
+                copier.gather(move.group, some, own, places)
+            if not heads.is_plain:
+                (heads.to_peers if leaves else heads.from_peers)(own, part)
+            if not leaves:
+                copier.scatter(move.group, some, own, places)
 
     def _launch(self, copier: PageCopier, move: PageMove, begin: int, stream: torch.cuda.Stream) -> None:
         assert self._pinning is not None
         current = torch.cuda.current_stream(self.device)
-        width = copier.page_bytes(move.group)
+        width = self._heads[move.group].num_bytes
         staging = torch.empty(move.num_pages * width, dtype=torch.uint8, device=self.device)
         rows = staging.view(move.num_pages, width)
         pieces = [

@@ -26,11 +26,13 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class PagePart:
-    """One tensor of a pool: of a model layer, [P, ...], contiguous. ``name`` says which of the layer's."""
+    """One tensor of a pool: of a model layer, [P, ...], contiguous. ``name`` says which of the layer's; ``head_dim``
+    is the dim of its kv heads, None where it has none that could be divided."""
 
     layer: int
     name: str
     tensor: torch.Tensor
+    head_dim: int | None = None
 
 
 class Pool(ABC):
@@ -104,7 +106,7 @@ class KeyValuePool(Pool):
     def parts(self) -> list[PagePart]:
         """Keys, values and scales, layer by layer."""
         return [
-            PagePart(layer, name, tensor)
+            PagePart(layer, name, tensor, head_dim=2)
             for layer, tensors in self._layers.items()
             for name, tensor in zip(("k", "v", "scales"), tensors, strict=False)
         ]

@@ -54,9 +54,20 @@ class Adapters(Protocol):
         """Drop an adapter that no plan will load any more; harmless for an unknown number."""
 
 
+class Regions(Protocol):
+    """What maps the memory in which pages for and of other engines lie."""
+
+    def open_region(self, handle: bytes, epoch: int) -> None:
+        """In ranks beside that of the engine, which has it: map it by a handle of `Door`; none for an empty one."""
+
+
 class Executor(Protocol):
     """Runs plans in the order given, for one engine thread. ``execute`` may return before the device is done; the
     engine reads results in the same order."""
+
+    @property
+    def regions(self) -> Regions | None:
+        """None in an engine that exchanges no pages."""
 
     @property
     def config(self) -> EngineConfig:

@@ -286,6 +286,39 @@ def test_sampled_tokens_and_stops_are_the_same(start, llama):
     settle([prefill, decode])
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("Llama", (2, 1)), ("Gemma3Text", (1, 2)), ("DeepseekV3", (2, 1))])
+def test_each_side_divides_heads_as_it_likes(name: str, ranks: tuple[int, int], tmp_path: Path, start):
+    """Keys and values, windows, and latents, which every rank has."""
+    folder, options, prompts = tiers.save(name, tmp_path)
+    options = {**options, "max_step_tokens": 16}
+    one = start(folder, options)
+    prefill = start(folder, options | {"tensor_parallel_size": ranks[0]}, "prefill")
+    decode = start(folder, options | {"tensor_parallel_size": ranks[1]}, "decode")
+    for i, prompt in enumerate(prompts):
+        one.submit(f"r{i}", prompt)
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+    run_until([one, prefill, decode], lambda: all(all(map(s.is_done, s.outputs)) for s in (one, decode)))
+    assert [decode.tokens(f"r{i}") for i in range(len(prompts))] == [one.tokens(f"r{i}") for i in range(len(prompts))]
+    assert decode.gate.outcomes == {"received": len(prompts)}
+    # New agents have new regions, which all ranks map.
+    lines = [side.gate._line for side in (prefill, decode)]
+    epochs = [line.epoch for line in lines]
+    for line in lines:
+        assert line.pid is not None
+        os.kill(line.pid, signal.SIGKILL)
+    run_until([prefill, decode], lambda: all(
+        line.is_up and line.epoch != epoch for line, epoch in zip(lines, epochs, strict=True)
+    ))
+    prompt = [*prompts[0][::-1], 7]
+    one.submit("last", prompt)
+    prefill.submit("last", prompt, room="last")
+    decode.submit("last", prompt, room="last", fetches_from=prefill.port)
+    run_until([one, prefill, decode], lambda: one.is_done("last") and decode.is_done("last"))
+    assert decode.tokens("last") == one.tokens("last") and decode.gate.outcomes["received"] == len(prompts) + 1
+    settle([prefill, decode])
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["shared-memory", "cuda-ipc"])
 @pytest.mark.parametrize("name", list(tiers.SMALL))

@@ -151,7 +151,6 @@ def test_many_rooms_over_one_link(ends):
 
 @pytest.mark.parametrize("change, words", [
     ({"page_size": 32}, "page_size is 32 here and 16 there"),
-    ({"num_ranks": 2}, "tensor_parallel_size is 2 here and 1 there"),
     ({"model": "model-2"}, "the models, or how their weights are quantized, differ"),
     ({"groups": [GroupShape(msgspec.structs.replace(SPEC, dtype="int8"), 4, 4096)]}, "kv_dtype is int8 here and"),
     ({"groups": [GroupShape(SPEC, 5, 4096)]}, "other layers or shapes"),

@@ -29,6 +29,7 @@ from headrace.service.ranks.commands import Assignment
 from headrace.service.ranks.executor import RankedExecutor
 from headrace.service.ranks.gate import BoardGate, StepGate
 from headrace.service.ranks.launch import LOOPBACK
+from headrace.service.ranks.wire import find_fingerprint
 from headrace.service.ranks.workers import Workers
 
 
@@ -50,6 +51,10 @@ def meet_workers(
         executor = build_rank_0(config, workers.note_progress(progress), ranks, place)
     workers.await_ready()
     ranked = RankedExecutor(executor, workers, resources, gate)
+    if config.disaggregation.disaggregation_mode is not None:
+        from headrace.service.transfer.build import OtherRanks, assemble_role
+
+        return assemble_role(executor, find_fingerprint(config), OtherRanks(ranked, ranked, ranked.regions))
     return assemble_engine(ranked, ranked)
 
 

@@ -93,12 +93,20 @@ class ForgetAdapter(msgspec.Struct, frozen=True, array_like=True, tag="forget_ad
     adapter_id: int
 
 
+class OpenRegion(msgspec.Struct, frozen=True, array_like=True, tag="open_region"):
+    """Map the memory in which pages for and of other engines lie, by a handle of its `Door`; none for an empty one."""
+
+    handle: bytes
+    epoch: int
+
+
 class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Free the device and end."""
 
 
 Command = (
-    Execute | RecordNext | Reset | Release | Acquire | Replace | ReadAdapter | PrepareAdapter | ForgetAdapter | Close
+    Execute | RecordNext | Reset | Release | Acquire | Replace | ReadAdapter | PrepareAdapter | ForgetAdapter
+    | OpenRegion | Close
 )
 
 

@@ -28,6 +28,7 @@ from headrace.service.ranks.commands import (
     Command,
     Execute,
     ForgetAdapter,
+    OpenRegion,
     PrepareAdapter,
     ReadAdapter,
     RecordNext,
@@ -128,6 +129,17 @@ class RankedAdapters:
         self._own.forget(adapter_id)
 
 
+class RankedRegions:
+    """Memory of transfers in the ranks beside this one, which has it."""
+
+    def __init__(self, workers: Workers):
+        self._workers = workers
+
+    def open_region(self, handle: bytes, epoch: int) -> None:
+        """See `headrace.service.executor.Regions`."""
+        self._workers.send(OpenRegion(handle, epoch))
+
+
 class RankedExecutor(Pace):
     """See `headrace.service.executor.Executor`. ``resources`` are closed after the workers, such as their group.
     ``gate``: where other replicas take part in each step."""
@@ -136,6 +148,7 @@ class RankedExecutor(Pace):
         self.facts, self.memory, self.speculation = executor.facts, executor.memory, executor.speculation
         self._executor, self._workers, self._resources = executor, workers, resources
         self.adapters = RankedAdapters(executor.adapters, workers)
+        self.regions = RankedRegions(workers)
         self._gate = gate or StepGate()
         self.waker = self._gate.waker
         self._arrivals = _RankArrivals(workers.size)

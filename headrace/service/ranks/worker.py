@@ -41,6 +41,7 @@ from headrace.service.ranks.commands import (
     ForgetAdapter,
     FromWorker,
     Moved,
+    OpenRegion,
     PrepareAdapter,
     RankReady,
     ReadAdapter,
@@ -130,6 +131,9 @@ class CommandLoop:
                 executor.adapters.prepare(adapter_id)
             case ForgetAdapter(adapter_id):
                 executor.adapters.forget(adapter_id)
+            case OpenRegion(handle, epoch):
+                assert executor.regions is not None
+                executor.regions.open_region(handle, epoch)
             case Release(release):
                 discards = release.discards_weights
                 self._answer(lambda: executor.release_memory(release.parts, discards_weights=discards))
