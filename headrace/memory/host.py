@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 SYSTEM_PAGE = 4096
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a slab that are registered with the driver at a time: meanwhile launches of others wait."""
+BUSY_S, BUSY_PAUSES = 0.1, 9
+"""For so long after a look for moves, which every step takes, steps count as running; then a chunk is followed by a
+pause of so many times what registering it took."""
 LOAD_BYTES = 2 * 32 * 2**20
 """Device memory through which pages come from the host: while one half is filled, the other is scattered."""
 
@@ -51,6 +55,7 @@ class HostPages:
             # A group without layers in this pipeline stage has no bytes: there is nothing to register.
             self._usable.append(group.host_pages if device.type != "cuda" or not width else 0)
         self._registered: list[int] = []
+        self._busy_until = 0.0
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._thread = threading.Thread(target=self._register, args=(device,), name="host-pages", daemon=True)
@@ -74,6 +79,16 @@ class HostPages:
             found.append((index, page, 1))
         return found
 
+    def note_step(self) -> None:
+        """A step runs: it should not wait for the driver much."""
+        self._busy_until = time.monotonic() + BUSY_S
+
+    def _pause(self, seconds: float) -> None:
+        """After a chunk whose registration took ``seconds``."""
+        limit = time.monotonic() + BUSY_PAUSES * seconds
+        while not self._is_closing and (now := time.monotonic()) < min(limit, self._busy_until):
+            time.sleep(min(limit - now, BUSY_S / 4))
+
     def _register(self, device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
         runtime = torch.cuda.cudart()
@@ -85,6 +100,7 @@ class HostPages:
                 # Touched first: the driver would fault the memory in itself, far slower, while others' launches wait.
                 rows[begin:end].zero_()
                 address, size = rows[begin].data_ptr(), (end - begin) * rows.stride(0)
+                began = time.monotonic()
                 error = runtime.cudaHostRegister(address, size, 0)
                 if int(error) != 0:
                     logger.warning(
@@ -94,6 +110,7 @@ class HostPages:
                     return
                 self._registered.append(address)
                 self._usable[group] = end
+                self._pause(time.monotonic() - began)
 
     def close(self) -> None:
         """Free the memory; no copy may be under way."""
@@ -266,6 +283,7 @@ class GpuHostLane:
 
     def poll(self) -> list[Arrival]:
         """See `headrace.memory.moving.Lane`."""
+        self._host.note_step()
         ended, self._ended = self._ended, []
         for copies in (self._outgoing, self._incoming):
             while copies.moves and copies.moves[0][1].query():

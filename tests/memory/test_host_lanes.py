@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.step import Arrival, PageMove
+from headrace.memory import host
 from headrace.memory.host import GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
@@ -135,3 +138,28 @@ def test_a_reset_leaves_no_page_to_be_touched(device: str):
     assert all(torch.equal(a, b) for a, b in zip(before, setup.snapshot(0, 3), strict=True))
     assert setup.mover.poll() == []
     setup.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_pinning_leaves_the_driver_to_steps_that_run(is_busy: bool, monkeypatch: pytest.MonkeyPatch):
+    times: list[float] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        times.append(time.monotonic())
+        time.sleep(0.002)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(host, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(host, "BUSY_S", 60.0 if is_busy else 0.0)
+    group = CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], 4, host_pages=6)
+    pages = HostPages([group], [4096], torch.device("cuda"))
+    pages.note_step()
+    deadline = time.monotonic() + 10
+    while not pages.is_usable(0, [5]) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    gaps = sorted(later - earlier for earlier, later in pairwise(times[1:]))
+    assert len(times) == 6 and (gaps[0] > 0.018 if is_busy else gaps[0] < 0.018)
+    pages.close()
