@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-tokens", type=int, default=12_800, help="of prompts and windows; 1,540 are a request")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     layers = {"encoder_layers": options.layers, "decoder_layers": options.layers}
@@ -78,6 +79,7 @@ def main() -> None:
     engine = build_engine(engine_config(
         model=str(folder), load_format="dummy", skip_tokenizer=True, device="cuda",
         max_running_requests=max(16, options.requests), memory_fraction=0.5,
+        max_step_tokens=options.step_tokens, max_encoder_tokens=options.step_tokens,
     ))
     for count in (1, 4, 8):
         seconds = time_encoder(engine, count)

@@ -193,13 +193,25 @@ class WindowFrames(msgspec.Struct, frozen=True, tag="window"):
 FrameLayout = ClipFrames | WindowFrames
 
 
+class SpeechFacts(msgspec.Struct, frozen=True):
+    """What a model that writes sound down is asked with. ``num_positions``: tokens of text, prompt and output.
+    ``banned_ids`` are never written, output does not begin with ``banned_first_ids``. ``most_at_first``: the latest
+    time stamp that it begins with, in steps of 20 ms. ``is_multilingual``: prompts name language and task."""
+
+    num_positions: int
+    banned_ids: list[int] = []
+    banned_first_ids: list[int] = []
+    most_at_first: int = 50
+    is_multilingual: bool = True
+
+
 class MediaFacts(msgspec.Struct, frozen=True):
     """What media a model takes. By kind: ``token_ids``, the token that is repeated as placeholder; ``texts``, what
     stands for one item in a prompt before the processor expands it. ``vector_size``: elements of an encoder's output
     per placeholder, of ``element_bytes`` each. ``is_whole``: the tokens of an item attend to one another in both
     directions, so that a step must compute all of them together. ``pixels``: what its images and videos look like; an
-    item that looks otherwise would fail the whole step that encodes it. ``frames``: the same of audio. ``is_needed``:
-    every prompt begins with an item."""
+    item that looks otherwise would fail the whole step that encodes it. ``frames``: the same of audio. ``speech``: of a
+    model that writes sound down, whose prompts all begin with an item."""
 
     token_ids: dict[str, int]
     texts: dict[str, str]
@@ -208,12 +220,21 @@ class MediaFacts(msgspec.Struct, frozen=True):
     element_bytes: int = 4
     pixels: PixelLayout | None = None
     frames: FrameLayout | None = None
-    is_needed: bool = False
+    speech: SpeechFacts | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of media, in a fixed order."""
         return tuple(self.token_ids)
+
+
+def make_silence(facts: MediaFacts) -> MediaItem:
+    """A window without sound, of a model whose prompts all begin with one."""
+    frames = facts.frames
+    assert isinstance(frames, WindowFrames)
+    shape = (frames.frames, frames.mels)
+    place = MediaPlace("audio", bytes(DIGEST_BYTES), [(0, frames.num_tokens)])
+    return MediaItem(place, {"input_features": MediaArray("float32", shape, bytes(4 * math.prod(shape)))})
 
 
 def digest_of(kind: str, settings: str, parts: Iterable[bytes]) -> bytes:
@@ -254,7 +275,7 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
         if items:
             raise RequestError("this model takes text alone; serve a model that takes images", param="media")
         return
-    if facts.is_needed and (not items or items[0].place.offset):
+    if facts.speech is not None and (not items or items[0].place.offset):
         raise RequestError(
             "every prompt of this model begins with an audio clip; send it to /v1/audio/transcriptions or "
             "/v1/audio/translations", param="prompt",

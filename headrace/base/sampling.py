@@ -116,12 +116,31 @@ class TransferSpec(msgspec.Struct, frozen=True, array_like=True):
     port: int = 0
 
 
+class TimestampRules(msgspec.Struct, frozen=True, array_like=True):
+    """Output with time stamps, which are the tokens from ``first_id`` on: it begins with one, at most ``most_at_first``
+    behind the first; they come in pairs but for the last before ``end_id``, the end of text, and never fall. The token
+    before ``first_id`` asks for output without any."""
+
+    first_id: int
+    end_id: int
+    most_at_first: int
+
+
+class SpeechRules(msgspec.Struct, frozen=True):
+    """How sound is written down: tokens that are never written, and those that output does not begin with."""
+
+    banned_ids: list[int] = []
+    banned_first_ids: list[int] = []
+    timestamps: TimestampRules | None = None
+
+
 class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     """A user's sampling parameters; names and meaning as in vLLM's class of the same name.
 
     temperature 0 is greedy. ``top_k`` 0 or -1 keeps all tokens, ``top_p`` 0 the most likely alone. ``seed`` makes
     sampling reproducible whatever else runs. ``grammar`` confines the output; it ends where the grammar leaves nothing
     to write, whatever ``min_tokens`` and ``ignore_eos`` say. ``transfer``: with which engine KV pages are exchanged.
+    ``speech``: how a model that writes sound down does so.
     """
 
     n: int = 1
@@ -138,6 +157,7 @@ class SamplingParams(ReportParams, kw_only=True, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     grammar: Grammar | None = None
     transfer: TransferSpec | None = None
+    speech: SpeechRules | None = None
 
     def validate(self) -> SamplingParams:
         """Check every type and bound; raises `RequestError` naming the field. Returns self."""
@@ -291,7 +311,8 @@ class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogitRules(msgspec.Struct, frozen=True, array_like=True):
-    """Edits of the logits by token id, applied in this order: bias, allowed, bad words, minimum length, thinking.
+    """Edits of the logits by token id, applied in this order: bias, allowed, bad words, minimum length, thinking, time
+    stamps.
 
     ``min_tokens``: while fewer tokens have been output, every id in ``held_ids`` (end-of-text and stop ids) is masked;
     with a grammar only where it allows something else.
@@ -304,11 +325,13 @@ class LogitRules(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0
     held_ids: list[int] = []
     thinking: ThinkingLimit | None = None
+    timestamps: TimestampRules | None = None
 
     @property
     def is_length_only(self) -> bool:
         """Whether a minimum length is the only rule."""
-        return not (self.bias or self.allowed_ids or self.bad_words or self.thinking is not None)
+        special = self.thinking is not None or self.timestamps is not None
+        return not (self.bias or self.allowed_ids or self.bad_words or special)
 
 
 ALL_LOGPROBS = 2**31 - 1

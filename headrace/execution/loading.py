@@ -470,7 +470,9 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: Mo
 
 def _read_media(loaded: LoadedModel) -> MediaFacts | None:
     media = loaded.family.media
-    facts = None if media is None else media.facts(loaded.source.config)
+    # what an older config.json says of decoding is in generation_config.json today
+    stated = {name: value for name, value in loaded.source.config.items() if value is not None}
+    facts = None if media is None else media.facts({**loaded.source.generation_config, **stated})
     return facts and msgspec.structs.replace(facts, element_bytes=loaded.dtype.itemsize)
 
 

@@ -1,5 +1,6 @@
 """State of the rows whose logits are edited before sampling: `RuleState` (bias, allowed tokens, bad words, minimum
-length, thinking limits) and `PenaltyState` (token counts, and what works against repetition). V vocabulary.
+length, thinking limits, time stamps) and `PenaltyState` (token counts, and what works against repetition). V
+vocabulary.
 
 Each knows its rows up to the latest token that counts. A position behind drafts sees them too (`Drafted`), as if they
 were output already; only those that count are then added to the state.
@@ -16,6 +17,7 @@ import torch
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, ThinkingLimit
 from headrace.execution.repetition import DryState, exclude_top_choices
 from headrace.execution.rows import RowTokens
+from headrace.execution.timestamps import TimestampState
 from headrace.execution.upload import Upload, to_device
 
 NO_TOKEN = -1
@@ -152,6 +154,7 @@ class RuleState:
         self._recent = torch.full((max_rows + 1, 0), NO_TOKEN, dtype=torch.int64, device=device)
         self._rules: dict[int, LogitRules] = {}
         self._thinking = ThinkingState(max_rows, device)
+        self._timestamps = TimestampState(max_rows, device)
         self._flat: tuple[bytes, _FlatRules] | None = None
 
     def start(self, row: int, known: RowTokens) -> None:
@@ -163,6 +166,7 @@ class RuleState:
         self._rules[row] = rules
         self._flat = None
         self._thinking.start(row, known)
+        self._timestamps.start(row, known)
         width = max((len(word) - 1 for word in rules.bad_words), default=0)
         if not width:
             return
@@ -180,10 +184,12 @@ class RuleState:
         if self._rules.pop(row, None) is not None:
             self._flat = None
             self._thinking.release(row)
+            self._timestamps.release(row)
 
     def pack(self, rows: np.ndarray, upload: Upload) -> None:
         """Add what `apply` and `push` need for positions of these rows."""
         self._thinking.pack(rows, upload)
+        self._timestamps.pack(rows, upload)
         key = rows.tobytes()
         if self._flat is None or self._flat[0] != key:
             self._flat = (key, self._flatten(rows))
@@ -192,7 +198,7 @@ class RuleState:
         self, logits: torch.Tensor, output_lens: torch.Tensor, drafted: Drafted, sent: dict[str, torch.Tensor]
     ) -> None:
         """Edit logits [n, V], contiguous, of the packed positions in place: bias, allowed, bad words, minimum length,
-        thinking. ``output_lens`` [n] are the indices of the sampled tokens in their outputs."""
+        thinking, time stamps. ``output_lens`` [n] are the indices of the sampled tokens in their outputs."""
         assert self._flat is not None
         rules, flat = self._flat[1], logits.view(-1)  # [n * V]
         flat.index_add_(0, rules.bias_index, rules.bias)
@@ -209,6 +215,8 @@ class RuleState:
         if rules.held_index.numel():
             _ban(flat, rules.held_index, output_lens.index_select(0, rules.held_at) < rules.held_len)
         self._thinking.apply(logits, output_lens, drafted, sent)
+        drafts = drafted.read() if drafted.most else None
+        self._timestamps.apply(logits, output_lens, drafted.entries[0], drafts, sent)
 
     def push(self, tokens: torch.Tensor, drafted: Drafted, sent: dict[str, torch.Tensor]) -> None:
         """Remember the new tokens of the packed positions' rows; ``tokens`` [3, S] and ``drafted`` are those of all
@@ -223,6 +231,7 @@ class RuleState:
             history = torch.cat((self._recent.index_select(0, rows), ids), dim=1)
             self._recent.index_copy_(0, rows, _take_windows(history, counts.sum(1), width))
         self._thinking.push(ids, counts, rows, sent)
+        self._timestamps.push(ids, counts, rows, sent)
 
     def _find_recent(self, drafted: Drafted) -> torch.Tensor:
         """[n, W]: the latest tokens before each position, drafts included."""

@@ -25,6 +25,7 @@ from typing import Any
 from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError
+from headrace.base.media import MediaItem, make_silence
 from headrace.base.messages import (
     Abort,
     EngineRequest,
@@ -149,9 +150,14 @@ def produce_token(engine: Engine) -> None:
     """Warm-up: run one request of `START_UP_TOKENS` tokens for one output token (a pooling model: one result). Shows
     that the engine works and gives the first measurement of a step. Raises `ModelError` when no token comes."""
     facts = engine.executor.facts
-    prompt = [0] * max(1, min(START_UP_TOKENS, facts.max_model_len - 1))
+    prompt, media = [0] * max(1, min(START_UP_TOKENS, facts.max_model_len - 1)), list[MediaItem]()
+    if facts.media is not None and facts.media.speech is not None:
+        media = [make_silence(facts.media)]
+        prompt = [facts.media.token_ids["audio"]] * media[0].place.num_tokens + [0]
     pooling = PoolingSpec() if facts.pooling is not None else None
-    engine.submit(EngineRequest("start-up", prompt, SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling))
+    engine.submit(EngineRequest(
+        "start-up", prompt, SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling, media=media
+    ))
     finish = None
     while engine.has_work:
         for output in engine.step():

@@ -23,6 +23,8 @@ from media_rig import (
 
 from headrace.base.config import engine_config
 from headrace.base.errors import RequestError
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import LogitRules, SamplingSpec, StopSpec, TimestampRules
 from headrace.service.build import build_engine
 
 AUDIO_ID = 100
@@ -161,4 +163,57 @@ def test_sound_through_graphs(writer: Any):
             logits = model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[0]
         expected = logits[-1 - len(tokens) : -1].log_softmax(-1)
         torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
+    engine.close()
+
+
+FIRST_TIME, END = 90, 80
+
+
+def write_by_rules(model: Any, prompt: Prompt, num_tokens: int, *, banned: list[int], banned_first: list[int]) -> Any:
+    """Greedy tokens under transformers' own rules."""
+    from transformers.generation.logits_process import (
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        WhisperTimeStampLogitsProcessor,
+    )
+
+    config = transformers.GenerationConfig(eos_token_id=END, no_timestamps_token_id=FIRST_TIME - 1)
+    config.max_initial_timestamp_index = 5
+    ids, begin = list(prompt.ids[WINDOW:]), len(prompt.ids) - WINDOW
+    rules = [
+        SuppressTokensLogitsProcessor(banned), SuppressTokensAtBeginLogitsProcessor(banned_first, begin),
+        WhisperTimeStampLogitsProcessor(config, begin),
+    ]
+    features = to_tensor(prompt.items[0].arrays["input_features"]).T[None]
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(input_features=features, decoder_input_ids=torch.tensor([ids])).logits[:, -1]
+        for rule in rules:
+            logits = rule(torch.tensor([ids]), logits)
+        ids.append(int(logits.argmax()))
+    return ids[begin:]
+
+
+def test_time_stamps_follow_rules(writer: Any):
+    """As transformers' processors, beside a request without rules."""
+    model, folder = writer
+    engine = start_engine(folder, max_model_len=None, max_running_requests=8)
+    banned, first = [3, 4, 5, 7, 11], [END, 6]
+    spec = SamplingSpec(rules=LogitRules(
+        bad_words=[[i] for i in banned], min_tokens=1, held_ids=first, timestamps=TimestampRules(FIRST_TIME, END, 5)
+    ))
+    asks = [hear(seed, 1, 2 + seed) for seed in range(5)]
+    found: dict[str, list[int]] = {}
+    for i, prompt in enumerate(asks):
+        for name, own in ((f"timed{i}", spec), (f"plain{i}", SamplingSpec())):
+            found[name] = []
+            engine.submit(EngineRequest(name, list(prompt.ids), own, StopSpec(20), media=list(prompt.items)))
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    for i, prompt in enumerate(asks):
+        expected = write_by_rules(model, prompt, 20, banned=banned, banned_first=first)
+        assert found[f"timed{i}"] == expected
+        assert expected[0] in range(FIRST_TIME, FIRST_TIME + 6) and not {*banned} & {*expected}
+        assert found[f"plain{i}"] == write(model, prompt, 20)[0]
     engine.close()

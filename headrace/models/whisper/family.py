@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts, WindowFrames
+from headrace.base.media import MediaFacts, SpeechFacts, WindowFrames
 from headrace.layers.media_spec import AudioSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec
@@ -25,6 +25,8 @@ ALIGNMENT = 64
 """Placeholders of a window are a multiple of this: text then begins with a page of its own."""
 NUM_TIMES = 1501
 """Time stamps of 20 ms each, at the end of the vocabulary."""
+MULTILINGUAL = 51865
+"""Tokens of the smallest vocabulary with languages; models for English alone have fewer."""
 MARKS_BEFORE_TIMES = 4
 """``<|startoflm|>``, which no prompt holds, stands this far before the first time stamp."""
 
@@ -91,7 +93,20 @@ def read_media(config: dict[str, Any]) -> MediaFacts:
     return MediaFacts(
         token_ids={"audio": token_id if token_id >= 0 else spec.vocab_size - 1}, texts={"audio": "<|startoflm|>"},
         vector_size=spec.hidden_size,
-        frames=WindowFrames(spec.audio.num_mels, spec.audio.num_frames, spec.num_placeholders), is_needed=True,
+        frames=WindowFrames(spec.audio.num_mels, spec.audio.num_frames, spec.num_placeholders),
+        speech=_read_speech(config, spec),
+    )
+
+
+def _read_speech(config: dict[str, Any], spec: WhisperSpec) -> SpeechFacts:
+    fields = Fields(config)
+    banned, first = (
+        [i for i in config.get(name) or () if type(i) is int and 0 <= i < spec.vocab_size]
+        for name in ("suppress_tokens", "begin_suppress_tokens")
+    )
+    return SpeechFacts(
+        spec.num_positions, banned, first, fields.count("max_initial_timestamp_index", 50),
+        fields.flag("is_multilingual", spec.vocab_size >= MULTILINGUAL),
     )
 
 

@@ -31,8 +31,8 @@ from headrace.layers.norm import make_norm
 from headrace.layers.residual import Norm, Residual
 from headrace.layers.self_attention import Attention
 from headrace.layers.spec import AttentionSpec, LayerSpec
-from headrace.layers.vocabulary import Embedding, Head
 from headrace.layers.vision import pad_weights
+from headrace.layers.vocabulary import Embedding, Head
 from headrace.models.whisper.family import WhisperSpec
 from headrace.parallel.group import Group
 
@@ -223,6 +223,9 @@ class Whisper(ServedModel):
         )
         if table.shape[1] <= columns:  # a warm-up, whose requests are shorter than a window
             table = F.pad(table, (0, columns + 1 - table.shape[1]), value=NULL_PAGE)
+        # Of a width of its own in every step: kernels are compiled for strides.
+        width = -(-self.spec.num_positions // self._page_size)
+        pages = F.pad(table[:, columns:], (0, max(0, width + columns - table.shape[1])), value=NULL_PAGE)
         requests = np.flatnonzero(own)
         if hidden.any():
             starts = np.cumsum(lengths) - lengths
@@ -235,7 +238,7 @@ class Whisper(ServedModel):
             whole, num_tokens=num_tokens, query_lens_cpu=list(map(int, own[requests])),
             kv_lens_cpu=list(map(int, ends)), max_query_len=int(own.max()), max_kv_len=int(ends.max()),
             query_start=query_start, kv_lens=(kv_lens - first).clamp_(min=1), slots=slots,
-            page_table=table[:, columns:].contiguous(), last_run=None,
+            page_table=pages.clone(memory_format=torch.contiguous_format), last_run=None,
         )
         return TextStep(indices, text, self._listen(text, table[:, :columns], own[requests]))
 
@@ -249,8 +252,8 @@ class Whisper(ServedModel):
             num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=[heard] * count,
             max_query_len=1, max_kv_len=heard,
             query_start=torch.arange(count + 1, dtype=torch.int32, device=device),
-            kv_lens=torch.full((count,), heard, dtype=torch.int32, device=device), page_table=table.contiguous(),
-            slots=text.slots,
+            kv_lens=torch.full((count,), heard, dtype=torch.int32, device=device), slots=text.slots,
+            page_table=table.clone(memory_format=torch.contiguous_format),
         )
 
     @property

@@ -27,6 +27,7 @@ from headrace.base.sampling import (
     Penalties,
     SamplingParams,
     SamplingSpec,
+    SpeechRules,
     StopSpec,
     ThinkingBudget,
     ThinkingLimit,
@@ -191,13 +192,17 @@ def _logit_rules(
         else []
     )
     thinking = _thinking_limit(params.thinking_budget, tokenizer) if params.thinking_budget is not None else None
-    if not (params.logit_bias or params.allowed_token_ids or bad_words or held or thinking):
+    speech = params.speech or SpeechRules()
+    bad_words += [[token_id] for token_id in speech.banned_ids]
+    if speech.banned_first_ids:
+        min_tokens, held = max(1, min_tokens), [*held, *speech.banned_first_ids]
+    if not (params.logit_bias or params.allowed_token_ids or bad_words or held or thinking or speech.timestamps):
         return None
     return LogitRules(
         bias={token: float(bias) for token, bias in (params.logit_bias or {}).items()},
         allowed_ids=list(params.allowed_token_ids or ()),
         bad_words=bad_words, min_tokens=min_tokens if held else 0, held_ids=list(dict.fromkeys(held)),
-        thinking=thinking,
+        thinking=thinking, timestamps=speech.timestamps,
     )
 
 

@@ -16,6 +16,7 @@ from headrace.serving.http.pages import add_pages
 from headrace.serving.http.routes import (
     adapters,
     admin,
+    audio,
     chat,
     completions,
     control,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from headrace.service.client.client import EngineClient
 
 # Starlette tries routes in this order, so the busiest come first.
-_MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, native, control, admin, adapters)
+_MODULES = (chat, completions, messages, responses, pooling, ollama, tokens, native, audio, control, admin, adapters)
 ENDPOINTS = tuple(each for module in _MODULES for endpoint in module.ENDPOINTS for each in endpoint.expand())
 
 

@@ -98,7 +98,7 @@ def _describe_operation(
         content = {"schema": schema_of[endpoint.body.record]}
         if endpoint.path in EXAMPLES:
             content["example"] = EXAMPLES[endpoint.path]
-        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+        operation["requestBody"] = {"required": True, "content": {endpoint.body.media_type: content}}
     if is_guarded:
         operation["security"] = [{"key": []}]
     return operation

@@ -33,6 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "What is the capital of France?"},
     "/v1/messages": {"max_tokens": 64, "messages": _MESSAGES},
     "/v1/messages/count_tokens": {"messages": _MESSAGES},
+    "/v1/audio/transcriptions": {"file": ""}, "/v1/audio/translations": {"file": ""},
     "/v1/embeddings": _INPUT,
     "/v1/rerank": _RERANK, "/v2/rerank": _RERANK, "/rerank": _RERANK,
     "/v1/score": _SCORE, "/score": _SCORE,
@@ -174,6 +175,18 @@ FIELDS = {
     "messages": "The conversation.",
     "prompt": "The text to continue, or its token ids.",
     "text": "The text.",
+    "file": "The clip: WAV, MP3, FLAC, Ogg, M4A or WebM.",
+    "language": "The clip's language, as ISO 639-1 names it (`en`); found in the sound where it is left out.",
+    "timestamp_granularities": "Only `segment`, with `verbose_json`.",
+    **{
+        f"{record}.{name}": about
+        for record in ("TranscriptionRequest", "TranslationRequest")
+        for name, about in {
+            "prompt": "Text that might come before the clip: its style and spelling are continued.",
+            "response_format": "JSON, with segments (`verbose_json`), plain text, or subtitles.",
+            "temperature": "0: the most likely text, and where that is repetitive or improbable higher temperatures.",
+        }.items()
+    },
     "input": "The input: text, a list of texts, or token ids.",
     "ResponsesRequest.input": "The conversation: text, or a list of items.",
     "ResponsesRequest.text": "The output's form.",

@@ -75,6 +75,12 @@ class MediaIntake:
         self._reader = MediaReader(config.media)
         self._workers: MediaWorkers | None = None
 
+    async def prepare_clip(self, data: bytes, param: str, facts: ModelFacts) -> PreparedItem:
+        """A clip of any length, to be heard window by window; see `Preparer`. Raises as `prepare` does."""
+        check_media([MediaRef("audio", "", param)], facts, self._config)
+        found = await self._reader.take(data, param)
+        return await self._open().prepare(Job("audio", found.data, found.sha256, param, {"windows": True}))
+
     async def start(self, facts: ModelFacts) -> None:
         """Start the worker processes, which load the model's processor."""
         if facts.media is not None:

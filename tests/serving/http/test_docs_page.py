@@ -110,7 +110,7 @@ async def test_its_requests_are_answered(page):
                 words[i + 1].replace("KEY", "k").split(": ", 1) for i, word in enumerate(words) if word == "-H"
             )
             body = words[words.index("-d") + 1] if "-d" in words else None
-            if "{" in address or "/admin" in address:
+            if "{" in address or "/admin" in address or "-F" in words:  # a form with a file that is not there
                 continue
             answer = await http.request(method, address, headers=headers, content=body)
             assert answer.status_code not in (401, 404, 405, 415), line

@@ -181,15 +181,20 @@ function codeBox(title, text) {
 
 const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
+/* The media type of a request's body, and what the document says of it. */
+const bodyOf = (operation) => Object.entries(operation.requestBody?.content ?? {})[0] ?? [];
+
 /* A request to copy, with the address of this server. */
 function curl(route) {
   const { method, path, operation } = route,
-    content = operation.requestBody?.content["application/json"];
+    [kind, content] = bodyOf(operation),
+    isForm = kind === "multipart/form-data";
   const query = (operation.parameters ?? []).filter((each) => each.in === "query" && each.required);
   const address = BASE + path + (query.length ? `?${query.map((each) => `${each.name}=`).join("&")}` : "");
   const lines = [`curl ${method === "GET" ? "" : `-X ${method} `}${/[{}&?]/.test(address) ? quote(address) : address}`];
   if (operation.security) lines.push("-H 'Authorization: Bearer KEY'");
-  if (content) lines.push("-H 'Content-Type: application/json'", `-d ${quote(JSON.stringify(content.example ?? {}))}`);
+  if (content && isForm) lines.push(...Object.keys(content.example ?? {}).map((name) => `-F ${name}=@FILE`));
+  else if (content) lines.push("-H 'Content-Type: application/json'", `-d ${quote(JSON.stringify(content.example ?? {}))}`);
   return lines.join(" \\\n  ");
 }
 
@@ -206,7 +211,7 @@ class Route {
         method,
         operation.tags,
         operation.summary,
-        operation.requestBody?.content?.["application/json"]?.schema,
+        bodyOf(operation)[1]?.schema,
         operation.parameters,
       ]);
     return key(this) === key(other);
@@ -228,7 +233,7 @@ class Route {
   }
 
   get bodySchema() {
-    return this.operation.requestBody?.content["application/json"].schema;
+    return bodyOf(this.operation)[1]?.schema;
   }
 
   make() {
@@ -251,7 +256,7 @@ class Route {
   makeBody() {
     const { operation, schemas } = this,
       body = make("div", { className: "route-body" }),
-      content = operation.requestBody?.content["application/json"];
+      [, content] = bodyOf(operation);
     if (this.aliases.length)
       body.append(
         make(

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -90,6 +90,8 @@ class JsonBody(Generic[T]):
     """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of an
     unsupported feature is refused by name unless it requests nothing (`is_neutral`). ``takes_any_type``: accepts any
     declared media type, for APIs whose clients declare none."""
+
+    media_type: ClassVar[str] = "application/json"
 
     def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, takes_any_type: bool = False):
         self.record = record
@@ -193,6 +195,10 @@ class JsonBody(Generic[T]):
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise RequestError("the body is nested too deeply") from None
+
+    def explain(self, error: msgspec.ValidationError, body: bytes) -> RequestError:
+        """The error of a body that is no record."""
+        return _explain(error, self.record, body)
 
     def _drop_nested(self, document: dict[str, Any], ignored: list[str] | None) -> None:
         inner = document.get(NESTED)
