@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from headrace.kernels.linear import LINEAR
-from headrace.kernels.lora import ADD_LOW_RANK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.lora import EXPAND, SHRINK, LowRankBank, SlotRows, make_tiles
 from headrace.kernels.operation import KernelQuery
-from headrace.layers.lora.rows import count_blocks, pack_rows, view_rows
+from headrace.layers.lora.rows import RowsLayout
 
 SHAPES = {
     "qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336)),
@@ -74,30 +74,32 @@ def make_layer(slots: int) -> list[Product]:
 
 
 def run(
-    layers: list[list[Product]], xs: list[torch.Tensor], rows: SlotRows, add: Callable[..., None] | None
+    layers: list[list[Product]], xs: list[torch.Tensor], rows: SlotRows, solution: str
 ) -> None:
-    """All products, with ``add`` after each."""
+    """All products, with low-rank additions by a solution, if one is named."""
     for layer in layers:
         for x, product in zip(xs, layer, strict=True):
+            reduced = SHRINK.load(solution)(x, product.bank, rows) if solution else None
             out = product.linear(x, product.weight, None)
-            if add is not None:
-                add(x, out, product.bank, rows)
+            if solution:
+                EXPAND.load(solution)(reduced, out, product.bank, rows)
 
 
 def main() -> None:
     """Print a table: microseconds a layer, over several layers so that weights come from memory."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--solution", default="triton_pdl", choices=ADD_LOW_RANK.names())
-    add = ADD_LOW_RANK.load(parser.parse_args().solution)
+    parser.add_argument("--solution", default="triton_pdl", choices=SHRINK.names())
+    solution = parser.parse_args().solution
     print(f"{'rows':>6} {'adapters':>8} {'base us':>9} {'with us':>9} {'share':>7}")
     for slots in (1, 8, 64):
         layers = [make_layer(slots) for _ in range(LAYERS)]
         for count in (1, 16, 64, 256, 2048):
-            packed, segments = pack_rows(np.arange(count) % slots, count, count_blocks(count, slots))
-            rows = view_rows(torch.from_numpy(packed).cuda(), count, count, segments)
+            layout = RowsLayout(count, slots)
+            packed, segments = layout.pack(np.arange(count) % slots)
+            rows = layout.view(torch.from_numpy(packed).cuda(), segments)
             xs = [torch.randn(count, inputs, device=CUDA, dtype=torch.bfloat16) for inputs, _ in SHAPES.values()]
             base, whole = (
-                time_graph(partial(run, layers, xs, rows, own)) / LAYERS for own in (None, add)
+                time_graph(partial(run, layers, xs, rows, own)) / LAYERS for own in ("", solution)
             )
             print(f"{count:>6} {slots:>8} {base:>9.1f} {whole:>9.1f} {base / whole:>7.3f}", flush=True)
         del layers

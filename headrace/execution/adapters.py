@@ -22,7 +22,7 @@ from headrace.execution.step import Step
 from headrace.execution.upload import Upload, to_device
 from headrace.kernels.lora import SlotRows
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
-from headrace.layers.lora.rows import Segments, count_blocks, pack_rows, view_rows
+from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
 from headrace.models.adapters.gguf import GgufForm
 from headrace.models.adapters.reader import AdapterSource, read_adapter
@@ -59,14 +59,16 @@ class _Source:
 
 class AdapterStore:
     """Adapters in host memory by number, prepared for this rank's banks. Of more than ``num_host_adapters`` the one
-    used least lately is dropped, and read again when it is needed. Called by the engine's thread; reading is done on
-    others."""
+    used least lately is dropped, and read again when it is needed; at most as many more stay that requests wait for.
+    Called by the engine's thread; reading is done on others."""
 
     def __init__(self, banks: AdapterBanks | None, config: AdapterConfig, read: ReadAdapter):
         self._banks, self._config, self._read = banks, config, read
         self._threads = ThreadPoolExecutor(NUM_READERS, "adapter-reader")  # starts none before there is work
         self._sources: dict[int, _Source] = {}
         self._prepared: OrderedDict[int, Future[PreparedAdapter]] = OrderedDict()
+        # asked for, and not yet on the device: kept too, so that loading need not read again what was dropped meanwhile
+        self._wanted: OrderedDict[int, Future[PreparedAdapter]] = OrderedDict()
 
     def serve(self, banks: AdapterBanks | None) -> None:
         """The model was loaded anew: its banks are others, of the same shapes."""
@@ -80,21 +82,24 @@ class AdapterStore:
 
     def prepare(self, adapter_id: int) -> Future[PreparedAdapter]:
         """Have an adapter in host memory soon; the future raises what reading it raises."""
-        known = self._prepared.get(adapter_id)
-        if known is not None and not (known.done() and known.exception()):  # what failed is tried again
-            self._prepared.move_to_end(adapter_id)
-            return known
-        source = self._sources[adapter_id]
-        return self._keep(adapter_id, self._threads.submit(self._read_again, source))
+        known = self._prepared.get(adapter_id) or self._wanted.get(adapter_id)
+        if known is None or (known.done() and known.exception()):  # what failed is tried again
+            known = self._threads.submit(self._read_again, self._sources[adapter_id])
+        self._wanted[adapter_id] = known
+        if len(self._wanted) > self._config.num_host_adapters:  # of requests that ended before they ran
+            self._wanted.popitem(last=False)
+        return self._keep(adapter_id, known)
 
     def forget(self, adapter_id: int) -> None:
         """Drop an adapter; harmless for an unknown number."""
         self._sources.pop(adapter_id, None)
         self._prepared.pop(adapter_id, None)
+        self._wanted.pop(adapter_id, None)
 
     def load(self, slot: int, adapter_id: int) -> None:
         """Copy an adapter into a slot of the device, in stream order; 0 empties it."""
         self._own_banks.load(slot, self.prepare(adapter_id).result() if adapter_id else {})
+        self._wanted.pop(adapter_id, None)
 
     def close(self) -> None:
         """End the threads."""
@@ -108,6 +113,7 @@ class AdapterStore:
 
     def _keep(self, adapter_id: int, prepared: Future[PreparedAdapter]) -> Future[PreparedAdapter]:
         self._prepared[adapter_id] = prepared
+        self._prepared.move_to_end(adapter_id)
         for other in list(self._prepared):
             if len(self._prepared) <= self._config.num_host_adapters:
                 break
@@ -147,8 +153,8 @@ class AdapterInputs:
 
     def make_static(self, size: int) -> torch.Tensor:
         """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
-        room = size + 3 * count_blocks(size, self.banks.num_slots)
-        return torch.zeros(room, dtype=torch.int64, device=self._device)
+        packed, _ = self._layout(size).pack(np.full(size, -1))
+        return to_device(packed, self._device)
 
     def pack(self, step: Step, upload: Upload, size: int = 0) -> None:
         """For all tokens of a step with adapters; ``size``: room for so many, in a captured step."""
@@ -162,11 +168,11 @@ class AdapterInputs:
 
     def view(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
         """Of all tokens."""
-        return _view(sent["adapter_rows"], step.shape.num_tokens, step.segments)
+        return self._layout(step.shape.num_tokens).view(sent["adapter_rows"], step.segments)
 
     def view_static(self, static: torch.Tensor, size: int) -> SlotRows:
         """Of a captured step."""
-        return view_rows(static, size, size, [])
+        return self._layout(size).view(static, [])
 
     @contextmanager
     def outputs(self, rows: SlotRows | None) -> Iterator[None]:
@@ -179,24 +185,24 @@ class AdapterInputs:
 
     def sampled_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """`outputs` of the sampled positions."""
-        return self.outputs(_view(sent["adapter_outputs"], len(step.samples), step.output_segments))
+        return self.outputs(self._layout(len(step.samples)).view(sent["adapter_outputs"], step.output_segments))
 
     def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
         """`outputs` that belong to these rows of the request state, one each."""
         slots = self._rows.adapter_slots_np[rows]
         if not (slots >= 0).any():
             return self.outputs(None)
-        packed, segments = pack_rows(slots, len(slots), count_blocks(len(slots), self.banks.num_slots))
-        return self.outputs(_view(to_device(packed, self._device), len(slots), segments))
+        layout = self._layout(len(slots))
+        packed, segments = layout.pack(slots)
+        return self.outputs(layout.view(to_device(packed, self._device), segments))
 
     def _token_slots(self, step: Step) -> np.ndarray:
         return np.repeat(self._rows.adapter_slots_np[step.shape.rows], step.shape.lengths)
 
     def _add(self, upload: Upload, name: str, slots: np.ndarray, size: int) -> Segments:
-        packed, segments = pack_rows(slots, size, count_blocks(size, self.banks.num_slots))
+        packed, segments = self._layout(size).pack(slots)
         upload.add(name, packed)
         return segments
 
-
-def _view(packed: torch.Tensor, num_rows: int, segments: Segments) -> SlotRows:
-    return view_rows(packed, num_rows, num_rows, segments, sum(count for *_, count in segments))
+    def _layout(self, size: int) -> RowsLayout:
+        return RowsLayout(size, self.banks.num_slots)

@@ -161,9 +161,9 @@ def load_model(
     group = ranks.tensor
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = _read(config.model)
+    rounds_inputs = _rounds_inputs(source, config.model, device, progress)
     dtype, resolved = resolve_dtypes(
-        config.model.dtype, config.cache.kv_dtype, source.config, device,
-        rounds_inputs=_rounds_inputs(source, config.model, device, progress)
+        config.model.dtype, config.cache.kv_dtype, source.config, device, rounds_inputs=rounds_inputs
     )
     kv_dtype = str(resolved).removeprefix("torch.")
     specs = family.cache_specs(spec, kv_dtype)
@@ -181,7 +181,8 @@ def load_model(
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
             all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
             scales_cache=resolved == torch.float8_e4m3fn,
-            adapters=choose_banks(config),
+            # beside weights of 8 or 4 bits, additions in float32 would be read for longer than they are worth
+            adapters=choose_banks(config, torch.bfloat16 if rounds_inputs and device.type == "cpu" else None),
         )
         model = family.build_model(spec, build)
         if config.parallel.enable_expert_parallel and stage.is_whole:
@@ -217,8 +218,9 @@ def _check_experts(model: ServedModel, name: str) -> None:
         )
 
 
-def choose_banks(config: EngineConfig) -> BankSizes | None:
-    """What layers make room for; raises `ConfigError` where adapters cannot be served."""
+def choose_banks(config: EngineConfig, dtype: torch.dtype | None = None) -> BankSizes | None:
+    """What layers make room for, in that dtype if not in that of weights; raises `ConfigError` where adapters cannot be
+    served."""
     adapters, parallel = config.adapters, config.parallel
     if not adapters.enable_lora:
         return None
@@ -231,7 +233,7 @@ def choose_banks(config: EngineConfig) -> BankSizes | None:
         raise ConfigError(
             "adapters are not served where experts move; leave out enable_eplb or enable_lora", param="enable_lora"
         )
-    return BankSizes(adapters.max_loras, adapters.max_lora_rank)
+    return BankSizes(adapters.max_loras, adapters.max_lora_rank, dtype)
 
 
 def find_banks(model: ServedModel, build: Build, family: Family) -> AdapterBanks | None:

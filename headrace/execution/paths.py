@@ -127,6 +127,7 @@ class _DecodeArrays:
 
     def __init__(self, entries: np.ndarray, slots: np.ndarray):
         count, own = entries.shape[1], np.flatnonzero(slots >= 0)
+        own = own[np.argsort(slots[own], kind="stable")]  # rows of one adapter share the reading of it
         self.adapter_rows = torch.from_numpy(np.stack((own, slots[own]))) if len(own) else None
         self.entries, self.rows = entries, entries[0]
         self.requests_np, tokens_np = np.empty((3, count), dtype=np.int64), np.ones((3, count), dtype=np.int64)

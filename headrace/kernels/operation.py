@@ -42,3 +42,10 @@ def requires(
         return None
 
     return reason_against
+
+
+def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
+    """The best kernel of an operation that fuses several, or None if there is only the reference: then the separate
+    operations, each with its own best kernel, are faster."""
+    chosen = operation.choose(query)
+    return None if chosen is operation.load("reference") else chosen

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
-from headrace.kernels.operation import KernelQuery, Operation
+from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.lora.bank import LinearBank
 from headrace.layers.norm import RmsNorm
@@ -25,13 +23,6 @@ def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
     """The rows of each part of a stacked weight, by name; ``parts`` are names and sizes in order."""
     ends = accumulate(parts.values())
     return {name: slice(end - size, end) for (name, size), end in zip(parts.items(), ends, strict=True)}
-
-
-def choose_fused(operation: Operation, query: KernelQuery) -> Callable[..., Any] | None:
-    """The best kernel of an operation that fuses several, or None if there is only the reference: then the separate
-    operations, each with its own best kernel, are faster."""
-    chosen = operation.choose(query)
-    return None if chosen is operation.load("reference") else chosen
 
 
 class Linear(StorableLayer):
@@ -83,8 +74,10 @@ class Linear(StorableLayer):
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
-        out = self._multiply(x)
-        return out if self.lora is None else self.lora.adapt(x, out)
+        if self.lora is None:
+            return self._multiply(x)
+        begun = self.lora.begin(x)
+        return self.lora.finish(begun, self._multiply(x))
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         # Look for the parameter before `stored`, in this order: see `quantization.storage`.
@@ -102,22 +95,23 @@ class Linear(StorableLayer):
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
         accumulated into the stream, whichever is faster. Nothing else may be pending."""
-        weight, has_adapters = plain_weight(self), self._has_adapters
+        weight, begun = plain_weight(self), None if self.lora is None else self.lora.begin(x)
         coded = self.stored if weight is None and isinstance(self.stored, CodedWeight) else None
         is_summed_up = weight is None and coded is None
-        if is_summed_up or (has_adapters and self.lora is not None and not self.lora.is_low_rank):
-            residual.pending = self.compute_share(x)
+        if is_summed_up or (begun is not None and self.lora is not None and not self.lora.is_low_rank):
+            out = self._multiply(x)
+            residual.pending = out if self.lora is None else self.lora.finish(begun, out)
         else:
-            # what other ranks must be added to cannot go into the stream, which all of them have; nor what adapters do
-            stream = residual.stream if self.group is None and not has_adapters else None
+            # what other ranks must be added to cannot go into the stream, which all of them have
+            stream = residual.stream if self.group is None else None
             sums = (
                 self._linear_sums(x, weight, self._own_bias, stream) if coded is None
                 else coded.multiply_sums(x, self._own_bias)
             )
             residual.pending = sums
-            if has_adapters and self.lora is not None:
-                assert sums is not None, "without a stream there are sums"
-                self.lora.adapt(x, sums if sums.dim() == 2 else sums[0])  # to any of the partial sums
+            if begun is not None and self.lora is not None:
+                # to the stream, or to any of the partial sums
+                self.lora.finish(begun, residual.stream if sums is None else sums if sums.dim() == 2 else sums[0])
         residual.group = self.group
 
     @property
@@ -126,14 +120,22 @@ class Linear(StorableLayer):
         return self.bias if self.group is None or self.group.rank == 0 else None
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """The product followed by the gated activation, in one kernel; None where two kernels are as fast."""
+        """The product followed by the gated activation, in one kernel; None where two kernels are as fast. With
+        adapters it is their addition that is fused with the activation."""
         if self._has_adapters:
-            return None
+            return self._gate_adapted(x, activation)
         weight = plain_weight(self)
         if weight is None:
             assert self.stored is not None
             return self.stored.gate(x, self.bias, activation)
         return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
+
+    def _gate_adapted(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        if self.lora is None or not self.lora.fuses_gates:
+            return None
+        begun = self.lora.begin(x)
+        assert begun is not None, "some row has an adapter"
+        return self.lora.finish_gated(begun, self._multiply(x), activation)
 
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
         """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel. None, with the

@@ -106,7 +106,7 @@ class Head(StorableLayer):
         if self.bias is not None:
             logits.add_(self.bias)
         if self.lora is not None:
-            logits = self.lora.adapt(hidden, logits)
+            logits = self.lora.finish(self.lora.begin(hidden), logits)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.softcap:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from devices import DEVICES, relative_error
 
-from headrace.kernels.lora import ADD_LOW_RANK, LowRankBank, SlotRows, make_tiles
-from headrace.layers.lora.rows import count_blocks, pack_rows, view_rows
+from headrace.kernels.lora import EXPAND, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
+from headrace.layers.lora.rows import RowsLayout
 
 INPUTS, WIDTHS, MOST_RANKS, SLOTS = 200, (130, 24, 40), 32, 5
 RANKS = ((4, 4, 4), (32, 0, 17), (0, 0, 0), (16, 8, 1), (9, 9, 9))
@@ -35,12 +37,9 @@ def make_bank(device: str, dtype: torch.dtype) -> LowRankBank:
 
 def make_rows(slots: list[int], device: str, *, room: int = 0) -> SlotRows:
     """With ``room`` as in a captured step of so many tokens: padded, and without segments."""
-    size = room or len(slots)
-    packed, segments = pack_rows(np.array(slots), size, count_blocks(size, SLOTS))
-    where = torch.from_numpy(packed).to(device)
-    if room:
-        return view_rows(where, room, room, [])
-    return view_rows(where, size, size, segments, sum(slot >= 0 for slot in slots))
+    layout = RowsLayout(room or len(slots), SLOTS)
+    packed, segments = layout.pack(np.array(slots))
+    return layout.view(torch.from_numpy(packed).to(device), [] if room else segments)
 
 
 def expected_of(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, slots: list[int]) -> torch.Tensor:
@@ -64,17 +63,17 @@ BATCHES = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("solution", ["reference", "cpu"])
 def test_cpu_solutions(solution: str, dtype: torch.dtype, slots: list[int]):
-    check(ADD_LOW_RANK.load(solution), "cpu", dtype, 1e-5 if dtype == torch.float32 else 1e-2, slots, room=0)
+    check(solution, "cpu", dtype, 1e-5 if dtype == torch.float32 else 1e-2, slots, room=0)
 
 
 @pytest.mark.parametrize("room", [0, 64])
 @pytest.mark.parametrize("slots", BATCHES, ids=len)
 @pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
 def test_triton(device: str, dtype: torch.dtype, tolerance: float, slots: list[int], room: int):
-    check(ADD_LOW_RANK.load("triton"), device, dtype, tolerance, slots, room=room)
+    check("triton", device, dtype, tolerance, slots, room=room)
 
 
-def check(add, device: str, dtype: torch.dtype, tolerance: float, slots: list[int], *, room: int) -> None:
+def check(solution: str, device: str, dtype: torch.dtype, tolerance: float, slots: list[int], *, room: int) -> None:
     """Both kinds of outputs; rows without an adapter must not change by a bit."""
     bank, rows = make_bank(device, dtype), make_rows(slots, device, room=room)
     generator = torch.Generator().manual_seed(len(slots))
@@ -83,8 +82,37 @@ def check(add, device: str, dtype: torch.dtype, tolerance: float, slots: list[in
     for out_dtype in (dtype, torch.float32):
         out = torch.randn(size, bank.ends[-1], generator=generator).to(device, out_dtype)
         before, expected = out.clone(), expected_of(x, out, bank, slots)
-        add(x, out, bank, rows)
+        EXPAND.load(solution)(SHRINK.load(solution)(x, bank, rows), out, bank, rows)
         assert relative_error(out, expected) < tolerance
         still = torch.ones(size, dtype=torch.bool)
         still[: len(slots)] = torch.tensor([slot < 0 for slot in slots])
         assert torch.equal(out[still.to(device)], before[still.to(device)])
+
+
+def narrow_gates(bank: LowRankBank) -> LowRankBank:
+    """Parts 1 and 2 of a bank as gate and up, of 24 outputs each."""
+    first, size = WIDTHS[0], WIDTHS[1]
+    b, ends = bank.b[..., first : first + 2 * size].contiguous(), (size, 2 * size)
+    a, ranks = bank.a[:, 1:].contiguous(), bank.ranks[:, 1:].contiguous()
+    return LowRankBank(a, b.nan_to_num(), ranks, ends, make_tiles(ends, b.device))
+
+
+@pytest.mark.parametrize(
+    "slots, room", [(BATCHES[3], 0), (BATCHES[4], 64), ([-1, 3, 3, 4] * 257, 0)], ids=("few", "captured", "many")
+)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+def test_additions_to_gate_and_up(
+    device: str, dtype: torch.dtype, tolerance: float, activation: str, slots: list[int], room: int
+):
+    """The activation is that of all rows, with an adapter, without, and of padding; more rows than `LEAST_MANY` have
+    large blocks."""
+    bank, rows = narrow_gates(make_bank(device, dtype)), make_rows(slots, device, room=room)
+    generator, size = torch.Generator().manual_seed(5), max(room, len(slots))
+    x = torch.randn(size, INPUTS, generator=generator).to(device, dtype)
+    out = torch.randn(size, 2 * WIDTHS[1], generator=generator).to(device, dtype)
+    gate, up = expected_of(x, out, bank, slots).to(dtype).double().chunk(2, dim=1)
+    act = torch.nn.functional.silu if activation == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
+    reduced = SHRINK.load("triton")(x, bank, rows)
+    gated = EXPAND_GATED.load("triton")(reduced, out, bank, rows, activation)
+    assert relative_error(gated, act(gate) * up) < tolerance

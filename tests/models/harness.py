@@ -16,7 +16,7 @@ from headrace.layers.attention.contract import AttentionGeometry, AttentionInput
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.layers.build import Build
 from headrace.layers.lora.bank import BankSizes
-from headrace.layers.lora.rows import count_blocks, pack_rows, view_rows
+from headrace.layers.lora.rows import RowsLayout
 from headrace.models.catalog import find_family
 
 CPU = torch.device("cpu")
@@ -96,11 +96,9 @@ class Harness:
 
     def _adapter_rows(self, spans: list[tuple[Sequence, list[int]]]) -> SlotRows:
         slots = np.repeat([sequence.slot for sequence, _ in spans], [len(tokens) for _, tokens in spans])
-        num_blocks = count_blocks(len(slots), len(slots))
-        packed, segments = pack_rows(slots, len(slots), num_blocks)
-        return view_rows(
-            torch.from_numpy(packed).to(self.device), len(slots), len(slots), segments, int((slots >= 0).sum())
-        )
+        layout = RowsLayout(len(slots), int(slots.max()) + 1)
+        packed, segments = layout.pack(slots)
+        return layout.view(torch.from_numpy(packed).to(self.device), segments)
 
     def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
         """The last tokens of the spans at these places in the batch."""

@@ -20,6 +20,9 @@ from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.attention.cpu import CpuAttention
 from headrace.layers.batch import Features, FeatureSpec
 from headrace.layers.decoder import decoder
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.contract import AdaptedPart, AdapterWeights
+from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.quantization.storage import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "mixtral", "gpt-oss")
@@ -44,18 +47,44 @@ def cpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(
-    case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, kv_dtype: str = "", **config: int
+    case: str, dtype: torch.dtype = torch.float32, store=keep_in_panels, kv_dtype: str = "",
+    adapters: BankSizes | None = None, **config: int
 ) -> Harness:
     """A model whose weights are packed; ``store`` packs one."""
     name, overrides = CASES[case]
     oracle = make_oracle(name, {**overrides, **config})
     harness = build_harness(
         config_json(oracle), oracle.state_dict(), num_sequences=12, max_len=120, dtype=dtype,
-        max_model_len=MAX_MODEL_LEN.get(case, 0), kv_dtype=kv_dtype,
+        max_model_len=MAX_MODEL_LEN.get(case, 0), kv_dtype=kv_dtype, adapters=adapters,
     )
     for weight in find_storable(harness.model):
         weight.store(store(weight.weight.data))
     return harness
+
+
+def load_adapters(harness: Harness) -> None:
+    """Of ranks 4 and 9 into slots 0 and 2, for all linears of layers."""
+    sites = harness.model.find_adapter_sites()
+    banks, generator = AdapterBanks(harness.model, sites, 3, harness.model.step), torch.Generator().manual_seed(8)
+    for slot, rank in ((0, 4), (2, 9)):
+        parts = [
+            AdaptedPart(
+                site.module, site.part, a=torch.randn(rank, site.in_features, generator=generator) * 0.2,
+                b=torch.randn(site.out_features, rank, generator=generator) * 0.2
+            )
+            for site in sites.sites.values() if site.kind == "linear"
+        ]
+        banks.load(slot, banks.prepare(AdapterWeights(parts, rank, "", [])))
+
+
+def adapt(harness: Harness) -> torch.Tensor:
+    """Prompts, mixed steps and decodes of two adapters and of none; up to six rows of one adapter."""
+    load_adapters(harness)
+    sequences = [harness.start(slot) for slot in (0, 2, -1, 0, 2, 0)]
+    steps = [harness.step(*((s, prompt(i, 2 + 3 * i)) for i, s in enumerate(sequences[:4])))]
+    steps.append(harness.step((sequences[0], [3]), *((s, prompt(i, 6 + i)) for i, s in enumerate(sequences[4:]))))
+    steps += [harness.step(*((s, [7 + step]) for s in sequences)) for step in range(2)]
+    return torch.cat([logits for step in steps for logits in step])
 
 
 def decode(harness: Harness) -> torch.Tensor:
@@ -115,7 +144,7 @@ def play(scene: str, harness: Harness, *, together: bool) -> torch.Tensor:
     """Logits of a scene."""
     if not together:
         harness.model._table, harness.model._is_table_due = None, False
-    logits = ({**SCENES, "crowd": crowd})[scene](harness)
+    logits = ({**SCENES, "crowd": crowd, "adapt": adapt})[scene](harness)
     assert (getattr(harness.model, "_table", None) is not None) == together
     return logits
 
@@ -132,6 +161,27 @@ def both(scene: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
 ])
 def test_float32_is_the_same(scene, case):
     torch.testing.assert_close(*both(scene, case), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "added"), [
+    (torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)
+], ids=str)
+def test_adapters_are_added_in_the_call(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, added: torch.dtype | None):
+    num_calls, run = 0, decoder.run_layers
+
+    def count_calls(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return run(*args)
+
+    monkeypatch.setattr(decoder, "run_layers", count_calls)
+    sizes = BankSizes(3, 9, added)
+    together, apart = both("adapt", "llama-tied-biased", dtype, adapters=sizes)
+    assert num_calls == 4, "every step, also those with prompts"
+    plain = play("adapt", build("llama-tied-biased", dtype, adapters=BankSizes(3, 9)), together=True)
+    limit = 2e-5 if dtype == torch.float32 else 0.02
+    assert (together - apart).abs().max() <= limit * apart.abs().max()
+    assert (plain - together).abs().max() <= (0.03 if added else limit) * apart.abs().max()
 
 
 @pytest.mark.parametrize("case", ["llama-tied-biased", "gemma3", "qwen3"])

@@ -9,9 +9,11 @@ import torch
 from harness import Harness, build_harness
 from test_parity import CASES, config_json, make_oracle, prompt
 
+from headrace.kernels.lora import EXPAND_GATED, SHRINK
 from headrace.layers.lora.bank import BankSizes
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.sites import AdapterBanks
+from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.checkpoint import unstack_experts
 
 SLOTS, MAX_RANK = 3, 20
@@ -80,8 +82,31 @@ def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mixed_rows_equal_merged_weights(name: str):
-    rig = Rig(find_case(name))
-    generator = torch.Generator().manual_seed(len(name))
+    check_mixed(Rig(find_case(name)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_additions_fused_with_the_activation(name: str):
+    """As GPUs do it: silu and gelu_tanh, and rows without an adapter between the others."""
+    rig, fused = Rig(find_case(name)), EXPAND_GATED.load("reference")
+    num_calls = 0
+
+    def count_calls(*args: object) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        gated: torch.Tensor = fused(*args)
+        return gated
+
+    for module in rig.harness.model.modules():
+        if isinstance(module, GatedMlp):
+            bank = module.gate_up.lora
+            bank._shrink, bank._expand_gated = SHRINK.load("reference"), count_calls
+    check_mixed(rig)
+    assert num_calls
+
+
+def check_mixed(rig: Rig) -> None:
+    generator = torch.Generator().manual_seed(3)
     merged = []
     for slot, rank in ((0, 3), (2, 20)):
         parts, changed = [], {}

@@ -191,6 +191,18 @@ def make_engine_of_one(rig: Rig, *names: str) -> Engine:
     return engine
 
 
+def test_what_was_prepared_for_a_request_is_not_read_when_a_step_begins(rig: Rig):
+    """Though others took its place in host memory meanwhile."""
+    engine = make_engine_of_one(rig, "dropped", "latest")
+    store, number = engine.executor.adapters, engine.adapters._by_name["dropped"].number
+    store.prepare(number).result()
+    store._prepared.clear()
+    (rig.folder / "dropped" / "adapter_config.json").unlink()
+    store.load(0, number)
+    assert not store._wanted, "what is on the device need not stay in host memory"
+    engine.close()
+
+
 def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):
     engine = make_engine_of_one(rig, "vanished", "kept")
     (rig.folder / "vanished" / "adapter_config.json").unlink()

@@ -43,7 +43,7 @@ struct Reals {
 };
 constexpr int64_t kReals = sizeof(Reals) / sizeof(double);
 struct Bank {  // one row of `banks`: the additions to one product of a layer, see lora.h
-  int64_t a, b, ranks, ends, parts, most_ranks, inputs, outputs;
+  int64_t a, b, ranks, ends, parts, most_ranks, inputs, outputs, is_bfloat16;
 };
 constexpr int kBanks = 4;  // of a layer: qkv, output, gate_up, down
 struct Adapters {          // banks of all layers; rows with an adapter, and their slots
@@ -305,9 +305,11 @@ class Step {
     const Adapters& adapters = *in_.adapters;
     const Bank& bank = adapters.banks[i * kBanks + which];
     const LowRankRows rows{{at(bank.a), at(bank.b), at<int64_t>(bank.ranks), at<int64_t>(bank.ends), bank.parts,
-                            bank.most_ranks, bank.inputs, bank.outputs},
+                            bank.most_ranks, bank.inputs, bank.outputs, bank.is_bfloat16 != 0},
                            x, bank.inputs, out, bank.outputs, false, adapters.order, adapters.slots};
-    member.share_parts(adapters.count, 1, [&](int64_t begin, int64_t end) {
+    // rows of one adapter share the reading of it, as long as every member has some
+    const int64_t each = (adapters.count + member.team.size() - 1) / member.team.size();
+    member.share_parts(adapters.count, std::min<int64_t>(4, each), [&](int64_t begin, int64_t end) {
       best_low_rank_kernels().add(in_.type, rows, begin, end);
     });
   }
@@ -502,7 +504,8 @@ inline layers::Requests requests_of(const Tensor& query_start, const Tensor& kv_
 // x [M, D] becomes the residual; returns the last branch [M, D]. With `places` [S], only their first S rows are valid.
 inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x, Tensor positions, Tensor query_start,
                              Tensor kv_lens, std::optional<Tensor> places, std::optional<Tensor> wanted_query_start,
-                             std::optional<Tensor> wanted_kv_lens, std::optional<Tensor> wanted_table) {
+                             std::optional<Tensor> wanted_kv_lens, std::optional<Tensor> wanted_table,
+                             std::optional<Tensor> banks, std::optional<Tensor> adapter_rows) {
   layers::check_table(table, reals);
   STD_TORCH_CHECK(groups.scalar_type() == ScalarType::Long && groups.is_contiguous() && groups.size(1) == 3,
                   "groups must be int64 [G, 3]");
@@ -519,6 +522,12 @@ inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x
     in.places = pointer<int64_t>(*places);
     in.wanted_group = {0, reinterpret_cast<int64_t>(pointer<int32_t>(*wanted_table)), wanted_table->stride(0)};
   }
+  layers::Adapters adapters{};
+  if (adapter_rows) {
+    STD_TORCH_CHECK(!places, "rows with adapters are not narrowed");
+    adapters = layers::adapters_of(banks, *adapter_rows, table.size(0), in.rows);
+    in.adapters = &adapters;
+  }
   layers::Step step(pointer<layers::Layer>(table), pointer<layers::Reals>(reals), table.size(0), in, writable<char>(x),
                     writable<char>(branch));
   run_team(step.num_members(), [&](Team& team, int64_t index) {
@@ -532,8 +541,8 @@ inline Tensor decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor x
 inline void define_layers(Library& m) {
   m.def(
       "decoder_layers(Tensor table, Tensor reals, Tensor groups, Tensor(a!) x, Tensor positions, Tensor query_start, "
-      "Tensor kv_lens, Tensor? places, Tensor? wanted_query_start, Tensor? wanted_kv_lens, Tensor? wanted_table) "
-      "-> Tensor");
+      "Tensor kv_lens, Tensor? places, Tensor? wanted_query_start, Tensor? wanted_kv_lens, Tensor? wanted_table, "
+      "Tensor? banks, Tensor? adapter_rows) -> Tensor");
 }
 
 inline void implement_layers(Library& m) { m.impl("decoder_layers", TORCH_BOX(&decoder_layers)); }

@@ -1,5 +1,6 @@
 // Low-rank additions of many adapters, each for its own rows: see kernels/lora. No torch here. P parts of an output, R
-// ranks that there is room for, K inputs, N outputs. `type` is a FloatType, of x, a, b and out alike unless said.
+// ranks that there is room for, K inputs, N outputs. `type` is a FloatType, of x, a, b and out alike unless said; beside
+// float32, a and b may be in bfloat16.
 #pragma once
 
 #include "types.h"
@@ -11,6 +12,7 @@ struct LowRankBank {
   const int64_t* ranks;  // [slots, P]
   const int64_t* ends;   // [P]: one past each part's last output
   int64_t parts, most_ranks, inputs, outputs;
+  bool is_bfloat16;
 };
 
 struct LowRankRows {
@@ -20,7 +22,7 @@ struct LowRankRows {
   void* out;  // rows of `outputs`, `out_stride` values apart, of `type`, or float32
   int64_t out_stride;
   bool is_out_float;
-  const int64_t *order, *slots;  // rows with an adapter, and the slot of each
+  const int64_t *order, *slots;  // rows with an adapter, those of a slot together, and the slot of each
 };
 
 struct LowRankKernels {

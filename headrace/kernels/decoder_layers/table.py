@@ -39,7 +39,8 @@ class LayerTable:
 
     def run(
         self, x: torch.Tensor, positions: torch.Tensor, groups: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        lengths: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, ...] = (),
+        lengths: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, ...] = (), *,
+        adapter_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Run all layers on ``x`` [T, D] float32 or bfloat16, which is overwritten. Returns ``(branch, residual)`` [T,
         D], whose sum is the output, or None while the native library is not loaded. ``positions`` [T] int64;
@@ -47,7 +48,8 @@ class LayerTable:
         and kv_lens [R] int32, as in the attention contract.
 
         ``wanted`` prunes the last layer to the rows whose output is needed: their indices [S] int64, and query_start,
-        kv_lens and page table as if each were a request; both results are then [S, D]."""
+        kv_lens and page table as if each were a request; both results are then [S, D]. ``adapter_rows``: as for
+        `FusedDecode.run`."""
         ops = NATIVE.find()
         if ops is None:
             return None
@@ -57,7 +59,8 @@ class LayerTable:
         x = x.contiguous()
         # x is overwritten with the residual; of pruned rows, the results are in the first S
         branch = ops.decoder_layers(
-            self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or ALL_ROWS)
+            self._numbers, self._reals, addresses, x, positions, *lengths, *(wanted or ALL_ROWS),
+            None if adapter_rows is None else self.banks, adapter_rows,
         )
         return (branch[: len(wanted[0])], x[: len(wanted[0])]) if wanted else (branch, x)
 
@@ -87,7 +90,7 @@ class LayerTable:
         """The fields of `Bank`, in their order."""
         _, parts, most_ranks, inputs = bank.a.shape
         addresses = [self._address(tensor) for tensor in (bank.a, bank.b, bank.ranks, torch.tensor(bank.ends))]
-        return [*addresses, parts, most_ranks, inputs, bank.b.shape[2]]
+        return [*addresses, parts, most_ranks, inputs, bank.b.shape[2], int(bank.b.dtype == torch.bfloat16)]
 
     def _mixture(self, mixture: Mixture) -> tuple[list[int], list[float]]:
         shape, router = mixture.shape, mixture.router

@@ -12,24 +12,28 @@ import torch
 
 from headrace.kernels.operation import Operation, requires
 
-BLOCK_ROWS = 16
-"""Most rows of a block, the rows of a tensor core's smallest tile."""
-
 
 @dataclass(slots=True)
 class SlotRows:
-    """Which rows of a step have which adapter. ``order`` [N] int64: indices of the rows that have one, sorted by slot.
-    ``blocks`` [3, K] int64: of each block its slot, its first place in ``order``, and how many rows it has, at most
-    `BLOCK_ROWS`, all of one slot; unused blocks have none. Both are on the device; a captured step has room for more
-    than it uses. ``segments``: slot, first place and number of rows of each adapter, on the host; empty in a captured
-    step, whose rows only the device knows. ``num_rows``: T. ``pairs`` [2, N] int64: ``order`` and the slot of each, on
-    the host; made when it is asked for."""
+    """Which rows of a step have which adapter. ``order`` [T] int64: indices of all rows, those of each slot together,
+    in the order of slots, and then those without an adapter. ``blocks`` [3, K] int64: of each block its slot, its first
+    place in ``order``, and how many rows it has, at most ``block_rows``, all of one slot; behind those with a slot
+    those without, whose slot is -1, and behind them unused ones without rows. Both are on the device. ``segments``:
+    slot, first place and number of rows of each adapter, on the host; empty in a captured step, whose rows only the
+    device knows. ``side``: a stream on which to compute what needs no product, beside it; None: in order. ``pairs``
+    [2, N] int64: the rows with an adapter and the slot of each, on the host; made when it is asked for."""
 
-    num_rows: int
     order: torch.Tensor
     blocks: torch.Tensor
+    block_rows: int
     segments: list[tuple[int, int, int]]
+    side: torch.cuda.Stream | None = None
     _pairs: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.order)
 
     @property
     def pairs(self) -> torch.Tensor:
@@ -54,7 +58,7 @@ class LowRankBank:
     tiles: torch.Tensor
 
 
-TILE_OUTPUTS = 256
+TILE_OUTPUTS = 128
 """Outputs of a tile."""
 
 
@@ -68,21 +72,32 @@ def make_tiles(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(columns, dtype=torch.int64, device=device).t().contiguous()
 
 
-ADD_LOW_RANK = Operation("LoRA kernel")
-"""``add_low_rank(x [T, I], out [T, O], bank, rows)`` adds ``b[s]' (a[s] x[t])`` to row t of ``out`` in place, for each
-row t that has the adapter in slot s: of each part its own outputs. Other rows are neither read nor written. ``out`` is
-in x's dtype or float32; what is added is computed in float32 from operands in the bank's dtype."""
+SHRINK = Operation("LoRA kernel before a product")
+"""``shrink(x [T, I], bank, rows) -> reduced``: what `EXPAND` of the same solution takes, ``a[s] x[t]`` of each row that
+has the adapter in slot s, in whatever form. It does not need the product, which may run after it or beside it."""
 
-ADD_LOW_RANK.add("reference", "headrace.kernels.lora.reference:add_low_rank", doc="torch, an adapter at a time")
-ADD_LOW_RANK.add(
-    "cpu", "headrace.kernels.lora.cpu:add_low_rank",
-    supports=requires(device="cpu", dtypes=("float32", "bfloat16", "float16")), priority=10, doc="own C++ kernels",
-)
-ADD_LOW_RANK.add(
-    "triton", "headrace.kernels.lora.triton:add_low_rank", supports=requires(device="cuda"), priority=10,
-    doc="two launches for all parts and adapters",
-)
-ADD_LOW_RANK.add(
-    "triton_pdl", "headrace.kernels.lora.triton:add_low_rank_pdl", supports=requires(device="cuda", capability=(9, 0)),
-    priority=15, doc="with dependent launch",
-)
+EXPAND = Operation("LoRA kernel after a product")
+"""``expand(reduced, out [T, O], bank, rows)`` adds ``b[s]' (a[s] x[t])`` to row t of ``out`` in place, for each row t
+that has the adapter in slot s: of each part its own outputs. Other rows are neither read nor written. ``out`` is in x's
+dtype or float32; what is added is computed in float32 from operands in the bank's dtype."""
+
+EXPAND_GATED = Operation("LoRA kernel before an activation")
+"""``expand_gated(reduced, x [T, 2F], bank, rows, activation) -> [T, F]``: the same for a product that stacks gate and
+up, and then ``activation(gate) * up`` of all rows, each rounded to x's dtype as if stored. ``activation`` is "silu" or
+"gelu_tanh". ``x`` may be overwritten."""
+
+for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand"), (EXPAND_GATED, "expand_gated")):
+    _operation.add("reference", f"headrace.kernels.lora.reference:{_name}", doc="torch, an adapter at a time")
+    _operation.add(
+        "triton", f"headrace.kernels.lora.triton:{_name}", supports=requires(device="cuda"), priority=10,
+        doc="one launch for all parts and adapters",
+    )
+    _operation.add(
+        "triton_pdl", f"headrace.kernels.lora.triton:{_name}_pdl",
+        supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
+    )
+for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand")):
+    _operation.add(
+        "cpu", f"headrace.kernels.lora.cpu:{_name}",
+        supports=requires(device="cpu", dtypes=("float32", "bfloat16", "float16")), priority=10, doc="own C++ kernels",
+    )

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from headrace.kernels.lora import LowRankBank, SlotRows
+from headrace.kernels.rowwise import GELU_TANH_MUL, SILU_MUL
 
 
-def add_low_rank(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
-    """See `ADD_LOW_RANK`."""
-    for slot, first, count in rows.segments or rows.blocks.t().tolist():
-        own = rows.order[first : first + count]
-        inputs, ranks = x.index_select(0, own), bank.ranks[slot].tolist()
+def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> torch.Tensor:
+    """See `SHRINK`; [T, P * R] float32, of which only what `expand` reads is defined."""
+    num_parts, most_ranks = bank.a.shape[1:3]
+    reduced = torch.zeros((len(x), num_parts, most_ranks), dtype=torch.float32, device=x.device)
+    for slot, own in _segments(rows):
+        inputs = x.index_select(0, own).float()
+        for part, rank in enumerate(_read(bank.ranks[slot])):
+            reduced[own, part, :rank] = inputs @ bank.a[slot, part, :rank].float().t()
+    return reduced.flatten(1)
+
+
+def expand(reduced: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
+    """See `EXPAND`."""
+    sums = reduced.unflatten(1, (len(bank.ends), -1))
+    for slot, own in _segments(rows):
         begin = 0
-        for part, end in enumerate(bank.ends):
-            rank = ranks[part]
+        for part, (rank, end) in enumerate(zip(_read(bank.ranks[slot]), bank.ends, strict=True)):
             if rank:
-                reduced = inputs.float() @ bank.a[slot, part, :rank].float().t()
-                added = reduced @ bank.b[slot, :rank, begin:end].float()
+                added = sums[own, part, :rank] @ bank.b[slot, :rank, begin:end].float()
                 out[:, begin:end].index_add_(0, own, added.to(out.dtype))
             begin = end
+
+
+def expand_gated(
+    reduced: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str
+) -> torch.Tensor:
+    """See `EXPAND_GATED`."""
+    expand(reduced, x, bank, rows)
+    gated: torch.Tensor = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}[activation].load("reference")(x)
+    return gated
+
+
+def _segments(rows: SlotRows) -> list[tuple[int, torch.Tensor]]:
+    """Each slot, or part of its rows, and the indices of the rows."""
+    found = rows.segments or _read(rows.blocks.t())
+    return [(slot, rows.order[first : first + count]) for slot, first, count in found if slot >= 0]
+
+
+def _read(tensor: torch.Tensor) -> list[Any]:
+    """On the host; waits for the device."""
+    found: list[Any] = tensor.tolist()
+    return found

@@ -1,124 +1,206 @@
 """Low-rank additions on a GPU in two launches for all parts and adapters, whatever their ranks: *shrink* multiplies
-rows with ``a``, *expand* the result with ``b`` and adds it to the output.
+rows with ``a``, *expand* the result with ``b`` and adds it to the output, or to gate and up before their activation.
 
 A program has a block of rows of one adapter, so grids depend on numbers that the host knows when a step is captured;
-programs of unused blocks, and of ranks beyond an adapter's, end at once. Letters as in the package; K inputs, N
-outputs, M rows of a block. Partial sums of shrink (split-K) are added up by expand in a fixed order.
+how many blocks there are, only the device knows, and programs beyond end at once. Letters as in the package; K inputs,
+N outputs, F gated outputs, M rows of a block.
 """
+
+from functools import partial
+from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.lora import BLOCK_ROWS, TILE_OUTPUTS, LowRankBank, SlotRows
+from headrace.kernels.launch import ceil_div, wait_for_previous
+from headrace.kernels.lora import TILE_OUTPUTS, LowRankBank, SlotRows
+from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 RANK_CHUNK = 16
 """Ranks that a program of shrink computes, and that expand adds at a time."""
-SPLIT_INPUTS = 512
-"""Inputs of a partial sum: a program reads its part of ``a`` at once, before the kernel in front of it has ended."""
-MOST_SPLITS = 16
-"""More inputs than so many parts are divided into longer ones."""
+STEP_INPUTS = {16: 256, 32: 128}
+"""Inputs that shrink multiplies at a time, by rows of a block."""
+STAGES = 4
+"""Of these that are being read at a time."""
+WARPS = {16: 4, 32: 8}
+"""Of a program of expand, by rows of a block: with 60 to 100 registers, so that many programs run at a time. What
+bounds it is how long a program takes, not bytes."""
+GATED_TILE = 128
+"""Gated outputs of a tile, of which a program has gate and up."""
 
 # Hazard: with dependent launch, what is read before `wait_for_previous` must not come from the kernel in front. Blocks,
-# order, ranks and additions are written when a step begins; several kernels lie between.
+# order, ranks and additions are written when a step begins; several kernels lie between. Programs that end without
+# waiting are safe as long as one of the grid waits, which those of the first block do: a grid has not ended before.
 
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places,
-    K: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, reduced_ptr, x_stride, num_blocks, K: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
-    block, chunk, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, chunk = tl.program_id(0), tl.program_id(1)
     chunks: tl.constexpr = R // RANKS
     part, first_rank = chunk // chunks, (chunk % chunks) * RANKS
-    slot, first = tl.load(blocks_ptr + block), tl.load(blocks_ptr + num_blocks + block)
-    count = tl.load(blocks_ptr + 2 * num_blocks + block)
-    rank = tl.load(ranks_ptr + slot * P + part)
-    m, r, k = tl.arange(0, M), tl.arange(0, RANKS), split * (INPUTS * PARTS) + tl.arange(0, INPUTS)
-    is_used = (count > 0) & (first_rank < rank)
+    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
+    first = tl.load(blocks_ptr + num_blocks + block)
+    m, r, k = tl.arange(0, M), tl.arange(0, RANKS), tl.arange(0, INPUTS)
     rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
-    # int64 by slot: all adapters together may have more than 2**31 numbers
-    a_row = a_ptr + ((slot * P + part) * R + first_rank + r)[None, :] * K
-    a = tl.load(a_row + k[:, None], mask=((k < K) & is_used)[:, None], other=0.0)
-    wait_for_previous(PDL)
-    if is_used:
-        x_row = x_ptr + rows[:, None] * x_stride
-        x = tl.load(x_row + k[None, :], mask=(m < count)[:, None] & (k < K)[None, :], other=0.0)
-        sums = tl.dot(x, a, input_precision=PRECISION)
-        for _ in tl.static_range(1, PARTS):
-            k += INPUTS
-            a = tl.load(a_row + k[:, None], mask=(k < K)[:, None], other=0.0)
-            x = tl.load(x_row + k[None, :], mask=(m < count)[:, None] & (k < K)[None, :], other=0.0)
+    rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
+    if (block == 0) | (first_rank < rank):
+        wait_for_previous(PDL)
+    if first_rank < rank:
+        # int64 by slot: all adapters together may have more than 2**31 numbers
+        a_at = a_ptr + ((slot * P + part) * R + first_rank + r)[None, :] * K + k[:, None]
+        x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
+        sums = tl.zeros([M, RANKS], tl.float32)
+        for at in tl.range(0, K, INPUTS, num_stages=STAGES):
+            inside = at + k < K
+            x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
+            a = tl.load(a_at + at, mask=inside[:, None], other=0.0)
             sums = tl.dot(x, a, sums, input_precision=PRECISION)
-        places = (split * num_places + first + m) * (P * R) + part * R + first_rank
-        tl.store(sums_ptr + places[:, None] + r[None, :], sums, mask=(m < count)[:, None])
+        out = reduced_ptr + (first + m)[:, None] * (P * R) + part * R + first_rank + r[None, :]
+        tl.store(out, sums.to(reduced_ptr.dtype.element_ty), mask=(m < count)[:, None])
+
+
+@triton.jit
+def _expand_part(
+    reduced_at, b_at, b, rank, has_row, own, N: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """What a block [M, OUTPUTS] gets, float32: what shrink left at ``reduced_at`` [M, RANKS] and beyond, times ``b``
+    [RANKS, OUTPUTS] and what follows at ``b_at``. ``has_row`` [M], ``own`` [OUTPUTS]: which there are."""
+    reduced = tl.load(reduced_at, mask=has_row[:, None], other=0.0)
+    added = tl.dot(reduced, b, input_precision=PRECISION)
+    for first_rank in range(RANKS, rank, RANKS):
+        reduced = tl.load(reduced_at + first_rank, mask=has_row[:, None], other=0.0)
+        more = tl.load(b_at + first_rank * N, mask=own[None, :], other=0.0)
+        added = tl.dot(reduced, more, added, input_precision=PRECISION)
+    return added
 
 
 @triton.jit
 def _expand_kernel(
-    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, num_places,
-    num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
-    OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    reduced_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, num_tiles,
+    N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
-    block, tile = tl.program_id(0), tl.program_id(1)
-    slot, first = tl.load(blocks_ptr + block), tl.load(blocks_ptr + num_blocks + block)
-    count = tl.load(blocks_ptr + 2 * num_blocks + block)
-    part, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
-    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    rank = tl.load(ranks_ptr + slot * P + part)
-    rank = tl.where(count > 0, rank, 0)
+    # outputs begin and end at multiples of ALIGN: only then does a thread read several at a time
+    block, tile = tl.program_id(1), tl.program_id(0)
+    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
+    first = tl.load(blocks_ptr + num_blocks + block)
+    part, begin = tl.load(tiles_ptr + tile), tl.multiple_of(tl.load(tiles_ptr + num_tiles + tile), ALIGN)
+    end = tl.multiple_of(tl.load(tiles_ptr + 2 * num_tiles + tile), ALIGN)
     m, r, n = tl.arange(0, M), tl.arange(0, RANKS), begin + tl.arange(0, OUTPUTS)
-    rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
-    b_row = b_ptr + (slot * R + r)[:, None] * N + n[None, :]
-    b = tl.load(b_row, mask=((n < end) & (rank > 0))[None, :], other=0.0)
-    wait_for_previous(PDL)
-    if rank > 0:
-        # [ROOM, M, RANKS]: all partial sums at once, so that their loads overlap
-        splits = tl.arange(0, ROOM)[:, None, None]
-        at = sums_ptr + (splits * num_places + (first + m)[None, :, None]) * (P * R) + part * R + r[None, None, :]
-        mask = (splits < SPLITS) & (m < count)[None, :, None]
-        own = out_ptr + rows[:, None] * out_stride + n[None, :]
-        own_mask = (m < count)[:, None] & (n < end)[None, :]
-        before = tl.load(own, mask=own_mask, other=0.0)
-        reduced = tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
-        added = tl.dot(reduced.to(b.dtype), b, input_precision=PRECISION)
-        for first_rank in range(RANKS, rank, RANKS):
-            reduced = tl.sum(tl.load(at + first_rank, mask=mask, other=0.0), axis=0)
-            b = tl.load(b_row + first_rank * N, mask=(n < end)[None, :], other=0.0)
-            added = tl.dot(reduced.to(b.dtype), b, added, input_precision=PRECISION)
-        tl.store(own, (before.to(tl.float32) + added).to(before.dtype), mask=own_mask)
+    if (block == 0) | (slot >= 0):
+        rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
+        rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
+        b_at = b_ptr + (slot * R + r)[:, None] * N + n[None, :]
+        b = tl.load(b_at, mask=((n < end) & (slot >= 0))[None, :], other=0.0)  # before it is known if there is a rank
+        wait_for_previous(PDL)
+        if rank > 0:
+            own = out_ptr + rows[:, None] * out_stride + n[None, :]
+            own_mask = (m < count)[:, None] & (n < end)[None, :]
+            before = tl.load(own, mask=own_mask, other=0.0)
+            reduced_at = reduced_ptr + (first + m)[:, None] * (P * R) + part * R + r[None, :]
+            added = _expand_part(reduced_at, b_at, b, rank, m < count, n < end, N, RANKS, PRECISION)
+            tl.store(own, (before.to(tl.float32) + added).to(before.dtype), mask=own_mask)
 
 
-def add_low_rank(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
-    """See `ADD_LOW_RANK`."""
-    _launch(x, out, bank, rows, pdl=False)
+@triton.jit
+def _expand_gated_kernel(
+    reduced_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, F: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):
+    # gate is part 0 and up part 1 of x [T, 2F]; rows without an adapter are activated, too
+    block = tl.program_id(1)
+    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
+    first = tl.load(blocks_ptr + num_blocks + block)
+    m, r, n = tl.arange(0, M), tl.arange(0, RANKS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = n < F
+    if (block == 0) | (count > 0):
+        gate_rank = tl.load(ranks_ptr + slot * 2, mask=slot >= 0, other=0)
+        up_rank = tl.load(ranks_ptr + slot * 2 + 1, mask=slot >= 0, other=0)
+        rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
+        b_at = b_ptr + (slot * R + r)[:, None] * (2 * F) + n[None, :]
+        has_b = (inside & (slot >= 0))[None, :]
+        gate_b, up_b = tl.load(b_at, mask=has_b, other=0.0), tl.load(b_at + F, mask=has_b, other=0.0)
+        wait_for_previous(PDL)
+        own = x_ptr + rows[:, None] * x_stride + n[None, :]
+        mask = (m < count)[:, None] & inside[None, :]
+        gate = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(own + F, mask=mask, other=0.0).to(tl.float32)
+        reduced_at = reduced_ptr + (first + m)[:, None] * (2 * R) + r[None, :]
+        if gate_rank > 0:
+            gate += _expand_part(reduced_at, b_at, gate_b, gate_rank, m < count, inside, 2 * F, RANKS, PRECISION)
+        if up_rank > 0:
+            up += _expand_part(reduced_at + R, b_at + F, up_b, up_rank, m < count, inside, 2 * F, RANKS, PRECISION)
+        dtype = x_ptr.dtype.element_ty
+        # rounded as if stored
+        gated = apply_gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), 0.0, 0.0, 0.0, GATE)
+        tl.store(out_ptr + rows[:, None] * F + n[None, :], gated.to(dtype), mask=mask)
 
 
-def add_low_rank_pdl(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
-    """The same with dependent launch."""
-    _launch(x, out, bank, rows, pdl=True)
-
-
-def _launch(x: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> None:
-    _, num_parts, most_ranks, num_inputs = bank.a.shape
-    num_blocks, num_places, num_outputs = rows.blocks.shape[1], len(rows.order), bank.b.shape[2]
-    chunks = most_ranks // RANK_CHUNK
-    parts = ceil_div(num_inputs, SPLIT_INPUTS * MOST_SPLITS)  # of a partial sum, read one after the other
-    splits = ceil_div(num_inputs, SPLIT_INPUTS * parts)
-    sums = torch.empty((splits, num_places, num_parts * most_ranks), dtype=torch.float32, device=x.device)
+def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
     precision = "ieee" if bank.a.dtype == torch.float32 else "tf32"
+    return {"M": rows.block_rows, "RANKS": RANK_CHUNK, "PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
+
+
+def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> torch.Tensor:
+    """See `SHRINK`; [T, P * R] in the bank's dtype, by places of ``rows.order``. On ``rows.side`` it runs beside the
+    product: `expand` waits for it."""
+    if rows.side is None:
+        return _shrink(x, bank, rows, pdl=pdl)
+    rows.side.wait_stream(torch.cuda.current_stream(x.device))
+    # what is allocated here is used again only on this stream, behind the next wait
+    with torch.cuda.stream(rows.side):
+        return _shrink(x, bank, rows, pdl=False)
+
+
+def _join(rows: SlotRows, device: torch.device) -> None:
+    if rows.side is not None:
+        torch.cuda.current_stream(device).wait_stream(rows.side)
+
+
+def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> torch.Tensor:
+    _, num_parts, most_ranks, num_inputs = bank.a.shape
+    chunks, num_blocks = num_parts * (most_ranks // RANK_CHUNK), rows.blocks.shape[1]
+    reduced = torch.empty((len(rows.order), num_parts * most_ranks), dtype=bank.a.dtype, device=x.device)
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
-    options = {"launch_pdl": True} if pdl else {}
-    _shrink_kernel[(num_blocks, num_parts * chunks, splits)](
-        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, num_places,
-        K=num_inputs, P=num_parts, R=most_ranks, M=BLOCK_ROWS, RANKS=RANK_CHUNK, INPUTS=SPLIT_INPUTS, PARTS=parts,
-        PRECISION=precision, PDL=pdl, num_warps=4, **options,
+    _shrink_kernel[(num_blocks, chunks)](
+        x, bank.a, bank.ranks, rows.order, rows.blocks, reduced, x.stride(0), num_blocks, K=num_inputs, P=num_parts,
+        R=most_ranks, INPUTS=STEP_INPUTS[rows.block_rows], STAGES=STAGES, num_warps=4, **_options(bank, rows, pdl=pdl),
     )
-    num_tiles = bank.tiles.shape[1]
-    _expand_kernel[(num_blocks, num_tiles)](
-        sums, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, num_places,
-        num_tiles, N=num_outputs, P=num_parts, R=most_ranks, M=BLOCK_ROWS, RANKS=RANK_CHUNK, OUTPUTS=TILE_OUTPUTS,
-        SPLITS=splits, ROOM=next_power_of_2(splits), PRECISION=precision, PDL=pdl, num_warps=4, **options,
+    return reduced
+
+
+def expand(reduced: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
+    """See `EXPAND`."""
+    _join(rows, out.device)
+    num_blocks, num_tiles = rows.blocks.shape[1], bank.tiles.shape[1]
+    _expand_kernel[(num_tiles, num_blocks)](
+        reduced, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, num_tiles,
+        N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS,
+        ALIGN=gcd(TILE_OUTPUTS, *bank.ends), num_warps=WARPS[rows.block_rows], **_options(bank, rows, pdl=pdl),
     )
+
+
+def expand_gated(
+    reduced: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
+) -> torch.Tensor:
+    """See `EXPAND_GATED`."""
+    _join(rows, x.device)
+    size, num_blocks = x.shape[1] // 2, rows.blocks.shape[1]
+    out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+    _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks)](
+        reduced, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, F=size,
+        R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation], num_warps=WARPS[rows.block_rows],
+        **_options(bank, rows, pdl=pdl),
+    )
+    return out
+
+
+shrink_pdl, expand_pdl = partial(shrink, pdl=True), partial(expand, pdl=True)
+expand_gated_pdl = partial(expand_gated, pdl=True)

@@ -18,6 +18,7 @@ from headrace.layers.build import Build
 from headrace.layers.cache_scales import CacheScales
 from headrace.layers.decoder.block import make_block
 from headrace.layers.decoder.fused import fuse_layers, fuse_step, run_layers
+from headrace.layers.linear import Linear
 from headrace.layers.loading import Targets, fill_targets, find_targets
 from headrace.layers.lora.contract import AdapterSites
 from headrace.layers.lora.sites import find_sites
@@ -76,6 +77,7 @@ class Decoder(ServedModel):
             self.scores = Head(build, spec.num_classes, spec.hidden_size, is_shared=False)
         self._elsewhere = self._find_elsewhere()
         self._mixtures = [block.mlp for block in self._blocks if isinstance(block.mlp, MoeMlp)]
+        self._banks = [layer.lora for block in self._blocks for layer in block.modules() if isinstance(layer, Linear)]
         self.is_capturable = all(mixture.is_capturable for mixture in self._mixtures)
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
@@ -192,8 +194,12 @@ class Decoder(ServedModel):
     def _run_together(self, x: torch.Tensor, batch: ForwardBatch) -> Residual | None:
         """All layers in one native CPU call. None, with ``x`` unchanged, where the layers or the step do not allow it.
         """
-        table = None if batch.adapters is not None else self._find_table()
+        table = None if self._has_adapter_extras(batch) else self._find_table()
         return None if table is None else run_layers(table, x, batch)
+
+    def _has_adapter_extras(self, batch: ForwardBatch) -> bool:
+        """Whether adapters do more in layers than the native call adds."""
+        return batch.adapters is not None and not all(bank is None or bank.is_low_rank for bank in self._banks)
 
     def _run_segments(self, x: torch.Tensor, batch: ForwardBatch, features: Features) -> Residual | None:
         """As `_run_together`, in a call for the layers between two whose inputs are read."""

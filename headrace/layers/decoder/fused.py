@@ -71,6 +71,8 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
         return None
     if batch.rotations is not None or batch.media is not None:
         return None
+    if batch.adapters is not None and (table.banks is None or not batch.adapters.segments):
+        return None
     # the kernel takes raw addresses: the batch keeps these tensors alive during the call
     groups = [(group.inputs.slots, group.inputs.page_table) for group in batch.groups]
     wanted: tuple[torch.Tensor, ...] = ()
@@ -78,7 +80,9 @@ def run_layers(table: LayerTable, x: torch.Tensor, batch: ForwardBatch) -> Resid
         alone = batch.wanted.inputs[table.last_group]
         wanted = (batch.wanted.indices, alone.query_start, alone.kv_lens, alone.page_table)
     positions = batch.positions if batch.rope_positions is None else batch.rope_positions
-    out = table.run(x, positions, groups, (first.query_start, first.kv_lens), wanted)
+    adapter_rows = None if batch.adapters is None else batch.adapters.pairs
+    lengths = first.query_start, first.kv_lens
+    out = table.run(x, positions, groups, lengths, wanted, adapter_rows=adapter_rows)
     return None if out is None else Residual(stream=out[1], pending=out[0])
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from headrace.base.errors import UnsupportedFeature
-from headrace.kernels.lora import ADD_LOW_RANK, LowRankBank, SlotRows, make_tiles
-from headrace.kernels.operation import KernelQuery
+from headrace.kernels.lora import EXPAND, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.layers.lora.contract import AdaptedPart, SiteKind
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.parallel.group import Group
@@ -29,10 +29,12 @@ RANK_STEP = 16
 
 @dataclass(frozen=True)
 class BankSizes:
-    """How many adapters there is room for on the device, and of which rank at most."""
+    """How many adapters there is room for on the device, and of which rank at most. ``dtype``: of low-rank additions,
+    where it is not that of weights."""
 
     num_slots: int
     max_rank: int
+    dtype: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -72,6 +74,16 @@ class Extras:
     token_rows: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class Adaptation:
+    """What `LinearBank.begin` began: of ``x`` [T, I] and the rows that have adapters; ``reduced`` as `SHRINK` left it.
+    """
+
+    x: torch.Tensor
+    rows: SlotRows
+    reduced: Any
+
+
 class AdapterBank(nn.Module):
     """What the adapters on the device change in one layer, which has it as ``lora``. A layer's weights are prepared on
     any thread, and loaded by the one that launches steps."""
@@ -98,8 +110,9 @@ class AdapterBank(nn.Module):
 
 
 class LinearBank(AdapterBank):
-    """The bank of a product, which calls `adapt`. ``shares``: this rank's outputs by part; ``columns``: its inputs, of
-    which the ranks of ``group`` have some each. ``find_rows``: which rows of the step have which adapter, if any."""
+    """The bank of a product, which calls `begin` before it and `finish` behind it. ``shares``: this rank's outputs by
+    part; ``columns``: its inputs, of which the ranks of ``group`` have some each. ``find_rows``: which rows of the step
+    have which adapter, if any."""
 
     kind: ClassVar[SiteKind] = "linear"
 
@@ -113,10 +126,11 @@ class LinearBank(AdapterBank):
         self._layers, self._biases, self._group, self._find_rows = [layer], [bias], group, find_rows
         self.shares, self.columns = dict(shares), columns
         weight, widths = layer.weight, [share.length for share in shares.values()]
+        self._weight_dtype, dtype = weight.dtype, sizes.dtype or weight.dtype
         self.ends = tuple(accumulate(widths))
         padded = -(-sizes.max_rank // RANK_STEP) * RANK_STEP
 
-        def make(*shape: int, dtype: torch.dtype = weight.dtype) -> nn.Buffer:
+        def make(*shape: int, dtype: torch.dtype = dtype) -> nn.Buffer:
             return nn.Buffer(torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
 
         self.a = make(sizes.num_slots, len(widths), padded, columns.length)
@@ -128,7 +142,8 @@ class LinearBank(AdapterBank):
         self._extras: dict[int, Extras] = {}
         self._used: set[int] = set()  # slots with a low-rank addition
         self._tensors: LowRankBank | None = None
-        self._add = ADD_LOW_RANK.choose(query)
+        self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
+        self._expand_gated = choose_fused(EXPAND_GATED, query)
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""
@@ -151,6 +166,11 @@ class LinearBank(AdapterBank):
     def is_active(self) -> bool:
         """Whether some row of the step has an adapter."""
         return self._find_rows() is not None
+
+    @property
+    def fuses_gates(self) -> bool:
+        """Whether what adapters add to gate and up is fused with the activation."""
+        return self._expand_gated is not None and len(self.ends) == 2
 
     @property
     def is_low_rank(self) -> bool:
@@ -190,11 +210,11 @@ class LinearBank(AdapterBank):
         if part.bias is not None:
             found.bias = _keep(part.bias[rows].float(), self.a)
         if part.weight is not None:
-            found.weight = _keep(part.weight[rows, inputs].to(dtype), self.a)
+            found.weight = _keep(part.weight[rows, inputs].to(self._weight_dtype), self.a)
         if part.token_ids is not None and part.token_rows is not None:
             is_own = (part.token_ids >= rows.start) & (part.token_ids < rows.stop)
             found.token_ids = _keep(part.token_ids[is_own] - rows.start, self.a)
-            found.token_rows = _keep(part.token_rows[is_own][:, inputs].to(dtype), self.a)
+            found.token_rows = _keep(part.token_rows[is_own][:, inputs].to(self._weight_dtype), self.a)
         return found
 
     def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
@@ -221,21 +241,36 @@ class LinearBank(AdapterBank):
         if any(ranks):
             self._used.add(slot)
 
-    def adapt(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """``out`` [T, O] with what adapters of the rows of ``x`` [T, I] change; changed in place where that is
-        possible."""
+    def begin(self, x: torch.Tensor) -> Adaptation | None:
+        """Begin what adapters of the rows of ``x`` [T, I] change, before the product or beside it; None where no row
+        has one."""
         rows = self._find_rows()
         # a drafter that shares a head asks for other rows: its guesses are those of the base model
         if rows is None or (rows.num_rows != len(x) and self.kind == "head"):
-            return out
+            return None
         assert rows.num_rows == len(x), f"{len(x)} rows in a step of {rows.num_rows}"
-        if self._extras:
-            for slot, first, count in rows.segments:
-                if (extras := self._extras.get(slot)) is not None:
-                    own = rows.order[first : first + count]
-                    self._apply_extras(extras, x.index_select(0, own), out, own)
-        self._add(x, out, self.tensors, rows)
+        return Adaptation(x, rows, self._shrink(x, self.tensors, rows))
+
+    def finish(self, begun: Adaptation | None, out: torch.Tensor) -> torch.Tensor:
+        """The product ``out`` [T, O], changed in place where anything began."""
+        if begun is not None:
+            self._replace_outputs(begun, out)
+            self._expand(begun.reduced, out, self.tensors, begun.rows)
         return out
+
+    def finish_gated(self, begun: Adaptation, out: torch.Tensor, activation: str) -> torch.Tensor:
+        """``activation(gate) * up`` [T, F] of the product ``out`` [T, 2F], which it may overwrite; where it
+        `fuses_gates`."""
+        assert self._expand_gated is not None
+        self._replace_outputs(begun, out)
+        gated: torch.Tensor = self._expand_gated(begun.reduced, out, self.tensors, begun.rows, activation)
+        return gated
+
+    def _replace_outputs(self, begun: Adaptation, out: torch.Tensor) -> None:
+        for slot, first, count in begun.rows.segments if self._extras else ():
+            if (extras := self._extras.get(slot)) is not None:
+                own = begun.rows.order[first : first + count]
+                self._apply_extras(extras, begun.x.index_select(0, own), out, own)
 
     def _apply_extras(self, extras: Extras, x: torch.Tensor, out: torch.Tensor, own: torch.Tensor) -> None:
         """``x`` [n, I] are the rows ``own`` [n] of the product's input."""

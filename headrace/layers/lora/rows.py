@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from headrace.kernels.lora import BLOCK_ROWS, SlotRows
+from headrace.kernels.lora import SlotRows
 
 Segments = list[tuple[int, int, int]]
 """See `SlotRows.segments`."""
 
-
-def count_blocks(num_rows: int, num_slots: int) -> int:
-    """The most blocks of so many rows: one that is not full for each adapter."""
-    return -(-num_rows // BLOCK_ROWS) + min(num_rows, num_slots)
-
-
-def pack_rows(slots: np.ndarray, size: int, num_blocks: int) -> tuple[np.ndarray, Segments]:
-    """Slots [T] of the rows (-1: none) as one int64 array, ``order`` [size] and then ``blocks`` [3, num_blocks] of
-    `SlotRows`, with padding behind each; and the segments."""
-    own = np.flatnonzero(slots >= 0)
-    order = own[np.argsort(slots[own], kind="stable")]
-    packed = np.zeros(size + 3 * num_blocks, dtype=np.int64)
-    packed[: len(order)] = order
-    sorted_slots = slots[order]
-    starts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
-    ends = np.append(starts[1:], len(order))[: len(starts)]
-    segments = [(int(sorted_slots[s]), int(s), int(e - s)) for s, e in zip(starts, ends, strict=True)]
-    blocks = packed[size:].reshape(3, num_blocks)
-    at = 0
-    for slot, first, count in segments:
-        num = -(-count // BLOCK_ROWS)
-        firsts = first + BLOCK_ROWS * np.arange(num)
-        blocks[0, at : at + num], blocks[1, at : at + num] = slot, firsts
-        blocks[2, at : at + num] = np.minimum(BLOCK_ROWS, first + count - firsts)
-        at += num
-    return packed, segments
+FEW_ROWS, MANY_ROWS = 16, 32
+"""Rows of a block: those of a tensor core's smallest tile, and of one that reads additions less often."""
+LEAST_MANY = 1024
+"""Steps of so many rows are divided into large blocks."""
 
 
-def view_rows(
-    packed: torch.Tensor, num_rows: int, size: int, segments: Segments, num_used: int | None = None
-) -> SlotRows:
-    """`SlotRows` over what `pack_rows` made, on its device. ``num_used``: how many places of ``order`` are real, where
-    the host knows."""
-    order = packed[:size]
-    return SlotRows(num_rows, order if num_used is None else order[:num_used], packed[size:].view(3, -1), segments)
+@dataclass(frozen=True, slots=True)
+class RowsLayout:
+    """Room for which rows of a step of at most ``size`` rows have which of ``num_slots`` adapters: one int64 array with
+    ``order`` [size] and ``blocks`` [3, num_blocks] of `SlotRows`."""
+
+    size: int
+    num_slots: int
+
+    @property
+    def block_rows(self) -> int:
+        """Most rows of a block."""
+        return FEW_ROWS if self.size < LEAST_MANY else MANY_ROWS
+
+    @property
+    def num_blocks(self) -> int:
+        """The most that there can be: of each adapter, and of the rows without, one need not be full."""
+        kinds = min(self.size, self.num_slots + 1)
+        return max(1, min(self.size, (self.size + kinds * (self.block_rows - 1)) // self.block_rows))
+
+    @property
+    def room(self) -> int:
+        """Numbers of the array."""
+        return self.size + 3 * self.num_blocks
+
+    def pack(self, slots: np.ndarray) -> tuple[np.ndarray, Segments]:
+        """The array for these slots of at most ``size`` rows (-1: none), and the segments."""
+        padded = np.full(self.size, self.num_slots, dtype=np.int64)  # without an adapter: last
+        padded[: len(slots)] = np.where(slots < 0, self.num_slots, slots)
+        packed = np.zeros(self.room, dtype=np.int64)
+        order = packed[: self.size]
+        order[:] = np.argsort(padded, kind="stable")
+        kinds, starts, counts = np.unique(padded[order], return_index=True, return_counts=True)
+        blocks, at = packed[self.size :].reshape(3, self.num_blocks), 0
+        blocks[0] = -1
+        segments = []
+        for kind, first, count in np.stack((kinds, starts, counts)).T.astype(object):  # numbers of Python
+            slot = kind if kind < self.num_slots else -1
+            if slot >= 0:
+                segments.append((slot, first, count))
+            num = -(-count // self.block_rows)
+            firsts = first + self.block_rows * np.arange(num)
+            blocks[0, at : at + num], blocks[1, at : at + num] = slot, firsts
+            blocks[2, at : at + num] = np.minimum(self.block_rows, first + count - firsts)
+            at += num
+        return packed, segments
+
+    def view(
+        self, packed: torch.Tensor, segments: Segments, side: torch.cuda.Stream | None = None
+    ) -> SlotRows:
+        """`SlotRows` over what `pack` made, on its device."""
+        blocks = packed[self.size :].view(3, self.num_blocks)
+        return SlotRows(packed[: self.size], blocks, self.block_rows, segments, side)
