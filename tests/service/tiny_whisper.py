@@ -85,19 +85,21 @@ class Oracle:
             padded, sampling_rate=RATE, padding="do_not_pad", truncation=False, return_tensors="pt"
         )["input_features"]
 
-    def write(self, features: Any, seek: int, prompt: list[int], *, has_times: bool) -> list[int]:
-        """Greedy tokens of the window from frame ``seek`` on, up to the end or the most that a window has."""
+    def write(self, features: Any, seek: int, prompt: list[int], *, has_times: bool, rules: bool = True) -> list[int]:
+        """Greedy tokens of the window from frame ``seek`` on, up to the end or the most that a window has; by the rules
+        of generation_config.json, or without any."""
         import torch
         from transformers import GenerationConfig
-        from transformers.generation import logits_process as rules
+        from transformers.generation import logits_process as known
 
         config = GenerationConfig(eos_token_id=END, no_timestamps_token_id=PLAIN)
         config.max_initial_timestamp_index = 50
         processors = [
-            rules.SuppressTokensLogitsProcessor(BANNED),
-            rules.SuppressTokensAtBeginLogitsProcessor(BANNED_FIRST, len(prompt)),
-            *([rules.WhisperTimeStampLogitsProcessor(config, len(prompt))] if has_times else []),
+            known.SuppressTokensLogitsProcessor(BANNED),
+            known.SuppressTokensAtBeginLogitsProcessor(BANNED_FIRST, len(prompt)),
+            *([known.WhisperTimeStampLogitsProcessor(config, len(prompt))] if has_times else []),
         ]
+        processors = processors if rules else []
         ids, window = list(prompt), features[:, :, seek : seek + 2 * POSITIONS]
         with torch.no_grad():
             states = self._model.model.encoder(window)

@@ -43,6 +43,9 @@ def place_items(
     more or fewer placeholders than items, and `ContextLengthExceeded` for a text that is far too long."""
     assert facts.media is not None, "checked before the items were prepared"
     known, media = require_tokenizer(tokenizer), facts.media
+    if media.speech is not None:  # its prompts are made of special tokens alone, and begin with the clip
+        add_special_tokens, mark = False, media.texts["audio"]
+        prompt = mark + prompt if items and isinstance(prompt, str) and mark not in prompt else prompt
     if isinstance(prompt, str) and all(item.text is not None for item in items):
         # As processors do it: tokens may reach from an item's text into that around it.
         whole = "".join(_fill(_split(prompt, media), items, media, lambda item: [item.text or ""], param))
