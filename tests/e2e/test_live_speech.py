@@ -172,3 +172,11 @@ def test_forms_that_are_none(server):
     for body, words in bodies.items():
         answer = httpx.post(url, content=body, headers=kind)
         assert answer.status_code == 400 and words in json.dumps(answer.json()), (body, answer.text)
+
+
+def test_a_client_that_leaves_a_stream_stops_it(server):
+    form = {"language": "en", "stream": "true", "temperature": str(GREEDY)}
+    url = f"{server.url}/v1/audio/transcriptions"
+    with httpx.stream("POST", url, files={"file": wav(noise(20.0, 5))}, data=form) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+    server.wait_until(lambda: re.search(r"aborted\w*_total\S* [1-9]", server.get("/metrics").text), "aborted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import math
 from collections.abc import Sequence
 
@@ -27,9 +27,11 @@ from headrace.serving.http.generation.stream import DONE, HEADERS, SSE, frame
 from headrace.serving.http.protocol import audio as wire
 from headrace.serving.http.protocol.errors import describe_error
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, post
-from headrace.serving.http.transport.errors import JsonResponse
+from headrace.serving.http.transport.errors import INTERNAL_ERROR, JsonResponse
 from headrace.serving.http.transport.forms import FormBody
 from headrace.serving.http.transport.threads import while_connected
+
+logger = logging.getLogger(__name__)
 
 FILES, LISTS = frozenset({"file"}), frozenset({"timestamp_granularities"})
 TRANSCRIPTION_BODY = FormBody(wire.TranscriptionRequest, files=FILES, lists=LISTS)
@@ -141,13 +143,14 @@ class SpeechStream(Response):
     was already taken. Owns the task that writes."""
 
     def __init__(
-        self, transcriber: Transcriber, writing: asyncio.Task[None], pieces: Pieces, first: str | Exception | None
+        self, transcriber: Transcriber, writing: asyncio.Task[None], pieces: Pieces, first: str | None
     ):
         super().__init__()
         self._transcriber, self._writing, self._pieces, self._first = transcriber, writing, pieces, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        piece, text = self._first, ""
+        piece: str | BaseException | None = self._first
+        text = ""
         try:
             await send(
                 {"type": "http.response.start", "status": 200, "headers": [(b"content-type", SSE), *HEADERS]}
@@ -156,10 +159,13 @@ class SpeechStream(Response):
                 text += piece
                 await self._send(send, wire.TranscriptDelta(piece))
                 piece = await self._pieces.get()
-            if isinstance(piece, HeadraceError):
-                await self._send(send, describe_error(piece))
-            elif piece is None:
+            if piece is None:
                 await self._send(send, wire.TranscriptDone(text.strip(), _usage(self._transcriber)))
+            elif isinstance(piece, HeadraceError):
+                await self._send(send, describe_error(piece))
+            elif not isinstance(piece, ClientDisconnect):
+                logger.error("a stream failed", exc_info=piece)
+                await self._send(send, describe_error(HeadraceError(INTERNAL_ERROR)))
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
         finally:
             await _stop(self._writing)
@@ -168,7 +174,7 @@ class SpeechStream(Response):
         await send({"type": "http.response.body", "body": frame(event), "more_body": True})
 
 
-Pieces = asyncio.Queue[str | Exception | None]
+Pieces = asyncio.Queue[str | BaseException | None]
 
 
 async def start_stream(transcriber: Transcriber) -> SpeechStream:
@@ -176,28 +182,24 @@ async def start_stream(transcriber: Transcriber) -> SpeechStream:
     pieces: Pieces = asyncio.Queue()
 
     async def write() -> None:
-        try:
-            async for _ in transcriber.write(pieces.put_nowait):
-                pass
-            pieces.put_nowait(None)
-        except (HeadraceError, ClientDisconnect) as error:
-            pieces.put_nowait(error)
+        async for _ in transcriber.write(pieces.put_nowait):
+            pass
 
     writing = asyncio.create_task(write())
+    writing.add_done_callback(lambda task: pieces.put_nowait(None if task.cancelled() else task.exception()))
     try:
         first = await pieces.get()
     except asyncio.CancelledError:
         await _stop(writing)
         raise
-    if isinstance(first, Exception):
+    if isinstance(first, BaseException):
         raise first
     return SpeechStream(transcriber, writing, pieces, first)
 
 
 async def _stop(writing: asyncio.Task[None]) -> None:
     writing.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await writing
+    await asyncio.wait([writing])  # what it raised was told, or nobody is left to be told
 
 
 ENDPOINTS = (
