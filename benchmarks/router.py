@@ -5,6 +5,8 @@ Workers that answer at once, a router, and a client, each a process. Prints
 - the latency of small requests at a fixed rate, straight to a worker and through the router, and what that adds
 - the router's processor time a request, and a relayed chunk of a stream
 - how many streams run at once without one that fails (``--most-streams``)
+- the same two times of a relay that copies bytes between connections and knows no HTTP: what the system and the event
+  loop take, below which no router in Python comes
 
 Processor time says more than the clock on a machine that does something else, too.
 """
@@ -21,6 +23,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -65,6 +69,40 @@ class WorkerProtocol(asyncio.Protocol):
             await asyncio.sleep(options["pause_s"])
             self.transport.write(FRAMED)
         self.transport.write(b"0\r\n\r\n")
+
+
+class BareRelay(asyncio.Protocol):
+    """A connection of a client, and one to a worker: what comes in one goes out of the other. ``other`` is None while
+    the second is being made."""
+
+    def __init__(self, target: int, other: Any = None):
+        self.target, self.other, self.pending = target, other, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        if self.other is None:
+            asyncio.get_running_loop().create_task(self.join())
+
+    async def join(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.other, _ = await loop.create_connection(lambda: BareRelay(0, self.transport), "127.0.0.1", self.target)
+        self.other.write(self.pending)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is None:
+            self.pending += data
+        else:
+            self.other.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.other is not None:
+            self.other.close()
+
+
+async def serve_bare(port: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: BareRelay(BASE_PORT), "127.0.0.1", port, backlog=8192)
+    await server.serve_forever()
 
 
 async def serve_worker(port: int) -> None:
@@ -127,11 +165,29 @@ async def stream_many(client: HttpClient, num_streams: int, chunks: int, pause_s
 
 
 def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+    """Seconds on a processor, to the nanosecond: `cpu_times` counts ticks of ten milliseconds."""
+    found = Path("/proc", str(process.pid), "task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in found) / 1e9
 
 
-async def measure(options: argparse.Namespace, router: psutil.Process) -> None:
+async def measure_bare(options: argparse.Namespace, relay: psutil.Process, body: bytes) -> tuple[float, float]:
+    """Microseconds of processor time of `BareRelay`, a request and a chunk; the medians of the rounds."""
+    client, costs = HttpClient(f"http://127.0.0.1:{BASE_PORT + 8}", timeout_s=120), []
+    await until_ready(client)
+    await send_at_rate(client, 200, 0.5, body)
+    for _ in range(options.rounds):
+        begin = cpu_s(relay)
+        count = len(await send_at_rate(client, options.rate, options.seconds, body))
+        middle = cpu_s(relay)
+        await stream_many(client, options.streams, options.chunks, options.pause_s)
+        chunk = (cpu_s(relay) - middle) / (options.streams * options.chunks)
+        costs.append(((middle - begin) / count * 1e6, chunk * 1e6))
+    client.close()
+    request, chunk = (statistics.median(column) for column in zip(*costs, strict=True))
+    return request, chunk
+
+
+async def measure(options: argparse.Namespace, router: psutil.Process, bare: psutil.Process) -> None:
     straight = HttpClient(f"http://127.0.0.1:{BASE_PORT}", timeout_s=120)
     routed = HttpClient(f"http://127.0.0.1:{BASE_PORT + 9}", timeout_s=120)
     await until_ready(straight)
@@ -168,6 +224,8 @@ async def measure(options: argparse.Namespace, router: psutil.Process) -> None:
         table.add_row(
             f"{options.most_streams} streams at once, {whole} whole", "", "", f"{cpu_s(router) - begin:.1f} s in all"
         )
+    request, chunk = await measure_bare(options, bare, body)
+    table.add_row("a relay without HTTP", "", "", f"{request:.0f} us a request, {chunk:.1f} us a chunk")
     Console().print(table)
 
 
@@ -183,18 +241,24 @@ def main() -> None:
     parser.add_argument("--most-streams", type=int, default=0)
     parser.add_argument("--policy", default="cache-aware")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         if options.worker is not None:
             runner.run(serve_worker(options.worker))
             return
+        if options.bare is not None:
+            runner.run(serve_bare(options.bare))
+            return
         ports = [BASE_PORT, BASE_PORT + 1]
         with contextlib.ExitStack() as stack:
             for port in ports:
                 stack.enter_context(running(["benchmarks.router", "--worker", str(port)]))
+            time.sleep(1.0)  # the bare relay expects a worker
+            bare = stack.enter_context(running(["benchmarks.router", "--bare", str(BASE_PORT + 8)]))
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             command = ["headrace", "router", *urls, "--port", str(BASE_PORT + 9), "--policy", options.policy]
-            runner.run(measure(options, stack.enter_context(running(command))))
+            runner.run(measure(options, stack.enter_context(running(command)), bare))
 
 
 if __name__ == "__main__":
