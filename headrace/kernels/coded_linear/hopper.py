@@ -1,0 +1,372 @@
+"""Products of coded weights and 17 to a few thousand rows on Hopper's tensor cores (Gluon: TMA, mbarriers, wgmma), with
+dependent launch: FP8 weights with rows in FP8, and codes of 4 bits with plain rows. One weight for all rows, or experts
+stacked, each with the rows sorted to it.
+
+M rows, N outputs of a weight (a gate and its up count once), K inputs, X experts, S splits of K, G groups of `DEPTH`
+inputs. Sums are float32 in a fixed order: the same input gives the same output, whatever the rows beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headrace.kernels.coded_linear.decode import _SPREAD_E2M1, TWO_EXPONENTS
+from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped": 3}
+DEPTH = 128
+"""Inputs of a tile, and of a group that shares a scale."""
+_DEPTH = gl.constexpr(DEPTH)
+LARGEST_CODE = gl.constexpr(448.0)
+_fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). A ring of ``stages`` tiles of `DEPTH`
+    inputs is in shared memory, at most 227 KiB. ``splits`` programs share the inputs and store a partial sum each."""
+
+    rows: int
+    outputs: int
+    stages: int
+    splits: int = 1
+    num_warps: int = 4
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _find_group(ends_ptr, tile, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr):
+    """As `moe.triton.find_tile`: ``(expert, first row, one past the expert's last row)`` of a tile of rows; beyond the
+    last tile expert 0 and no rows."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    at = gl.arange(0, BLOCK_X, layout)
+    end = gl.load(ends_ptr + at, mask=at < X, other=0)
+    start = gl.load(ends_ptr + at - 1, mask=(at > 0) & (at < X), other=0)
+    tiles = gl.where(at < X, (end - start + ROWS - 1) // ROWS, 0)
+    expert = gl.sum(((gl.associative_scan(tiles, 0, _add) <= tile) & (at < X)).to(gl.int32), 0)
+    tiles_before = gl.sum(gl.where(at < expert, tiles, 0), 0)
+    first = gl.sum(gl.where(at == expert, start, 0), 0) + (tile - tiles_before) * ROWS
+    last = gl.sum(gl.where(at == expert, end, 0), 0)
+    is_there = expert < X
+    return gl.where(is_there, expert, 0), gl.where(is_there, first, 0), gl.where(is_there, last, 0)
+
+
+@gluon.jit
+def _fetch_weight(weight_desc, bar, tile, row, k, pred, GATE: gl.constexpr):
+    """Start the copy of outputs from ``row`` and bytes from ``k`` on to ``tile``, if ``pred``; it arrives at ``bar``."""
+    if GATE > 0:  # see `_describe_weight`
+        _fetch_tile(weight_desc, [row // 8, 0, 0, k], bar, tile, pred=pred)
+    else:
+        _fetch_tile(weight_desc, [row, k], bar, tile, pred=pred)
+
+
+@gluon.jit
+def _fetch_rows(x_desc, bar, x_tiles, stage, m, k, pred, CODED: gl.constexpr):
+    """The same of a tile of rows: in FP8 at once; plain rows in two halves of a block of codes."""
+    if CODED:
+        _fetch_tile(x_desc, [m, k], bar, x_tiles.index(2 * stage), pred=pred)
+        _fetch_tile(x_desc, [m, k + _DEPTH // 2], bar, x_tiles.index(2 * stage + 1), pred=pred)
+    else:
+        _fetch_tile(x_desc, [m, k], bar, x_tiles.index(stage), pred=pred)
+
+
+@gluon.jit
+def _spread_powers(packed, low_power, high_power):
+    """Bytes of two e2m1 codes times powers of two, as `decode.scale_pairs`."""
+    low_power = gl.broadcast(low_power * TWO_EXPONENTS, packed)[0]
+    high_power = gl.broadcast(high_power * TWO_EXPONENTS, packed)[0]
+    return gl.inline_asm_elementwise(
+        _SPREAD_E2M1, "=r,=r,h,r,r,r,r", [packed, low_power, high_power], dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _add_codes(acc, tile, x_tiles, stage, words, mma: gl.constexpr, WIDE: gl.constexpr):
+    """``acc`` [WIDE, ROWS] plus the product of a block of e2m1 codes, whose ``words`` [WIDE] have the powers of two of
+    its 4 groups, and plain rows. The codes' numbers are in registers."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    packed = tile.reshape([WIDE, _DEPTH // 2]).load(operand)
+    words = gl.convert_layout(words, gl.SliceLayout(1, operand))[:, None]
+    is_first = (gl.arange(0, _DEPTH // 2, gl.SliceLayout(0, operand)) < 32)[None, :]
+    low_power = gl.where(is_first, words & 255, (words >> 8) & 255)
+    high_power = gl.where(is_first, (words >> 16) & 255, (words >> 24) & 255)
+    low, high = _spread_powers(packed, low_power, high_power)
+    acc = warpgroup_mma(low, x_tiles.index(2 * stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(high, x_tiles.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+    acc, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(acc, low, high))
+    return acc
+
+
+@gluon.jit
+def _gate(gate, up, limit, alpha, up_offset, GATE: gl.constexpr):
+    """``activation(gate) * up`` in float32, as `rowwise.triton.apply_gate`."""
+    if GATE == 3:
+        gate = gl.minimum(gate, limit)
+        return gate / (1.0 + gl.exp(-alpha * gate)) * (gl.minimum(gl.maximum(up, -limit), limit) + up_offset)
+    elif GATE == 2:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (gl.exp(2.0 * u) + 1.0)) * up
+    else:
+        return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _finish(
+    acc, bias_ptr, out_ptr, out_scales_ptr, order_ptr, factors_ptr, n, is_output, m0, first, last, n0, split, M, N,
+    limit, alpha, up_offset, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr, IS_FP8: gl.constexpr, num_warps: gl.constexpr,
+):
+    """Bias, activation and routing weights of ``acc`` [WIDE, ROWS], whose rows are the weight's rows ``n``; store it."""
+    if HAS_BIAS:
+        acc += gl.load(bias_ptr + n, mask=is_output, other=0.0).to(gl.float32)[:, None]
+    if GATE > 0:  # rows alternate 8 of gate, 8 of up (`_describe_weight`): a thread holds a gate and its up
+        gate, up = gl.split(acc.reshape([OUTPUTS // 8, 2, 8, ROWS]).permute((0, 2, 3, 1)))
+        acc = _gate(
+            gate.reshape([OUTPUTS, ROWS]), up.reshape([OUTPUTS, ROWS]), limit, alpha, up_offset, GATE
+        )
+    if IS_FP8:  # a group of outputs is a tile
+        largest = gl.max(gl.abs(acc), 0)
+        scale = gl.where(largest > 0, largest / LARGEST_CODE, 1.0)
+        acc = acc / scale[None, :]
+        m = m0 + gl.arange(0, ROWS, scale.type.layout)
+        gl.store(out_scales_ptr + (n0 // OUTPUTS) * M + m, scale, mask=(m >= first) & (m < last))
+    values = acc.to(out_ptr.dtype.element_ty)
+    # 16 bytes a thread and store
+    WIDTH: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+    lanes: gl.constexpr = min(32, OUTPUTS // WIDTH)
+    layout: gl.constexpr = gl.BlockedLayout([WIDTH, 1], [lanes, 32 // lanes], [1, num_warps], [0, 1])
+    values = gl.convert_layout(values, layout)
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    column = n0 + gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+    is_there = (m >= first) & (m < last)
+    if HAS_FACTORS:  # rows are pairs in sorted order: each is stored in its own place, times its routing weight
+        m = gl.load(order_ptr + m, mask=is_there, other=0)
+        values = values * gl.load(factors_ptr + m, mask=is_there, other=0.0)[None, :]
+    if SPLIT:
+        m += split * M
+    gl.store(
+        out_ptr + m.to(gl.int64)[None, :] * N + column[:, None], values, mask=is_there[None, :] & (column < N)[:, None]
+    )
+
+
+@gluon.jit(do_not_specialize=["M", "depth"])
+def _product_kernel(
+    x_desc, x_scales_ptr, weight_desc, scales_ptr, bias_ptr, ends_ptr, order_ptr, factors_ptr, out_ptr, out_scales_ptr,
+    M, N, K, G, depth, limit, alpha, up_offset, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl.constexpr,
+    OUTPUTS: gl.constexpr, STAGES: gl.constexpr, CODED: gl.constexpr, X_GROUPS: gl.constexpr, W_GROUPS: gl.constexpr,
+    SHARED: gl.constexpr, SPLIT: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr,
+    IS_FP8: gl.constexpr, num_warps: gl.constexpr,
+):
+    PROMOTES: gl.constexpr = X_GROUPS or W_GROUPS
+    WIDE: gl.constexpr = 2 * OUTPUTS if GATE > 0 else OUTPUTS
+    PER_TILE: gl.constexpr = 2 if CODED else 1
+    # bytes of a code's tile, and of x: a stage's barrier expects them together
+    WEIGHT_DEPTH: gl.constexpr = _DEPTH // 2 if CODED else _DEPTH
+    stage_bytes: gl.constexpr = WIDE * WEIGHT_DEPTH + ROWS * _DEPTH * PER_TILE
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PER_TILE, ROWS, _DEPTH // PER_TILE], x_desc.layout)
+    tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005 (no starred lists in Gluon)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    fence_async_shared()  # TMA must see the initialised barriers
+    n0, split = gl.program_id(0) * OUTPUTS, gl.program_id(2)
+    k0 = split * depth
+    steps = gl.cdiv(gl.minimum(depth, K - k0), _DEPTH)
+    if X == 0:
+        # The last block of rows overlaps the one before, as TMA fills rows beyond the end slowly. Weights are asked for
+        # before the wait: no kernel writes them; x after it.
+        m0 = gl.maximum(gl.minimum(gl.program_id(1) * ROWS, M - ROWS), 0)
+        expert, first, last = 0, 0, M
+        for stage in gl.static_range(STAGES):
+            mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
+            _fetch_weight(
+                weight_desc, bars.index(stage), tiles.index(stage), n0, k0 // PER_TILE + stage * WEIGHT_DEPTH,
+                stage < steps, GATE
+            )
+        wait_for_previous(True)
+    else:
+        wait_for_previous(True)
+        expert, first, last = _find_group(ends_ptr, gl.program_id(1), X, BLOCK_X, ROWS, num_warps)
+        m0 = first
+        steps = gl.where(first < last, steps, 0)
+    ROWS_EACH: gl.constexpr = 2 if GATE > 0 else 1
+    row0 = expert * (ROWS_EACH * N)
+    for stage in gl.static_range(STAGES):
+        if X > 0:
+            mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
+            _fetch_weight(
+                weight_desc, bars.index(stage), tiles.index(stage), row0 + n0, k0 // PER_TILE + stage * WEIGHT_DEPTH,
+                stage < steps, GATE
+            )
+        _fetch_rows(x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * _DEPTH, stage < steps, CODED)
+    # the weight is the left operand (wgmma M is 64), so that few rows of x fill the instruction
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16 * (2 // PER_TILE)]
+    )
+    r = gl.arange(0, WIDE, gl.SliceLayout(1, mma))
+    m = m0 + gl.arange(0, ROWS, gl.SliceLayout(0, mma))
+    column = n0 + r
+    n = row0 + column
+    if GATE > 0:
+        column = n0 + r // 16 * 8 + r % 8
+        n = row0 + column + r // 8 % 2 * N
+    is_output, is_row = column < N, (m >= first) & (m < last)
+    scale_at = scales_ptr + (n // SHARED).to(gl.int64) * G
+    acc = gl.zeros([WIDE, ROWS], gl.float32, mma)
+    zeros = gl.zeros([WIDE, ROWS], gl.float32, mma)
+    group0 = k0 // _DEPTH
+    for step in range(steps):
+        at = step % STAGES
+        tile = tiles.index(at)
+        # scales are asked for before the tile is waited for
+        if X_GROUPS:
+            x_scale = gl.load(x_scales_ptr + (group0 + step) * M + m, mask=is_row, other=0.0)
+        if CODED or W_GROUPS:
+            scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)
+        mbarrier.wait(bars.index(at), (step // STAGES) & 1)
+        later = step + STAGES
+        if CODED:
+            acc = _add_codes(acc, tile, x_tiles, at, scale, mma, WIDE)
+        elif PROMOTES:
+            part = warpgroup_mma(
+                tile.reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+            if W_GROUPS:
+                part = part * scale[:, None]
+            if X_GROUPS:
+                part = part * x_scale[None, :]
+            acc += part
+        else:
+            later = step + STAGES - 1  # of the step before, which has ended
+            acc = warpgroup_mma(tile.reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        free, has_more = later % STAGES, (later >= STAGES) & (later < steps)
+        mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
+        _fetch_weight(
+            weight_desc, bars.index(free), tiles.index(free), row0 + n0, k0 // PER_TILE + later * WEIGHT_DEPTH,
+            has_more, GATE
+        )
+        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * _DEPTH, has_more, CODED)
+    if not CODED:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if not W_GROUPS:
+            acc = acc * gl.load(scale_at, mask=is_output, other=0.0)[:, None]
+        if not X_GROUPS:
+            acc = acc * gl.load(x_scales_ptr + m, mask=is_row, other=0.0)[None, :]
+    _finish(
+        acc, bias_ptr, out_ptr, out_scales_ptr, order_ptr, factors_ptr, n, is_output, m0, first, last, n0, split, M, N,
+        limit, alpha, up_offset, ROWS, OUTPUTS, GATE, SPLIT, HAS_BIAS, HAS_FACTORS, IS_FP8, num_warps
+    )
+
+
+class Gated(NamedTuple):
+    """The activation of a product's two halves: a kind of `GATES`, and the numbers of a clamped one."""
+
+    kind: str = ""
+    limit: float = 0.0
+    alpha: float = 0.0
+    up_offset: float = 0.0
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in FP8: ``codes`` [M, K] float8_e4m3fn and ``scales`` float32, [M] or [ceil(K / 128), M]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+class Sorted(NamedTuple):
+    """Rows that are sorted by expert: ``ends`` [X] int32 as of `GROUP_PAIRS`. With ``order`` [M] and ``factors`` [M]
+    float32, row m is stored at ``order[m]``, times the factor there."""
+
+    ends: torch.Tensor
+    order: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+
+NOT_GATED = Gated()
+
+
+@cache
+def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kinds = {torch.bfloat16: gl.bfloat16, torch.uint8: gl.uint8, torch.float8_e4m3fn: gl.float8e4nv}
+    return gl.NVMMASharedLayout.get_default_for(list(block), kinds[dtype])
+
+
+def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype)
+    )
+
+
+def _describe_weight(codes: torch.Tensor, outputs: int, inputs: int, gated_outputs: int) -> TensorDescriptor:
+    """A descriptor of a weight's bytes [rows, bytes]. Where gated, its tiles alternate eight rows of gate with the same
+    eight of up, ``gated_outputs`` further on; that is a multiple of 8."""
+    if not gated_outputs:
+        return _describe(codes, outputs, inputs)
+    total, width = codes.shape
+    block = (outputs // 8, 2, 8, inputs)
+    shape, strides = [(total - gated_outputs) // 8, 2, 8, width], [8 * width, gated_outputs * width, width, 1]
+    return TensorDescriptor(codes, shape, strides, list(block), _tile_layout(block, codes.dtype))
+
+
+def multiply(
+    x: torch.Tensor | Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, tile: Tile, *,
+    gated: Gated = NOT_GATED, groups: Sorted | None = None, is_fp8: bool = False, dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor | Fp8Rows:
+    """``x @ weight.T + bias`` [M, N], followed by the activation ``gated`` if it has a kind; with splits, partial sums
+    [S, M, N] float32; ``is_fp8``: in FP8, with a scale for each ``tile.outputs`` of a row. FP8 weights take `Fp8Rows`, e2m1
+    codes plain rows. With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
+    rows, x_scales = x if isinstance(x, Fp8Rows) else (x, x)
+    (num_rows, inputs), codes = rows.shape, weight.codes
+    coded = codes.dtype == torch.uint8
+    num_experts = len(groups.ends) if groups else 0
+    is_gated = bool(gated.kind)
+    outputs = weight.out_features // max(1, num_experts) // (1 + is_gated)
+    depth = ceil_div(ceil_div(inputs, DEPTH), tile.splits) * DEPTH
+    is_split, factors = tile.splits > 1, groups.factors if groups else None
+    shape = (tile.splits, num_rows, outputs) if is_split else (num_rows, outputs)
+    out_dtype = torch.float32 if is_split or factors is not None else torch.float8_e4m3fn if is_fp8 else dtype
+    out = torch.empty(shape, dtype=out_dtype, device=rows.device)
+    out_scales = out
+    if is_fp8:
+        out_scales = torch.empty(
+            (ceil_div(outputs, tile.outputs), num_rows), dtype=torch.float32, device=rows.device
+        )
+    tiles = ceil_div(num_rows, tile.rows)
+    if groups:  # one per row, or the most that any sorting needs: one partly filled tile per expert
+        tiles = min(num_rows, num_rows // tile.rows + num_experts)
+    scales = weight.scales.view(torch.int32) if weight.has_powers else weight.scales
+    _product_kernel[(ceil_div(outputs, tile.outputs), tiles, tile.splits)](
+        _describe(rows, tile.rows, DEPTH // 2 if coded else DEPTH), x_scales,
+        _describe_weight(codes, tile.outputs, DEPTH // 2 if coded else DEPTH, outputs if is_gated else 0), scales,
+        out if bias is None else bias, groups.ends if groups else out,
+        out if groups is None or groups.order is None else groups.order, out if factors is None else factors, out,
+        out_scales, num_rows, outputs, inputs, scales.shape[1], depth, *gated[1:], X=num_experts,
+        BLOCK_X=next_power_of_2(max(1, num_experts)), ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
+        CODED=coded, X_GROUPS=not coded and x_scales.dim() == 2, W_GROUPS=not coded and scales.shape[1] > 1,
+        SHARED=weight.rows, SPLIT=is_split, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
+        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, num_warps=tile.num_warps, launch_pdl=True,
+    )
+    return Fp8Rows(out, out_scales) if is_fp8 else out

@@ -1,0 +1,106 @@
+"""Experts in codes for more than 16 tokens on Hopper: rows gathered by expert (to FP8 for FP8 weights), gate and up with
+the activation, down with the routing weights, the sum over a token's choices. Refuses codes that
+`coded_linear.hopper.multiply` does not take.
+
+T tokens, k choices, N = T * k pairs, X experts, D hidden size, F expert intermediate size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.coded_linear.codes import Code
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.hopper import DEPTH, Fp8Rows, Gated, Sorted, Tile, multiply
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.moe import CodedStack, Gate
+from headrace.kernels.moe.experts import BLOCK_SUM, _sum_kernel
+from headrace.kernels.moe.triton import group_pairs
+
+MOST_CODE = tl.constexpr(LARGEST)
+GATHER_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gather_kernel(
+    x_ptr, order_ptr, ends_ptr, out_ptr, scales_ptr, x_stride, num_pairs, D: tl.constexpr, TOP_K: tl.constexpr,
+    X: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+):
+    """Rows of x in the order of pairs; with GROUP in FP8, with a scale [D / GROUP, N] for each group."""
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    if row < tl.load(ends_ptr + X - 1):  # entries of pairs without an expert are arbitrary
+        token = (tl.load(order_ptr + row) // TOP_K).to(tl.int64)
+        x = tl.load(x_ptr + token * x_stride + column, mask=column < D, other=0.0)
+        if GROUP:
+            groups = tl.reshape(x.to(tl.float32), [BLOCK // GROUP, GROUP])
+            scale = tl.max(tl.abs(groups), axis=1) / MOST_CODE
+            scale = tl.where(scale > 0, scale, 1.0)
+            group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(scales_ptr + group * num_pairs + row, scale, mask=group * GROUP < D)
+            x = tl.reshape(groups / scale[:, None], [BLOCK])
+        tl.store(out_ptr + row.to(tl.int64) * D + column, x.to(out_ptr.dtype.element_ty), mask=column < D)
+
+
+def _gather(
+    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int, *, is_fp8: bool
+) -> torch.Tensor | Fp8Rows:
+    pairs, width = len(order), x.shape[1]
+    out = torch.empty((pairs, width), dtype=torch.float8_e4m3fn if is_fp8 else x.dtype, device=x.device)
+    scales = torch.empty((ceil_div(width, DEPTH), pairs), dtype=torch.float32, device=x.device) if is_fp8 else out
+    _gather_kernel[(pairs, ceil_div(width, GATHER_BLOCK))](
+        x, order, ends, out, scales, x.stride(0), pairs, D=width, TOP_K=top_k, X=len(ends), BLOCK=GATHER_BLOCK,
+        GROUP=DEPTH if is_fp8 else 0, PDL=True, num_warps=4, launch_pdl=True,
+    )
+    return Fp8Rows(out, scales) if is_fp8 else out
+
+
+@cache
+def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, is_fp8: bool) -> tuple[Tile, Tile]:
+    """Of gate and up, and of down: enough rows for all pairs of nearly every expert, so that few matrices are read
+    twice. Measured on an H200."""
+    each = num_tokens * top_k / num_experts
+    most = each + 2 * each**0.5
+    rows = next((rows for rows in (16, 32, 64) if most <= rows), 128)
+    if is_fp8:
+        return Tile(rows, 128, 4 if rows <= 64 else 3, num_warps=8), Tile(rows, 128, 4)
+    return Tile(rows, 64, 4), Tile(rows, 128, 4)
+
+
+def takes(codes: DeviceCodes) -> bool:
+    """Whether the products here take stacked codes."""
+    if codes.order is not None or codes.zeros is not None:
+        return False
+    if codes.code is Code.E2M1:
+        return codes.has_powers and codes.rows == 1
+    return (
+        codes.code is Code.E4M3 and codes.in_features % 16 == 0 and not codes.has_pairs
+        and (codes.scales.shape[1] == 1 or codes.group == DEPTH)
+    )
+
+
+def run_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> torch.Tensor:
+    """See `CODED_EXPERTS`; F is a multiple of 8. Rows are rounded to FP8 for FP8 weights, with a scale per 128."""
+    (num_tokens, top_k), width = ids.shape, x.shape[1]
+    num_experts = down[0].out_features // width
+    order, _, ends = group_pairs(ids, num_experts, pdl=True)
+    is_fp8 = down[0].code is Code.E4M3
+    first, second = tiles or choose_tiles(num_tokens, top_k, num_experts, is_fp8=is_fp8)
+    rows = _gather(x, order, ends, top_k, is_fp8=is_fp8)
+    gated = multiply(rows, *gate_up, first, gated=Gated(*gate), groups=Sorted(ends), is_fp8=is_fp8)
+    parts = multiply(gated, *down, second, groups=Sorted(ends, order, weights.flatten()))
+    assert isinstance(parts, torch.Tensor), "plain sums"
+    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    _sum_kernel[(num_tokens, ceil_div(width, BLOCK_SUM))](
+        parts, ids, out, D=width, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), BLOCK=BLOCK_SUM, PDL=True, num_warps=4,
+        launch_pdl=True
+    )
+    return out
