@@ -6,7 +6,9 @@ from itertools import accumulate
 
 import torch
 
+from headrace.kernels.coded_linear import GATE_ROWS
 from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused
@@ -59,6 +61,7 @@ class Linear(StorableLayer):
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_fused(NORM_LINEAR, query)
         self._gated_linear = choose_fused(GATED_LINEAR, query)
+        self._gate_rows = GATE_ROWS.choose(query)
 
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """See `StorableLayer.part`; of ``weight`` or ``bias``."""
@@ -92,11 +95,15 @@ class Linear(StorableLayer):
         """Whether rows of this step have adapters: then nothing is fused with the product, which they change."""
         return self.lora is not None and self.lora.is_active
 
-    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
+    def add_to(self, residual: Residual, x: torch.Tensor | Fp8Rows) -> None:
         """Leave the product of ``x`` [T, I] pending in ``residual``: as it is, as split-K partial sums, or already
-        accumulated into the stream, whichever is faster. Nothing else may be pending."""
-        weight, begun = plain_weight(self), None if self.lora is None else self.lora.begin(x)
-        coded = self.stored if weight is None and isinstance(self.stored, CodedWeight) else None
+        accumulated into the stream, whichever is faster. Nothing else may be pending. In FP8 x is of `gate_rows`."""
+        if isinstance(x, Fp8Rows):
+            assert isinstance(self.stored, CodedWeight)
+            residual.pending = self.stored.multiply_row_sums(x, self._own_bias, residual.stream.dtype)
+            residual.group = self.group
+            return
+        weight, begun, coded = plain_weight(self), None if self.lora is None else self.lora.begin(x), self._coded
         is_summed_up = weight is None and coded is None
         if is_summed_up or (begun is not None and self.lora is not None and not self.lora.is_low_rank):
             out = self._multiply(x)
@@ -137,20 +144,33 @@ class Linear(StorableLayer):
         assert begun is not None, "some row has an adapter"
         return self.lora.finish_gated(begun, self._multiply(x), activation)
 
+    @property
+    def _coded(self) -> CodedWeight | None:
+        return self.stored if plain_weight(self) is None and isinstance(self.stored, CodedWeight) else None
+
+    def gate_rows(self, x: torch.Tensor, activation: str) -> Fp8Rows | None:
+        """The gated ``activation`` [T, I] of x [T, 2I] in FP8, where this product takes such rows; else None."""
+        coded = self._coded
+        group = None if coded is None or self._has_adapters else coded.find_row_group(x.shape[0])
+        return None if group is None else self._gate_rows(x, activation, group)
+
     def read(self, norm: Norm, residual: Residual, activation: str = "") -> torch.Tensor | None:
-        """``product(norm(residual))``, then the gated ``activation`` if one is named, all in one kernel. None, with the
-        residual unchanged, where that is not faster: it takes few rows, an RMS norm, and a pending output [T, D] that
-        is not partial sums."""
-        x, weight = residual.pending, plain_weight(self)
-        if (
-            x is None or x.dim() != 2 or residual.group is not None or not isinstance(norm, RmsNorm)
-            or self._has_adapters
-        ):
+        """``product(norm(residual))``, then the gated ``activation`` if one is named, with fewer kernels than one after
+        the other. None, with the residual unchanged, where that is not faster. Plain weights: one kernel, for few rows,
+        an RMS norm, and a pending output [T, D] that is not partial sums. Weights in codes: with the norm's output in
+        FP8, where products take such rows."""
+        if residual.group is not None or not isinstance(norm, RmsNorm) or self._has_adapters:
+            return None
+        x, weight, coded = residual.pending, plain_weight(self), self._coded
+        if coded is not None and (group := coded.find_row_group(len(residual.stream))) is not None:
+            return self._read_rows(coded, norm, residual, activation, group)
+        if x is None or x.dim() != 2:
             return None
         weights, fused = NormWeights(norm.weight, norm.eps, norm.offset), None
-        if weight is None:
-            if isinstance(self.stored, CodedWeight):
-                fused = self.stored.normalise(x, residual.stream, weights, self.bias, activation)
+        if coded is not None:
+            fused = coded.normalise(x, residual.stream, weights, self.bias, activation)
+        elif weight is None:
+            return None
         elif self._norm_linear is not None and fits(x.shape[0]):
             fused = self._norm_linear(x, residual.stream, weights, weight, self.bias, activation)
         if fused is None:
@@ -158,6 +178,16 @@ class Linear(StorableLayer):
         out, residual.stream = fused
         residual.pending = None
         return out
+
+    def _read_rows(
+        self, coded: CodedWeight, norm: RmsNorm, residual: Residual, activation: str, group: int
+    ) -> torch.Tensor | None:
+        if activation and not coded.can_gate_rows(len(residual.stream)):
+            return None
+        rows, dtype = norm.add_rows(residual, group), residual.stream.dtype
+        if activation:
+            return coded.gate_rows(rows, self.bias, dtype, activation)
+        return coded.multiply_rows(rows, self.bias, dtype)
 
 
 class FloatLinear(Linear):

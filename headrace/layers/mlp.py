@@ -59,16 +59,29 @@ class GatedMlp(Branch):
         return self.down.compute_share(self._gate(x))
 
     def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
-        return self.down(self._gate_after(norm, residual))
+        x, is_gated = self._read_gate_up(norm, residual)
+        return self.down(x if is_gated else self._activate(x))
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        self.down.add_to(residual, self._gate_after(norm, residual))
+        x, is_gated = self._read_gate_up(norm, residual)
+        # the next product's rows in FP8, if it takes them so
+        rows = self.down.gate_rows(x, self.activation) if self.activation and not is_gated else None
+        if rows is None:
+            self.down.add_to(residual, x if is_gated else self._activate(x))
+        else:
+            self.down.add_to(residual, rows)
 
-    def _gate_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
-        """``activation(gate) * up`` of the normalised stream, [T, F]."""
-        # fused with the norm before it for few rows; None leaves the residual as it was
-        gated = self.gate_up.read(norm, residual, self.activation) if self.activation else None
-        return self._gate(norm.add(residual)) if gated is None else gated
+    def _read_gate_up(self, norm: Norm, residual: Residual) -> tuple[torch.Tensor, bool]:
+        """The first product of the normalised stream, and whether the activation has been applied to it."""
+        # fused with the norm before it, and for few rows with the activation; None leaves the residual as it was
+        if self.activation:
+            if (gated := self.gate_up.read(norm, residual, self.activation)) is not None:
+                return gated, True
+            if (product := self.gate_up.read(norm, residual)) is not None:
+                return product, False
+        x = norm.add(residual)
+        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        return (self.gate_up(x), False) if gated is None else (gated, True)
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
         gated = self.gate_up.gate(x, self.activation) if self.activation else None  # product and activation fused

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.coded_linear import NORM_ROWS
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual
@@ -23,6 +25,7 @@ class RmsNorm(Norm):
         query = build.query(width=as_share(size).length)
         self._norm = RMS_NORM.choose(query)
         self._add_norm = ADD_RMS_NORM.choose(query)
+        self._norm_rows = NORM_ROWS.choose(query)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
@@ -44,6 +47,16 @@ class RmsNorm(Norm):
         x, residual.stream = self._add_norm(residual.pending, residual.stream, self.weight, self.eps, self.offset)
         residual.pending = None
         return x
+
+    def add_rows(self, residual: Residual, group: int) -> Fp8Rows:
+        """As `add`, with the normalised stream in FP8 for a product that takes it so; ``group`` as of `QUANTISE_ROWS`.
+        No other rank has a part of what is pending."""
+        assert residual.group is None
+        rows, residual.stream = self._norm_rows(
+            residual.pending, residual.stream, self.weight, self.eps, self.offset, group=group
+        )
+        residual.pending = None
+        return rows
 
 
 class LayerNorm(Norm):

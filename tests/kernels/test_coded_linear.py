@@ -21,6 +21,8 @@ from headrace.kernels.coded_linear import (
     MOST_CUDA_INPUTS,
     QUANTISE_ROWS,
     expand,
+    fp8_rows,
+    fp8_triton,
     reference,
     scaled,
     triton,
@@ -29,6 +31,7 @@ from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Plan,
 from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.linear import Norm
 from headrace.kernels.linear.reference import norm_linear
 from headrace.kernels.operation import KernelQuery
@@ -144,6 +147,20 @@ def test_few_rows(kind: str, rows: int, outputs: int, inputs: int, device: str, 
     assert torch.equal(sums if sums.dim() == 2 else sums.sum(0).to(dtype), triton.skinny(x, weight, None))
 
 
+def check_rows(rows: Fp8Rows, wanted: Fp8Rows, device: str, rtol: float = 1e-6) -> None:
+    """Up to a code: a quotient may fall on the other side of a midpoint between two."""
+    assert rows.codes.dtype == torch.float8_e4m3fn and rows.codes.shape == wanted.codes.shape
+    torch.testing.assert_close(rows.scales, wanted.scales, rtol=rtol, atol=0)
+    # Triton's interpreter loses the carry where rounding reaches the next power of two
+    judged = torch.ones_like(rows.codes, dtype=torch.bool)
+    if device != "cuda":
+        mantissa = wanted.codes.view(torch.uint8) & 7
+        judged = (mantissa != 0) & (mantissa != 7)
+    distance = (rows.codes.float() - wanted.codes.float()).abs()
+    assert judged.float().mean() > 0.3
+    assert distance[judged].le(wanted.codes.float()[judged].abs() / 8 + 2.0**-9).all()
+
+
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("shape", [(1, 96), (5, 700), (3, 1300)])
@@ -152,18 +169,30 @@ def test_rows_are_rounded_to_fp8_as_the_reference_does(
 ):
     x = draw(*shape, device, dtype)
     x[0, : shape[1] // 2] = 0
-    codes, scales = scaled.quantise_rows(x, group)
-    wanted_codes, wanted_scales = reference.quantise_rows(x, group)
-    assert codes.dtype == torch.float8_e4m3fn and codes.shape == x.shape
-    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
-    # Triton's interpreter loses the carry where rounding reaches the next power of two
-    judged = torch.ones_like(codes, dtype=torch.bool) if device == "cuda" else wanted_codes.view(torch.uint8) & 7 != 0
-    # a quotient may fall on the other side of a midpoint between two codes
-    distance = (codes.float() - wanted_codes.float()).abs()
-    assert judged.float().mean() > 0.3 and distance[judged].le(wanted_codes.float()[judged].abs() / 8 + 2.0**-9).all()
-    size = group or shape[1]
-    back = codes.float() * scales.repeat_interleave(size, 1)[:, : shape[1]]
-    assert (back - x.float()).abs()[judged].le((x.float().abs() / 16 + scales.max() * 2.0**-9)[judged]).all()
+    rows = fp8_triton.quantise_rows(x, group)
+    check_rows(rows, fp8_rows.quantise_rows(x, group), device)
+    assert relative_error(fp8_rows.quantise_rows(x, group).decode(torch.float64), x.double()) < 0.04
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("shape", [(1, 96), (5, 700)])
+def test_norms_and_activations_that_round_to_fp8(
+    shape: tuple[int, int], group: int, device: str, dtype: torch.dtype, tolerance: float
+):
+    """As the norm or the activation, whose output is rounded then."""
+    rows, width = shape
+    stream, x = draw(rows, width, device, dtype), draw(rows, 2 * width, device, dtype)
+    scale = draw(1, width, device, dtype)[0]
+    for activation in ("silu", "gelu_tanh"):
+        check_rows(fp8_triton.gate_rows(x, activation, group), fp8_rows.gate_rows(x, activation, group), device, 1e-2)
+    for pending in (None, x[:, :width], torch.stack((x[:, :width], x[:, width:])).float()):
+        ours, theirs = (
+            norm(pending, stream.clone(), scale, 1e-6, 1.0, group=group)
+            for norm in (fp8_triton.norm_rows, fp8_rows.norm_rows)
+        )
+        check_rows(ours[0], theirs[0], device, 1e-2)
+        assert relative_error(ours[1], theirs[1].double()) < tolerance
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -175,9 +204,8 @@ def test_fp8_rows_with_block_scales(
     """Against the product of the rounded rows, in float64."""
     weight, plain = make(kind, outputs, inputs, device)
     x = draw(rows, inputs, device, dtype)
-    codes, scales = scaled.quantise_rows(x, weight.group)
-    rounded = codes.double() * scales.double().repeat_interleave(weight.group, 1)[:, :inputs]
-    out = scaled.multiply_blocks(x, weight, None)
+    rounded = fp8_triton.quantise_rows(x, weight.group).decode(torch.float64)
+    out = scaled.linear_blocks(x, weight, None)
     assert relative_error(out, rounded @ plain.to(device).T) < tolerance
 
 
@@ -188,9 +216,8 @@ def test_fp8_rows_with_block_scales(
 def test_fp8_rows_with_scales_of_outputs(kind: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype):
     weight, plain = make(kind, outputs, inputs, "cuda")
     x = draw(rows, inputs, "cuda", dtype)
-    codes, scales = reference.quantise_rows(x)
-    expected = codes.double() * scales.double() @ plain.to("cuda").T
-    assert relative_error(scaled.multiply_rows(x, weight, None), expected) < 1e-2
+    expected = fp8_rows.quantise_rows(x).decode(torch.float64) @ plain.to("cuda").T
+    assert relative_error(scaled.linear_rows(x, weight, None), expected) < 1e-2
 
 
 def test_solutions_state_what_they_take():

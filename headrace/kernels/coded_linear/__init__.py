@@ -25,6 +25,7 @@ MOST_SKINNY_ROWS = 512
 MOST_CUDA_ROWS = 8
 MOST_CUDA_INPUTS = 98304
 """Of all rows of x together, which a block keeps in shared memory."""
+LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 17, 512
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:
@@ -130,18 +131,45 @@ CODED_LINEAR.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_multiply", supports=_reason_against_codes,
     priority=5, doc="dequantises by an own kernel, then torch's GEMM",
 )
-CODED_LINEAR.add(
-    "scaled_mm", "headrace.kernels.coded_linear.scaled:multiply_rows", supports=_reason_against_rows, priority=15,
-    doc="torch's FP8 GEMM; rounds each row of x to FP8 with a scale",
-)
-CODED_LINEAR.add(
-    "scaled_mm_blocks", "headrace.kernels.coded_linear.scaled:multiply_squares", supports=_reason_against_squares,
-    priority=12, doc="torch's FP8 GEMM with block scales; rounds each 128 inputs to FP8 with a scale",
-)
-CODED_LINEAR.add(
-    "triton_fp8_blocks", "headrace.kernels.coded_linear.scaled:multiply_blocks", supports=_reason_against_blocks,
-    priority=10, doc="own FP8 GEMM with block scales; rounds each group of inputs to FP8 with a scale",
-)
+
+def _reason_against_gluon(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores, compute capability 9.0"
+    if not LEAST_GLUON_ROWS <= shape.get("num_rows", LEAST_GLUON_ROWS) <= MOST_GLUON_ROWS:
+        return f"takes {LEAST_GLUON_ROWS} to {MOST_GLUON_ROWS} rows"
+    if shape.get("group") not in (128, shape.get("in_features")):
+        return "takes scales of 128 inputs or of outputs"
+    if shape.get("group") == 128 and shape.get("rows", 1) not in (1, 128):
+        return "takes scales of an output or of 128"
+    return _reason_against_scaled(query) or _with_hopper(query)
+
+
+FP8_LINEAR = Operation("fp8 linear kernel")
+"""``fp8_linear(rows: Fp8Rows of x [T, I], weight: DeviceCodes [O, I], bias [O] | None, dtype) -> [T, O]`` in ``dtype``;
+rows have a scale each, or one per group where the weight has groups of inputs. Each solution has the name of one of
+`CODED_LINEAR`, which does the same after it has rounded its rows."""
+
+FP8_SUMS = Operation("fp8 linear kernel with partial sums")
+"""``fp8_sums(rows, weight, dtype)``: as `FP8_LINEAR` without a bias, or partial sums as of `CODED_SUMS`."""
+
+FP8_GATED = Operation("fp8 gated linear kernel")
+"""``fp8_gated(rows, weight, bias, dtype, activation) -> [T, O / 2]``: `FP8_LINEAR` followed by a gated activation of
+`GATED_ACTIVATIONS`; the gate's outputs come first, O / 2 a multiple of 8."""
+
+for _name, _function, _supports, _priority, _doc in (
+    ("gluon_fp8", "hopper:{}_rows", _reason_against_gluon, 17, "own FP8 GEMM for tens to hundreds of rows"),
+    ("scaled_mm", "scaled:{}_rows", _reason_against_rows, 15, "torch's FP8 GEMM"),
+    ("scaled_mm_blocks", "scaled:{}_squares", _reason_against_squares, 12, "torch's FP8 GEMM with block scales"),
+    ("triton_fp8_blocks", "scaled:{}_blocks", _reason_against_blocks, 10, "own FP8 GEMM with block scales"),
+):
+    CODED_LINEAR.add(
+        _name, f"headrace.kernels.coded_linear.{_function.format('linear')}", supports=_supports, priority=_priority,
+        doc=f"{_doc}; rounds each row of x, or each group of its inputs, to FP8 with a scale",
+    )
+    FP8_LINEAR.add(_name, f"headrace.kernels.coded_linear.{_function.format('multiply')}", doc=_doc)
+FP8_SUMS.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_row_sums", doc="leaves its sums as they are")
+FP8_GATED.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="in one kernel")
 
 CODED_SUMS = Operation("coded linear kernel with partial sums")
 """``coded_sums(x [T, I], weight: DeviceCodes [O, I])``: as `CODED_LINEAR` without a bias, or split-K partial sums
@@ -175,12 +203,24 @@ EXPAND_CODES.add(
 )
 
 QUANTISE_ROWS = Operation("row fp8 quantisation kernel")
-"""``quantise_rows(x [T, I], group=0) -> (codes [T, I] float8_e4m3fn, scales [T, ceil(I / group)] float32)``: a value is
-about code * scale; a scale is the largest magnitude of the group (0: of the row) over 448, or 1 for a group of zeros.
-Computed in float32."""
+"""``quantise_rows(x [T, I], group=0) -> Fp8Rows``: a scale is the largest magnitude of the group (0: of the row) over
+448, or 1 for a group of zeros. Computed in float32."""
 
-QUANTISE_ROWS.add("reference", "headrace.kernels.coded_linear.reference:quantise_rows", doc="plain torch")
-QUANTISE_ROWS.add(
-    "triton", "headrace.kernels.coded_linear.scaled:quantise_rows", supports=_with_fp8, priority=10,
-    doc="one pass over a row"
-)
+NORM_ROWS = Operation("norm with fp8 rows kernel")
+"""``norm_rows(x | None, residual [T, D], weight [D], eps, offset=0.0, *, group=0) -> (Fp8Rows, new_residual)``:
+`ADD_RMS_NORM`, or for no x `RMS_NORM` of the residual, then `QUANTISE_ROWS`."""
+
+GATE_ROWS = Operation("gated activation with fp8 rows kernel")
+"""``gate_rows(x [T, 2F], activation, group=0) -> Fp8Rows`` of [T, F]: `SILU_MUL` or `GELU_TANH_MUL`, then
+`QUANTISE_ROWS`."""
+
+for _operation, _name in ((QUANTISE_ROWS, "quantise_rows"), (NORM_ROWS, "norm_rows"), (GATE_ROWS, "gate_rows")):
+    _operation.add("reference", f"headrace.kernels.coded_linear.fp8_rows:{_name}", doc="plain torch")
+    _operation.add(
+        "triton", f"headrace.kernels.coded_linear.fp8_triton:{_name}", supports=_with_fp8, priority=10,
+        doc="one pass over a row",
+    )
+    _operation.add(
+        "triton_pdl", f"headrace.kernels.coded_linear.fp8_triton:{_name}_pdl", supports=_with_hopper, priority=15,
+        doc="with dependent launch",
+    )

@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR, CODED_SUMS, EXPAND_CODES
+from headrace.kernels.coded_linear import (
+    CODED_GATED,
+    CODED_LINEAR,
+    CODED_NORM_LINEAR,
+    CODED_SUMS,
+    EXPAND_CODES,
+    FP8_GATED,
+    FP8_LINEAR,
+    FP8_SUMS,
+)
 from headrace.kernels.coded_linear.choice import Plan
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery, Operation
@@ -31,6 +41,10 @@ class CodedWeight:
         self._sums, self._gated, self._normalised = (
             _load_same(operation, plan) for operation in (CODED_SUMS, CODED_GATED, CODED_NORM_LINEAR)
         )
+        # of rows in FP8
+        self._rows, self._row_sums, self._gated_rows = (
+            _load_same(operation, plan) for operation in (FP8_LINEAR, FP8_SUMS, FP8_GATED)
+        )
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
@@ -44,6 +58,35 @@ class CodedWeight:
         """As `multiply`, or split-K partial sums [S, T, O] float32, which are for the reader to add up."""
         sums = _find(self._sums, x.shape[0])
         return self.multiply(x, bias) if sums is None or bias is not None else sums(x, self.weight)
+
+    def find_row_group(self, num_rows: int) -> int | None:
+        """The ``group`` of rows in FP8 (see `QUANTISE_ROWS`) that so many are multiplied in; None if in their dtype."""
+        if _find(self._rows, num_rows) is None:
+            return None
+        return self.weight.group if self.weight.num_groups > 1 else 0
+
+    def multiply_rows(self, rows: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """As `multiply`, of rows as `find_row_group` says."""
+        multiply = _find(self._rows, rows.num_rows)
+        assert multiply is not None
+        return multiply(rows, self.weight, bias, dtype)
+
+    def multiply_row_sums(self, rows: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """As `multiply_sums`, of rows as `find_row_group` says."""
+        sums = _find(self._row_sums, rows.num_rows)
+        if sums is None or bias is not None:
+            return self.multiply_rows(rows, bias, dtype)
+        return sums(rows, self.weight, dtype)
+
+    def can_gate_rows(self, num_rows: int) -> bool:
+        """Whether `gate_rows` takes so many."""
+        return _find(self._gated_rows, num_rows) is not None and self.weight.out_features % 16 == 0
+
+    def gate_rows(self, rows: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype, activation: str) -> torch.Tensor:
+        """The product of rows as `find_row_group` says, followed by the gated activation: one kernel."""
+        gated = _find(self._gated_rows, rows.num_rows)
+        assert gated is not None
+        return gated(rows, self.weight, bias, dtype, activation)
 
     def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
         gated = _find(self._gated, x.shape[0])

@@ -8,8 +8,8 @@ inputs. Sums are float32 in a fixed order: the same input gives the same output,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.coded_linear.decode import _SPREAD_E2M1, TWO_EXPONENTS
-from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.scaled import round_and_multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped": 3}
@@ -72,7 +74,7 @@ def _find_group(ends_ptr, tile, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl
 
 @gluon.jit
 def _fetch_weight(weight_desc, bar, tile, row, k, pred, GATE: gl.constexpr):
-    """Start the copy of outputs from ``row`` and bytes from ``k`` on to ``tile``, if ``pred``; it arrives at ``bar``."""
+    """Start to copy outputs from ``row`` and bytes from ``k`` on to ``tile``, if ``pred``. ``bar`` tells its end."""
     if GATE > 0:  # see `_describe_weight`
         _fetch_tile(weight_desc, [row // 8, 0, 0, k], bar, tile, pred=pred)
     else:
@@ -136,7 +138,7 @@ def _finish(
     limit, alpha, up_offset, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, GATE: gl.constexpr, SPLIT: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr, IS_FP8: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """Bias, activation and routing weights of ``acc`` [WIDE, ROWS], whose rows are the weight's rows ``n``; store it."""
+    """Apply bias, activation and routing weights to ``acc`` [WIDE, ROWS], of the weight's rows ``n``, and store it."""
     if HAS_BIAS:
         acc += gl.load(bias_ptr + n, mask=is_output, other=0.0).to(gl.float32)[:, None]
     if GATE > 0:  # rows alternate 8 of gate, 8 of up (`_describe_weight`): a thread holds a gate and its up
@@ -289,13 +291,6 @@ class Gated(NamedTuple):
     up_offset: float = 0.0
 
 
-class Fp8Rows(NamedTuple):
-    """Rows in FP8: ``codes`` [M, K] float8_e4m3fn and ``scales`` float32, [M] or [ceil(K / 128), M]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-
 class Sorted(NamedTuple):
     """Rows that are sorted by expert: ``ends`` [X] int32 as of `GROUP_PAIRS`. With ``order`` [M] and ``factors`` [M]
     float32, row m is stored at ``order[m]``, times the factor there."""
@@ -336,8 +331,8 @@ def multiply(
     gated: Gated = NOT_GATED, groups: Sorted | None = None, is_fp8: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor | Fp8Rows:
     """``x @ weight.T + bias`` [M, N], followed by the activation ``gated`` if it has a kind; with splits, partial sums
-    [S, M, N] float32; ``is_fp8``: in FP8, with a scale for each ``tile.outputs`` of a row. FP8 weights take `Fp8Rows`, e2m1
-    codes plain rows. With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
+    [S, M, N] float32; ``is_fp8``: in FP8, with a scale for each ``tile.outputs`` of a row. FP8 weights take `Fp8Rows`,
+    e2m1 codes plain rows. With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
     rows, x_scales = x if isinstance(x, Fp8Rows) else (x, x)
     (num_rows, inputs), codes = rows.shape, weight.codes
     coded = codes.dtype == torch.uint8
@@ -370,3 +365,60 @@ def multiply(
         HAS_FACTORS=factors is not None, IS_FP8=is_fp8, num_warps=tile.num_warps, launch_pdl=True,
     )
     return Fp8Rows(out, out_scales) if is_fp8 else out
+
+
+NUM_SMS = 132
+"""Of an H100 or H200 (SXM)."""
+MOST_SPLITS = 4
+
+
+@cache
+def choose_tile(rows: int, outputs: int, inputs: int) -> Tile:
+    """For a plain product."""
+    if rows <= 32:
+        return Tile(32, 64, 8)
+    return Tile(64, 64, 8) if rows <= 64 or outputs < 8192 else Tile(64, 128, 6)
+
+
+@cache
+def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile:
+    """For `FP8_SUMS`: split-K where outputs alone do not fill the device twice."""
+    tile = choose_tile(rows, outputs, inputs)
+    programs, splits = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), 1
+    while splits < MOST_SPLITS and splits * programs < NUM_SMS and 8 * splits * DEPTH <= inputs:
+        splits *= 2
+    return replace(tile, splits=splits)
+
+
+@cache
+def choose_gated_tile(rows: int, outputs: int) -> Tile:
+    """For `FP8_GATED`."""
+    return Tile(32, 64, 6) if rows <= 32 else Tile(64, 64, 6)
+
+
+def multiply_rows(rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """See `FP8_LINEAR`."""
+    tile = choose_tile(rows.num_rows, *weight.codes.shape)
+    out = multiply(rows, weight, bias, tile, dtype=dtype)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def multiply_row_sums(rows: Fp8Rows, weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
+    """See `FP8_SUMS`."""
+    out = multiply(rows, weight, None, choose_sums_tile(rows.num_rows, *weight.codes.shape), dtype=dtype)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def multiply_gated_rows(
+    rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype, activation: str
+) -> torch.Tensor:
+    """See `FP8_GATED`."""
+    tile = choose_gated_tile(rows.num_rows, weight.out_features // 2)
+    out = multiply(rows, weight, bias, tile, gated=Gated(activation), dtype=dtype)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+linear_rows = partial(round_and_multiply, multiply_rows)

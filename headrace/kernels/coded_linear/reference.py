@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.block_scaled.reference import LARGEST
 from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes
 
@@ -14,17 +13,6 @@ from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes
 def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     return F.linear(x, dequantise(weight, x.dtype), bias)
-
-
-def quantise_rows(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `QUANTISE_ROWS`."""
-    width = x.shape[1]
-    size = group or width
-    groups = F.pad(x.float(), (0, -width % size)).unflatten(1, (-1, size))
-    scales = groups.abs().amax(2) / LARGEST
-    scales = torch.where(scales > 0, scales, 1.0)
-    codes = (groups / scales.unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :width].contiguous(), scales
 
 
 def plain_codes(weight: DeviceCodes) -> torch.Tensor:

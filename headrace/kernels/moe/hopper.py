@@ -1,6 +1,6 @@
-"""Experts in codes for more than 16 tokens on Hopper: rows gathered by expert (to FP8 for FP8 weights), gate and up with
-the activation, down with the routing weights, the sum over a token's choices. Refuses codes that
-`coded_linear.hopper.multiply` does not take.
+"""Experts in codes for more than 16 tokens on Hopper, in five kernels: pairs sorted by expert, their rows gathered (in
+FP8 for FP8 weights), gate and up with the activation, down with the routing weights, the sum over a token's choices.
+Refuses codes that `coded_linear.hopper.multiply` does not take.
 
 T tokens, k choices, N = T * k pairs, X experts, D hidden size, F expert intermediate size.
 """
@@ -16,7 +16,8 @@ import triton.language as tl
 from headrace.kernels.block_scaled.reference import LARGEST
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.hopper import DEPTH, Fp8Rows, Gated, Sorted, Tile, multiply
+from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import CodedStack, Gate
 from headrace.kernels.moe.experts import BLOCK_SUM, _sum_kernel
