@@ -96,9 +96,31 @@ def test_sums_of_pairs(device: str, dtype: torch.dtype, tolerance: float):
     generator = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(21, 2100, generator=generator).to(dtype), torch.rand(7, 3, generator=generator)
     place = torch.randperm(21, generator=generator).int()
-    expected = (rows.double()[place.long()].view(7, 3, -1) * weights.double()[..., None]).sum(1)
-    assert relative_error(sum_pairs(rows.to(device), place.to(device), weights.to(device)), expected) < tolerance
-    assert relative_error(reference.sum_pairs(rows, place, weights), expected) < tolerance
+    ids = torch.randint(5, (7, 3), generator=generator)
+    ids[2], ids[3, 1] = -1, -1
+    bias = torch.randn(5, 2100, generator=generator).to(dtype)
+    rows[place[6:9].long()] = float("nan")  # nothing computed them
+    for own in (None, bias):
+        by_choice = rows.double()[place.long()].view(7, 3, -1) + (0 if own is None else own.double()[ids])
+        expected = (by_choice * weights.double()[..., None]).masked_fill((ids < 0)[..., None], 0).sum(1)
+        there = [None if tensor is None else tensor.to(device) for tensor in (rows, place, weights, ids, own)]
+        assert relative_error(sum_pairs(*there), expected) < tolerance
+        assert relative_error(reference.sum_pairs(rows, place, weights, ids, own), expected) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+def test_activations_of_pairs(gate: Gate, device: str, dtype: torch.dtype, tolerance: float):
+    from headrace.kernels.moe.triton import gate_pairs
+
+    generator = torch.Generator().manual_seed(0)
+    x, bias = (torch.randn(rows, 2 * 1100, generator=generator).to(dtype) for rows in (9, 4))
+    experts = torch.randint(4, (9,), generator=generator)
+    for own in (None, bias):
+        expected = reference.gate_halves(x.double() + (0 if own is None else own.double()[experts]), gate)
+        there = [None if tensor is None else tensor.to(device) for tensor in (x, own, experts)]
+        assert relative_error(gate_pairs(*there, gate), expected) < tolerance
+        assert relative_error(reference.gate_pairs(x, own, experts, gate), expected) < tolerance
 
 
 def experts_case(

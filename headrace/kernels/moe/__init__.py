@@ -111,9 +111,14 @@ inverse; one past each expert's last pair. Pairs with id -1 come last; their ent
 """
 
 SUM_PAIRS = Operation("pair sum kernel")
-"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32) -> [T, D]``: the weighted sum of each
-token's rows, which lie at ``place`` as of `GROUP_PAIRS`; in float32, in the order of choice.
+"""``sum_pairs(rows [N, D], place [N] int32, weights [T, k] float32, ids [T, k] int64, bias [X, D] | None) -> [T, D]``:
+the weighted sum of each token's rows, which lie at ``place`` as of `GROUP_PAIRS`, each plus its expert's ``bias``; in
+float32, in the order of choice. An id of -1 adds nothing.
 """
+
+GATE_PAIRS = Operation("pair activation kernel")
+"""``gate_pairs(x [N, 2F], bias [X, 2F] | None, experts [N] int64, gate: Gate) -> [N, F]``: the gated activation of
+rows, each plus its expert's ``bias``, which is added in float32."""
 
 MOST_PAIRS_EACH = 96
 """Pairs per expert, on average, up to which a step is bound by reading weights."""
@@ -139,6 +144,7 @@ GROUPED_LINEAR.add(
 
 GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="plain torch: a sort")
 SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
+GATE_PAIRS.add("reference", "headrace.kernels.moe.reference:gate_pairs", doc="plain torch")
 RUN_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:run_experts",
     doc="plain torch, an expert at a time; waits for the choices"
@@ -196,7 +202,12 @@ CODED_EXPERTS.add(
 )
 CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_on_hopper, priority=20,
-    doc="own CUDA C++ for up to four tokens: two kernels; the same beyond",
+    doc="own CUDA C++ for up to four tokens: two kernels; beyond as gluon_pdl on Hopper, else as triton_pdl",
+)
+CODED_EXPERTS.add(
+    "gluon_pdl", "headrace.kernels.moe.hopper:run_experts_pdl",
+    supports=lambda q: _on_hopper(q) or (None if q.capability[0] == 9 else "needs Hopper's tensor cores"), priority=17,
+    doc="for more than 16 tokens MXFP4 with plain rows, and FP8 with rows in FP8, by Hopper's tensor cores",
 )
 
 
@@ -222,4 +233,7 @@ GROUP_PAIRS.add(
 )
 SUM_PAIRS.add(
     "triton", "headrace.kernels.moe.triton:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
+)
+GATE_PAIRS.add(
+    "triton", "headrace.kernels.moe.triton:gate_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
 )

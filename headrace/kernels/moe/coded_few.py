@@ -1,6 +1,6 @@
 """Experts in codes for a few tokens in two kernels, own CUDA C++ (``csrc/cuda/coded_rows.cu``): gate and up with
 the activation, then down with the sum over a token's experts. Each pair of token and expert reads its matrix by itself,
-from the L2 where another one has. More tokens, and forms that the source lacks, are passed on to `coded`.
+from the L2 where another one has. More tokens, and forms that the source lacks, are passed on to other solutions.
 
 T tokens, k choices, D hidden size, F expert intermediate size.
 """
@@ -12,7 +12,7 @@ import torch
 from headrace.kernels.coded_linear import cuda, reason_against_cuda
 from headrace.kernels.coded_linear.choice import describe_codes
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.moe import CodedStack, Gate, coded
+from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
 
@@ -46,7 +46,8 @@ def run_experts(
 ) -> torch.Tensor:
     """See `CODED_EXPERTS`."""
     if not takes(x, ids, gate_up[0], down[0]):
-        return coded.run_experts_pdl(x, ids, weights, gate_up, down, gate)
+        is_hopper = _find_capability(x.device)[0] == 9
+        return CODED_EXPERTS.load("gluon_pdl" if is_hopper else "triton_pdl")(x, ids, weights, gate_up, down, gate)
     (num_tokens, width), inner, ids = x.shape, down[0].in_features, ids.contiguous()
     gated = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
     cuda.launch(

@@ -19,8 +19,8 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack, Gate
-from headrace.kernels.moe.experts import BLOCK_SUM, _sum_kernel
+from headrace.kernels.moe import CodedStack, Gate, coded
+from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, _sum_kernel
 from headrace.kernels.moe.triton import group_pairs
 
 MOST_CODE = tl.constexpr(LARGEST)
@@ -85,7 +85,16 @@ def takes(codes: DeviceCodes) -> bool:
     )
 
 
-def run_experts(
+def run_experts_pdl(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate,
+) -> torch.Tensor:
+    """See `CODED_EXPERTS`. Few tokens, and codes that are not taken here, are left to `coded`."""
+    if len(ids) > FEW_TOKENS and takes(gate_up[0]) and takes(down[0]):
+        return run_many(x, ids, weights, gate_up, down, gate)
+    return coded.run_experts_pdl(x, ids, weights, gate_up, down, gate)
+
+
+def run_many(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> torch.Tensor:

@@ -86,10 +86,20 @@ def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torc
     return order.int(), place.int(), ends
 
 
-def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def sum_pairs(
+    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """See `SUM_PAIRS`."""
     by_choice = rows.index_select(0, place).view(*weights.shape, -1).float()
-    return (by_choice * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    if bias is not None:
+        by_choice += bias.float()[ids.clamp(min=0)]
+    weighted = by_choice * weights.unsqueeze(-1)
+    return weighted.masked_fill((ids < 0).unsqueeze(-1), 0).sum(1).to(rows.dtype)
+
+
+def gate_pairs(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """See `GATE_PAIRS`."""
+    return gate_halves(x if bias is None else x.float() + bias.float()[experts], gate).to(x.dtype)
 
 
 def grouped_linear(

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import RouteShape
+from headrace.kernels.moe import Gate, RouteShape
 from headrace.kernels.moe.reference import LEAST_SUM
+from headrace.kernels.rowwise.triton import GATE_BLOCK, GATES, apply_gate
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 LEAST = tl.constexpr(-3.0e38)  # replaces NaN: chosen last, but before those already chosen (-inf), so never twice
@@ -152,8 +153,8 @@ def group_pairs(
 
 @triton.jit
 def _sum_pairs_kernel(
-    rows_ptr, place_ptr, weights_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr
+    rows_ptr, place_ptr, weights_ptr, ids_ptr, bias_ptr, out_ptr, D: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     # one program per token and BLOCK columns
     token = tl.program_id(0).to(tl.int64)
@@ -164,19 +165,58 @@ def _sum_pairs_kernel(
     for choice in tl.static_range(TOP_K):
         place = tl.load(place_ptr + token * TOP_K + choice).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP_K + choice)
-        total += weight * tl.load(rows_ptr + place * D + column, mask=column < D, other=0.0).to(tl.float32)
+        expert = tl.load(ids_ptr + token * TOP_K + choice)
+        # rows of pairs without an expert are undefined, maybe NaN
+        mask = (column < D) & (expert >= 0)
+        row = tl.load(rows_ptr + place * D + column, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            row += tl.load(bias_ptr + expert * D + column, mask=mask, other=0.0).to(tl.float32)
+        total += weight * row
     tl.store(out_ptr + token * D + column, total.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
-def sum_pairs(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+def sum_pairs(
+    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *,
+    pdl: bool = False,
+) -> torch.Tensor:
     """See `SUM_PAIRS`."""
     (num_tokens, top_k), width = weights.shape, rows.shape[1]
     out = torch.empty((num_tokens, width), dtype=rows.dtype, device=rows.device)
     if num_tokens:
         block = min(2048, next_power_of_2(width))
         _sum_pairs_kernel[(num_tokens, ceil_div(width, block))](
-            rows, place, weights, out, D=width, TOP_K=top_k, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512),
-            launch_pdl=pdl
+            rows, place, weights, ids, rows if bias is None else bias, out, D=width, TOP_K=top_k,
+            HAS_BIAS=bias is not None, BLOCK=block, PDL=pdl, num_warps=max(1, block // 512), launch_pdl=pdl
+        )
+    return out
+
+
+@triton.jit
+def _gate_pairs_kernel(
+    x_ptr, bias_ptr, experts_ptr, out_ptr, limit, alpha, up_offset, F: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, BLOCK: tl.constexpr
+):
+    # x [N, 2F]: gate in the first half of a row, up in the second
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x_ptr + row * (2 * F) + column
+    gate = tl.load(at, mask=column < F, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=column < F, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias_at = bias_ptr + tl.load(experts_ptr + row) * (2 * F) + column
+        gate += tl.load(bias_at, mask=column < F, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)
+    out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
+    tl.store(out_ptr + row * F + column, out.to(out_ptr.dtype.element_ty), mask=column < F)
+
+
+def gate_pairs(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """See `GATE_PAIRS`."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        _gate_pairs_kernel[(rows, ceil_div(width, GATE_BLOCK))](
+            x, x if bias is None else bias, experts, out, *gate[1:], F=width, HAS_BIAS=bias is not None,
+            GATE=GATES[gate.kind], BLOCK=GATE_BLOCK, num_warps=4,
         )
     return out
 

@@ -11,6 +11,7 @@ import torch
 
 from headrace.kernels.moe import (
     CODED_EXPERTS,
+    GATE_PAIRS,
     GROUP_PAIRS,
     GROUPED_LINEAR,
     MOST_CODED_PAIRS_EACH,
@@ -38,32 +39,33 @@ class GroupedExperts:
         self._activate = choose_activation(spec, build, width=size)
 
     def run(self, tokens: GroupedTokens) -> torch.Tensor:
-        gate_up = _plain(self._gate_up, tokens)
+        gate_up = _plain(self._gate_up, tokens.hidden.dtype)
         x = self._activate(self._first(tokens.hidden, gate_up, self._gate_up.own_bias, tokens.ends, tokens.experts))
-        return self._second(x, _plain(self._down, tokens), self._down.own_bias, tokens.ends, tokens.experts)
+        return self._second(x, _plain(self._down, x.dtype), self._down.own_bias, tokens.ends, tokens.experts)
 
 
-def _plain(stack: StackedLinear, tokens: GroupedTokens) -> torch.Tensor:
+def _plain(stack: StackedLinear, dtype: torch.dtype) -> torch.Tensor:
     """The matrices [X, O, I]; dequantised for one call where the layer keeps codes."""
     weight = plain_weight(stack)
-    return stack.unpack(tokens.hidden.dtype) if weight is None else weight
+    return stack.unpack(dtype) if weight is None else weight
 
 
 class FusedExperts:
     """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices,
-    plain or in codes; beyond that, as decided by `is_few`, the grouped products of `GroupedExperts`."""
+    plain or in codes; beyond that, as decided by `is_few`, grouped products of rows sorted by expert."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
         num_experts, hidden_size, size = weights.down.weight.shape
         query = build.query(width=hidden_size, expert_width=size, num_experts=num_experts)
-        self._run, self._group, self._sum = (
-            RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), SUM_PAIRS.choose(query)
+        self._run, self._group, self._gate_pairs, self._sum = (
+            RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), GATE_PAIRS.choose(query), SUM_PAIRS.choose(query)
         )
+        self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
+        self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
         self._run_codes = CODED_EXPERTS.choose(query)
         for stack in (self._gate_up, self._down):
             stack.is_storable = not build.moves_experts
-        self._grouped = GroupedExperts(weights, spec, build)
 
     def run(self, tokens: ChosenTokens) -> torch.Tensor:
         """`ChosenTokens` to weighted sums [T, D]."""
@@ -89,10 +91,11 @@ class FusedExperts:
         experts = tokens.ids.flatten().index_select(0, order)
         if tokens.has_padding:  # rows of id -1 come after the last end; the contract wants any number in range
             experts = experts.clamp_(min=0)
-        rows = self._grouped.run(GroupedTokens(hidden, ends, experts))
-        if tokens.has_padding:  # rows after the last end are undefined, perhaps NaN, which a weight of 0 would keep
-            rows = rows.masked_fill((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(-1), 0)
-        return self._sum(rows, place, tokens.weights)
+        # biases are added by the kernels that follow: a pass over all rows each otherwise
+        x = self._first(hidden, _plain(self._gate_up, hidden.dtype), None, ends, experts)
+        x = self._gate_pairs(x, self._gate_up.own_bias, experts, self._gate)
+        rows = self._second(x, _plain(self._down, x.dtype), None, ends, experts)
+        return self._sum(rows, place, tokens.weights, tokens.ids, self._down.own_bias)
 
 
 def group_choices(tokens: ChosenTokens, run: Callable[[GroupedTokens], torch.Tensor]) -> torch.Tensor:
