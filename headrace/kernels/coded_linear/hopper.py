@@ -40,14 +40,16 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 
 @dataclass(frozen=True)
 class Tile:
-    """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). A ring of ``stages`` tiles of `DEPTH`
-    inputs is in shared memory, at most 227 KiB. ``splits`` programs share the inputs and store a partial sum each."""
+    """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). A ring of ``stages`` tiles of ``blocks`` *
+    `DEPTH` inputs is in shared memory, at most 227 KiB. ``splits`` programs share the inputs and store a partial sum
+    each. Two blocks are for codes of 4 bits: memory is then read 128 bytes of a row at a time."""
 
     rows: int
     outputs: int
     stages: int
     splits: int = 1
     num_warps: int = 4
+    blocks: int = 1
 
 
 @gluon.jit
@@ -73,22 +75,23 @@ def _find_group(ends_ptr, tile, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def _fetch_weight(weight_desc, bar, tile, row, k, pred, GATE: gl.constexpr):
-    """Start to copy outputs from ``row`` and bytes from ``k`` on to ``tile``, if ``pred``. ``bar`` tells its end."""
-    if GATE > 0:  # see `_describe_weight`
-        _fetch_tile(weight_desc, [row // 8, 0, 0, k], bar, tile, pred=pred)
-    else:
-        _fetch_tile(weight_desc, [row, k], bar, tile, pred=pred)
+def _fetch_weight(
+    weight_desc, bar, tiles, stage, row, k, pred, GATE: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """Start to copy outputs from ``row`` and bytes from ``k`` on to a stage, if ``pred``. ``bar`` tells its end."""
+    for block in gl.static_range(BLOCKS):
+        tile, at = tiles.index(stage * BLOCKS + block), k + block * WIDTH
+        if GATE > 0:  # see `_describe_weight`
+            _fetch_tile(weight_desc, [row // 8, 0, 0, at], bar, tile, pred=pred)
+        else:
+            _fetch_tile(weight_desc, [row, at], bar, tile, pred=pred)
 
 
 @gluon.jit
-def _fetch_rows(x_desc, bar, x_tiles, stage, m, k, pred, CODED: gl.constexpr):
-    """The same of a tile of rows: in FP8 at once; plain rows in two halves of a block of codes."""
-    if CODED:
-        _fetch_tile(x_desc, [m, k], bar, x_tiles.index(2 * stage), pred=pred)
-        _fetch_tile(x_desc, [m, k + _DEPTH // 2], bar, x_tiles.index(2 * stage + 1), pred=pred)
-    else:
-        _fetch_tile(x_desc, [m, k], bar, x_tiles.index(stage), pred=pred)
+def _fetch_rows(x_desc, bar, x_tiles, stage, m, k, pred, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """The same of rows: PIECES tiles of WIDTH inputs; two for a block of codes of 4 bits."""
+    for piece in gl.static_range(PIECES):
+        _fetch_tile(x_desc, [m, k + piece * WIDTH], bar, x_tiles.index(stage * PIECES + piece), pred=pred)
 
 
 @gluon.jit
@@ -103,19 +106,37 @@ def _spread_powers(packed, low_power, high_power):
 
 
 @gluon.jit
-def _add_codes(acc, tile, x_tiles, stage, words, mma: gl.constexpr, WIDE: gl.constexpr):
-    """``acc`` [WIDE, ROWS] plus the product of a block of e2m1 codes, whose ``words`` [WIDE] have the powers of two of
-    its 4 groups, and plain rows. The codes' numbers are in registers."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+def _decode(tile, words, operand: gl.constexpr, WIDE: gl.constexpr):
+    """Numbers of the low and the high codes of a block of e2m1, [WIDE, 64] each, as operands of products; ``words``
+    [WIDE] have the powers of two of its 4 groups."""
     packed = tile.reshape([WIDE, _DEPTH // 2]).load(operand)
     words = gl.convert_layout(words, gl.SliceLayout(1, operand))[:, None]
     is_first = (gl.arange(0, _DEPTH // 2, gl.SliceLayout(0, operand)) < 32)[None, :]
     low_power = gl.where(is_first, words & 255, (words >> 8) & 255)
     high_power = gl.where(is_first, (words >> 16) & 255, (words >> 24) & 255)
-    low, high = _spread_powers(packed, low_power, high_power)
-    acc = warpgroup_mma(low, x_tiles.index(2 * stage).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(high, x_tiles.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
-    acc, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(acc, low, high))
+    return _spread_powers(packed, low_power, high_power)
+
+
+@gluon.jit
+def _add_codes(
+    acc, tiles, x_tiles, at, words, more_words, mma: gl.constexpr, WIDE: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """``acc`` [WIDE, ROWS] plus the product of a stage of e2m1 codes and plain rows. The codes' numbers are in
+    registers; those of a second block are made while the first one is multiplied."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    first = 2 * BLOCKS * at
+    low, high = _decode(tiles.index(BLOCKS * at), words, operand, WIDE)
+    acc = warpgroup_mma(low, x_tiles.index(first).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(high, x_tiles.index(first + 1).permute((1, 0)), acc, is_async=True)
+    if BLOCKS == 1:
+        acc, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(acc, low, high))
+    else:
+        more_low, more_high = _decode(tiles.index(BLOCKS * at + 1), more_words, operand, WIDE)
+        acc = warpgroup_mma(more_low, x_tiles.index(first + 2).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(more_high, x_tiles.index(first + 3).permute((1, 0)), acc, is_async=True)
+        acc, low, high, more_low, more_high = warpgroup_mma_wait(
+            num_outstanding=0, deps=(acc, low, high, more_low, more_high)
+        )
     return acc
 
 
@@ -177,23 +198,29 @@ def _product_kernel(
     M, N, K, G, depth, limit, alpha, up_offset, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, CODED: gl.constexpr, X_GROUPS: gl.constexpr, W_GROUPS: gl.constexpr,
     SHARED: gl.constexpr, SPLIT: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr,
-    IS_FP8: gl.constexpr, num_warps: gl.constexpr,
+    IS_FP8: gl.constexpr, BLOCKS: gl.constexpr, num_warps: gl.constexpr,
 ):
     PROMOTES: gl.constexpr = X_GROUPS or W_GROUPS
     WIDE: gl.constexpr = 2 * OUTPUTS if GATE > 0 else OUTPUTS
-    PER_TILE: gl.constexpr = 2 if CODED else 1
-    # bytes of a code's tile, and of x: a stage's barrier expects them together
-    WEIGHT_DEPTH: gl.constexpr = _DEPTH // 2 if CODED else _DEPTH
-    stage_bytes: gl.constexpr = WIDE * WEIGHT_DEPTH + ROWS * _DEPTH * PER_TILE
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PER_TILE, ROWS, _DEPTH // PER_TILE], x_desc.layout)
-    tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005 (no starred lists in Gluon)
+    # a block of codes of 4 bits has half the bytes, and two pieces of x, in two bytes a number; the sums of its stage
+    # arrive at one barrier
+    PER_BLOCK: gl.constexpr = 2 if CODED else 1
+    PIECES: gl.constexpr = PER_BLOCK * BLOCKS
+    X_WIDTH: gl.constexpr = _DEPTH // PER_BLOCK
+    WIDTH: gl.constexpr = _DEPTH // PER_BLOCK
+    INPUTS: gl.constexpr = _DEPTH * BLOCKS
+    stage_bytes: gl.constexpr = BLOCKS * (WIDE * WIDTH + ROWS * _DEPTH * PER_BLOCK)
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, ROWS, X_WIDTH], x_desc.layout)
+    tiles = gl.allocate_shared_memory(
+        weight_desc.dtype, [STAGES * BLOCKS] + weight_desc.block_shape, weight_desc.layout  # noqa: RUF005 (no starred lists in Gluon)
+    )
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=1)
     fence_async_shared()  # TMA must see the initialised barriers
     n0, split = gl.program_id(0) * OUTPUTS, gl.program_id(2)
     k0 = split * depth
-    steps = gl.cdiv(gl.minimum(depth, K - k0), _DEPTH)
+    steps = gl.cdiv(gl.minimum(depth, K - k0), INPUTS)
     if X == 0:
         # The last block of rows overlaps the one before, as TMA fills rows beyond the end slowly. Weights are asked for
         # before the wait: no kernel writes them; x after it.
@@ -202,8 +229,8 @@ def _product_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
             _fetch_weight(
-                weight_desc, bars.index(stage), tiles.index(stage), n0, k0 // PER_TILE + stage * WEIGHT_DEPTH,
-                stage < steps, GATE
+                weight_desc, bars.index(stage), tiles, stage, n0, k0 // PER_BLOCK + stage * (WIDTH * BLOCKS),
+                stage < steps, GATE, WIDTH, BLOCKS
             )
         wait_for_previous(True)
     else:
@@ -217,13 +244,15 @@ def _product_kernel(
         if X > 0:
             mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
             _fetch_weight(
-                weight_desc, bars.index(stage), tiles.index(stage), row0 + n0, k0 // PER_TILE + stage * WEIGHT_DEPTH,
-                stage < steps, GATE
+                weight_desc, bars.index(stage), tiles, stage, row0 + n0, k0 // PER_BLOCK + stage * (WIDTH * BLOCKS),
+                stage < steps, GATE, WIDTH, BLOCKS
             )
-        _fetch_rows(x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * _DEPTH, stage < steps, CODED)
+        _fetch_rows(
+            x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * INPUTS, stage < steps, X_WIDTH, PIECES
+        )
     # the weight is the left operand (wgmma M is 64), so that few rows of x fill the instruction
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16 * (2 // PER_TILE)]
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 32 // PER_BLOCK]
     )
     r = gl.arange(0, WIDE, gl.SliceLayout(1, mma))
     m = m0 + gl.arange(0, ROWS, gl.SliceLayout(0, mma))
@@ -239,19 +268,24 @@ def _product_kernel(
     group0 = k0 // _DEPTH
     for step in range(steps):
         at = step % STAGES
-        tile = tiles.index(at)
         # scales are asked for before the tile is waited for
         if X_GROUPS:
             x_scale = gl.load(x_scales_ptr + (group0 + step) * M + m, mask=is_row, other=0.0)
         if CODED or W_GROUPS:
-            scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)
+            scale = gl.load(scale_at + group0 + step * BLOCKS, mask=is_output, other=0)
+            more_scale = scale
+            if BLOCKS > 1:
+                more_scale = gl.load(
+                    scale_at + group0 + step * BLOCKS + 1, mask=is_output & (group0 + step * BLOCKS + 1 < G), other=0
+                )
         mbarrier.wait(bars.index(at), (step // STAGES) & 1)
         later = step + STAGES
         if CODED:
-            acc = _add_codes(acc, tile, x_tiles, at, scale, mma, WIDE)
+            acc = _add_codes(acc, tiles, x_tiles, at, scale, more_scale, mma, WIDE, BLOCKS)
         elif PROMOTES:
             part = warpgroup_mma(
-                tile.reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True
+                tiles.index(at).reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), zeros, use_acc=False,
+                is_async=True
             )
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             if W_GROUPS:
@@ -261,15 +295,17 @@ def _product_kernel(
             acc += part
         else:
             later = step + STAGES - 1  # of the step before, which has ended
-            acc = warpgroup_mma(tile.reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(
+                tiles.index(at).reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), acc, is_async=True
+            )
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         free, has_more = later % STAGES, (later >= STAGES) & (later < steps)
         mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
         _fetch_weight(
-            weight_desc, bars.index(free), tiles.index(free), row0 + n0, k0 // PER_TILE + later * WEIGHT_DEPTH,
-            has_more, GATE
+            weight_desc, bars.index(free), tiles, free, row0 + n0, k0 // PER_BLOCK + later * (WIDTH * BLOCKS), has_more,
+            GATE, WIDTH, BLOCKS
         )
-        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * _DEPTH, has_more, CODED)
+        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * INPUTS, has_more, X_WIDTH, PIECES)
     if not CODED:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if not W_GROUPS:
@@ -339,7 +375,9 @@ def multiply(
     num_experts = len(groups.ends) if groups else 0
     is_gated = bool(gated.kind)
     outputs = weight.out_features // max(1, num_experts) // (1 + is_gated)
-    depth = ceil_div(ceil_div(inputs, DEPTH), tile.splits) * DEPTH
+    step = DEPTH * tile.blocks
+    depth = ceil_div(ceil_div(inputs, step), tile.splits) * step
+    assert coded or tile.blocks == 1, "8-bit rows have 128 bytes in one block"
     is_split, factors = tile.splits > 1, groups.factors if groups else None
     shape = (tile.splits, num_rows, outputs) if is_split else (num_rows, outputs)
     out_dtype = torch.float32 if is_split or factors is not None else torch.float8_e4m3fn if is_fp8 else dtype
@@ -362,7 +400,8 @@ def multiply(
         BLOCK_X=next_power_of_2(max(1, num_experts)), ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
         CODED=coded, X_GROUPS=not coded and x_scales.dim() == 2, W_GROUPS=not coded and scales.shape[1] > 1,
         SHARED=weight.rows, SPLIT=is_split, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
-        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, num_warps=tile.num_warps, launch_pdl=True,
+        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, BLOCKS=tile.blocks, num_warps=tile.num_warps,
+        launch_pdl=True,
     )
     return Fp8Rows(out, out_scales) if is_fp8 else out
 
