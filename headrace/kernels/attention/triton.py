@@ -143,16 +143,17 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 
 @triton.jit
 def _as_half(q):
-    """q in float16, in which products with pages of 8-bit floats are: these become it in one instruction, and bfloat16 in
-    four. It is finer than bfloat16; larger queries than it holds are cut."""
+    """q in float16, in which products with pages of 8-bit floats are: these become it in one instruction, and bfloat16
+    in four. It is finer than bfloat16; larger queries than it holds are cut."""
     return tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit
 def _widen(v, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """Values in DTYPE. FAST: 8-bit floats become float16 before they are brought into the layout of a product's operand,
-    not after it, where each byte would be read from shared memory by itself."""
+    """Values in DTYPE. FAST: 8-bit floats become float16 before they are brought into the layout of a product's
+    operand, not after it, where each byte would be read from shared memory by itself."""
     if FAST:
+        # not pure: Triton would move the change of layout before it
         return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [v], dtype=tl.float16, is_pure=False, pack=4)
     else:
         return v.to(DTYPE)

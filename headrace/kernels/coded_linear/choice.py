@@ -237,13 +237,16 @@ def time_on_gpu(call: Callable[[], Any]) -> float:
 
 def _capture(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as a graph's replay; itself if it cannot be captured."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     try:
-        with torch.cuda.graph(graph):
-            call()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                call()
+            finally:
+                graph.capture_end()
     except RuntimeError:
-        torch.cuda.synchronize()
         return call
     return graph.replay
 

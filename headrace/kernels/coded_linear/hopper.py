@@ -40,9 +40,9 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 
 @dataclass(frozen=True)
 class Tile:
-    """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). A ring of ``stages`` tiles of ``blocks`` *
-    `DEPTH` inputs is in shared memory, at most 227 KiB. ``splits`` programs share the inputs and store a partial sum
-    each. Two blocks are for codes of 4 bits: memory is then read 128 bytes of a row at a time."""
+    """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). In shared memory, at most 227 KiB, is a
+    ring of ``stages`` tiles of ``blocks`` times `DEPTH` inputs. ``splits`` programs share the inputs and store a
+    partial sum each. Two blocks are for codes of 4 bits: memory is then read 128 bytes of a row at a time."""
 
     rows: int
     outputs: int
@@ -370,40 +370,50 @@ def multiply(
     [S, M, N] float32; ``is_fp8``: in FP8, with a scale for each ``tile.outputs`` of a row. FP8 weights take `Fp8Rows`,
     e2m1 codes plain rows. With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
     rows, x_scales = x if isinstance(x, Fp8Rows) else (x, x)
-    (num_rows, inputs), codes = rows.shape, weight.codes
+    (num_rows, inputs), codes, scales = rows.shape, weight.codes, weight.scales
     coded = codes.dtype == torch.uint8
-    num_experts = len(groups.ends) if groups else 0
-    is_gated = bool(gated.kind)
-    outputs = weight.out_features // max(1, num_experts) // (1 + is_gated)
-    step = DEPTH * tile.blocks
-    depth = ceil_div(ceil_div(inputs, step), tile.splits) * step
     assert coded or tile.blocks == 1, "8-bit rows have 128 bytes in one block"
-    is_split, factors = tile.splits > 1, groups.factors if groups else None
-    shape = (tile.splits, num_rows, outputs) if is_split else (num_rows, outputs)
-    out_dtype = torch.float32 if is_split or factors is not None else torch.float8_e4m3fn if is_fp8 else dtype
-    out = torch.empty(shape, dtype=out_dtype, device=rows.device)
-    out_scales = out
-    if is_fp8:
-        out_scales = torch.empty(
-            (ceil_div(outputs, tile.outputs), num_rows), dtype=torch.float32, device=rows.device
-        )
-    tiles = ceil_div(num_rows, tile.rows)
-    if groups:  # one per row, or the most that any sorting needs: one partly filled tile per expert
+    width, step = DEPTH // 2 if coded else DEPTH, DEPTH * tile.blocks
+    num_experts, tiles = 0, ceil_div(num_rows, tile.rows)
+    ends = order = factors = None
+    if groups:
+        ends, order, factors = groups
+        num_experts = len(ends)
+        # one per row, or the most that any sorting needs: one partly filled tile per expert
         tiles = min(num_rows, num_rows // tile.rows + num_experts)
-    scales = weight.scales.view(torch.int32) if weight.has_powers else weight.scales
+    outputs = weight.out_features // max(1, num_experts) // (2 if gated.kind else 1)
+    out, out_scales = _allocate(
+        (num_rows, outputs), tile, torch.float32 if factors is not None else dtype, rows.device, is_fp8=is_fp8
+    )
+    scales = scales.view(torch.int32) if weight.has_powers else scales
+
+    def given(tensor: torch.Tensor | None) -> torch.Tensor:
+        return out if tensor is None else tensor  # the kernel does not read stand-ins
+
     _product_kernel[(ceil_div(outputs, tile.outputs), tiles, tile.splits)](
-        _describe(rows, tile.rows, DEPTH // 2 if coded else DEPTH), x_scales,
-        _describe_weight(codes, tile.outputs, DEPTH // 2 if coded else DEPTH, outputs if is_gated else 0), scales,
-        out if bias is None else bias, groups.ends if groups else out,
-        out if groups is None or groups.order is None else groups.order, out if factors is None else factors, out,
-        out_scales, num_rows, outputs, inputs, scales.shape[1], depth, *gated[1:], X=num_experts,
+        _describe(rows, tile.rows, width), x_scales,
+        _describe_weight(codes, tile.outputs, width, outputs if gated.kind else 0), scales, given(bias), given(ends),
+        given(order), given(factors), out, given(out_scales), num_rows, outputs, inputs, scales.shape[1],
+        ceil_div(ceil_div(inputs, step), tile.splits) * step, *gated[1:], X=num_experts,
         BLOCK_X=next_power_of_2(max(1, num_experts)), ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
         CODED=coded, X_GROUPS=not coded and x_scales.dim() == 2, W_GROUPS=not coded and scales.shape[1] > 1,
-        SHARED=weight.rows, SPLIT=is_split, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
-        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, BLOCKS=tile.blocks, num_warps=tile.num_warps,
-        launch_pdl=True,
+        SHARED=weight.rows, SPLIT=tile.splits > 1, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
+        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, BLOCKS=tile.blocks, num_warps=tile.num_warps, launch_pdl=True,
     )
-    return Fp8Rows(out, out_scales) if is_fp8 else out
+    return out if out_scales is None else Fp8Rows(out, out_scales)
+
+
+def _allocate(
+    shape: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `multiply` fills: its output, and scales of FP8."""
+    rows, outputs = shape
+    if is_fp8:
+        scales = torch.empty((ceil_div(outputs, tile.outputs), rows), dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), scales
+    if tile.splits > 1:
+        return torch.empty((tile.splits, *shape), dtype=torch.float32, device=device), None
+    return torch.empty(shape, dtype=dtype, device=device), None
 
 
 NUM_SMS = 132
