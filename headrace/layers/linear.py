@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 
 from headrace.kernels.coded_linear import GATE_ROWS
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.coded_linear.forms import CodedWeight
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused

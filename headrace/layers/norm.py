@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.coded_linear import NORM_ROWS
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual

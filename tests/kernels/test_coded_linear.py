@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from devices import DEVICES, relative_error
 
 pytest.importorskip("triton")
@@ -21,7 +22,6 @@ from headrace.kernels.coded_linear import (
     MOST_CUDA_INPUTS,
     QUANTISE_ROWS,
     expand,
-    fp8_rows,
     fp8_triton,
     reference,
     scaled,
@@ -29,16 +29,17 @@ from headrace.kernels.coded_linear import (
 )
 from headrace.kernels.coded_linear.choice import PLAIN, ROWS, CodedChoice, Plan, Times, describe_codes, make_plan
 from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
-from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows, pack_for_device
 from headrace.kernels.coded_linear.forms import CodedWeight
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
 from headrace.kernels.linear import Norm
 from headrace.kernels.linear.reference import norm_linear
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
+from headrace.layers.mlp import GatedMlp
 from headrace.layers.norm import RmsNorm
 from headrace.layers.residual import Residual
+from headrace.layers.spec import MlpSpec
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"bits": 4, "group": 32, "zeros": True}, "int4-128": {"bits": 4, "group": 128},
@@ -170,8 +171,8 @@ def test_rows_are_rounded_to_fp8_as_the_reference_does(
     x = draw(*shape, device, dtype)
     x[0, : shape[1] // 2] = 0
     rows = fp8_triton.quantise_rows(x, group)
-    check_rows(rows, fp8_rows.quantise_rows(x, group), device)
-    assert relative_error(fp8_rows.quantise_rows(x, group).decode(torch.float64), x.double()) < 0.04
+    check_rows(rows, reference.quantise_rows(x, group), device)
+    assert relative_error(reference.quantise_rows(x, group).decode(torch.float64), x.double()) < 0.04
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
@@ -185,11 +186,11 @@ def test_norms_and_activations_that_round_to_fp8(
     stream, x = draw(rows, width, device, dtype), draw(rows, 2 * width, device, dtype)
     scale = draw(1, width, device, dtype)[0]
     for activation in ("silu", "gelu_tanh"):
-        check_rows(fp8_triton.gate_rows(x, activation, group), fp8_rows.gate_rows(x, activation, group), device, 1e-2)
+        check_rows(fp8_triton.gate_rows(x, activation, group), reference.gate_rows(x, activation, group), device, 1e-2)
     for pending in (None, x[:, :width], torch.stack((x[:, :width], x[:, width:])).float()):
         ours, theirs = (
             norm(pending, stream.clone(), scale, 1e-6, 1.0, group=group)
-            for norm in (fp8_triton.norm_rows, fp8_rows.norm_rows)
+            for norm in (fp8_triton.norm_rows, reference.norm_rows)
         )
         check_rows(ours[0], theirs[0], device, 1e-2)
         assert relative_error(ours[1], theirs[1].double()) < tolerance
@@ -216,7 +217,7 @@ def test_fp8_rows_with_block_scales(
 def test_fp8_rows_with_scales_of_outputs(kind: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype):
     weight, plain = make(kind, outputs, inputs, "cuda")
     x = draw(rows, inputs, "cuda", dtype)
-    expected = fp8_rows.quantise_rows(x).decode(torch.float64) @ plain.to("cuda").T
+    expected = reference.quantise_rows(x).decode(torch.float64) @ plain.to("cuda").T
     assert relative_error(scaled.linear_rows(x, weight, None), expected) < 1e-2
 
 
@@ -450,3 +451,27 @@ def test_a_layer_normalises_and_gates_with_codes_in_one_kernel(monkeypatch: pyte
         first, second = (x.double() @ plain.T).chunk(2, dim=1)
         assert relative_error(layer.gate(x, "silu"), torch.nn.functional.silu(first) * second) < 1e-5
     assert calls == ["silu", "silu"] and layer.gate(x, "silu") is None
+
+
+@pytest.mark.interpreted
+def test_an_mlp_rounds_its_rows_in_the_norm_and_the_activation(monkeypatch: pytest.MonkeyPatch):
+    """And nowhere else; it says what the plain one says, but for the rounding."""
+    width, inner = 256, 384
+    mlp = GatedMlp(MlpSpec(inner), width, Build(torch.device("cpu"), torch.float32))
+    norm = RmsNorm(Build(torch.device("cpu"), torch.float32), width, 1e-6)
+    torch.nn.init.ones_(norm.weight)
+    plain = []
+    for layer, (outputs, inputs) in ((mlp.gate_up, (2 * inner, width)), (mlp.down, (width, inner))):
+        weight, values = make("fp8-block", outputs, inputs)
+        layer.stored = CodedWeight(weight, Plan(((1 << 62, "triton_fp8_blocks"),), 2.0))
+        del layer.weight
+        plain.append(values)
+    monkeypatch.setattr(scaled, "quantise_rows", None)  # what a product calls for rows that nothing has rounded
+    stream, pending = (draw(5, width, "cpu", torch.float32) for _ in range(2))
+    pending = pending.flip(0)
+    residual = Residual(stream.clone(), pending)
+    mlp.add(norm, residual)
+    total = stream.double() + pending.double()
+    gate, up = (F.rms_norm(total, (width,), eps=1e-6) @ plain[0].T).chunk(2, dim=1)
+    expected = total + (F.silu(gate) * up) @ plain[1].T
+    assert relative_error(residual.add_pending(), expected) < 0.06

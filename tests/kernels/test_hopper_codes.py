@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import quantise_rows
-from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 
 SHAPES = [(17, 136, 272), (100, 528, 1040), (64, 256, 512), (300, 1024, 384)]
 
@@ -82,8 +81,7 @@ jit.JITFunction.run = lambda self, *args, grid, warmup=False, **named: compiled.
 
 from headrace.kernels.coded_linear import hopper
 from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 
 blocks = DeviceCodes(
     Code.E4M3, 512, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.ones(2, 4), 128, rows=128)

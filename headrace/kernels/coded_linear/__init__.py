@@ -215,7 +215,7 @@ GATE_ROWS = Operation("gated activation with fp8 rows kernel")
 `QUANTISE_ROWS`."""
 
 for _operation, _name in ((QUANTISE_ROWS, "quantise_rows"), (NORM_ROWS, "norm_rows"), (GATE_ROWS, "gate_rows")):
-    _operation.add("reference", f"headrace.kernels.coded_linear.fp8_rows:{_name}", doc="plain torch")
+    _operation.add("reference", f"headrace.kernels.coded_linear.reference:{_name}", doc="plain torch")
     _operation.add(
         "triton", f"headrace.kernels.coded_linear.fp8_triton:{_name}", supports=_with_fp8, priority=10,
         doc="one pass over a row",

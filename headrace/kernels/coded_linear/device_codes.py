@@ -9,6 +9,7 @@ threads. Tables have a value per output and group, whatever the groups' size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,25 @@ class DeviceCodes:
     def num_bytes(self) -> int:
         tensors = (self.codes, self.scales, self.zeros, self.order, self.values)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in FP8: ``codes`` [T, I] float8_e4m3fn and ``scales`` float32, [T] or by groups of inputs [G, T]. A value is
+    code * scale."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.codes.shape[0]
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The rows [T, I] as plain numbers."""
+        scales = self.scales[:, None] if self.scales.dim() == 1 else self.scales.t()
+        size = -(-self.codes.shape[1] // scales.shape[1])
+        size = 1 << (size - 1).bit_length() if scales.shape[1] > 1 else size  # a group is a power of two
+        return (self.codes.to(dtype) * scales.to(dtype).repeat_interleave(size, 1)[:, : self.codes.shape[1]])
 
 
 def pack_for_device(matrix: CodedMatrix) -> DeviceCodes | None:

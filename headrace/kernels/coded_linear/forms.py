@@ -21,8 +21,7 @@ from headrace.kernels.coded_linear import (
 )
 from headrace.kernels.coded_linear.choice import Plan
 from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery, Operation

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.block_scaled.reference import LARGEST
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 

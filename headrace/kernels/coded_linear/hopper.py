@@ -25,8 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.coded_linear.decode import _SPREAD_E2M1, TWO_EXPONENTS
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 

@@ -6,13 +6,43 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.block_scaled.reference import LARGEST
 from headrace.kernels.coded_linear.codes import decode
-from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes
+from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
+from headrace.kernels.rowwise import reference as rowwise
 
 
 def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     return F.linear(x, dequantise(weight, x.dtype), bias)
+
+
+def quantise_rows(x: torch.Tensor, group: int = 0) -> Fp8Rows:
+    """See `QUANTISE_ROWS`."""
+    width = x.shape[1]
+    size = group or width
+    groups = F.pad(x.float(), (0, -width % size)).unflatten(1, (-1, size))
+    scales = groups.abs().amax(2) / LARGEST
+    scales = torch.where(scales > 0, scales, 1.0)
+    codes = (groups / scales.unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return Fp8Rows(codes.flatten(1)[:, :width].contiguous(), scales.t().contiguous() if group else scales[:, 0])
+
+
+def norm_rows(
+    x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, *,
+    group: int = 0,
+) -> tuple[Fp8Rows, torch.Tensor]:
+    """See `NORM_ROWS`."""
+    if x is None:
+        return quantise_rows(rowwise.rms_norm(residual, weight, eps, offset), group), residual
+    normed, residual = rowwise.add_rms_norm(x, residual, weight, eps, offset)
+    return quantise_rows(normed, group), residual
+
+
+def gate_rows(x: torch.Tensor, activation: str, group: int = 0) -> Fp8Rows:
+    """See `GATE_ROWS`."""
+    gated = {"silu": rowwise.silu_mul, "gelu_tanh": rowwise.gelu_tanh_mul}[activation](x)
+    return quantise_rows(gated, group)
 
 
 def plain_codes(weight: DeviceCodes) -> torch.Tensor:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows, quantise_rows_pdl
 from headrace.kernels.launch import ceil_div
 

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from headrace.kernels.block_scaled.reference import LARGEST
 from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.coded_linear.fp8_rows import Fp8Rows
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import CodedStack, Gate, coded
