@@ -23,6 +23,8 @@ ARRAYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "inp
 """The names that processors give the arrays of pixels, and of frames."""
 MOST_NUMBER = 1e6
 """Of `MediaPlace.numbers`, which positions are computed from."""
+MOST_SIDE = 1 << 16
+"""Pixels of an image's side."""
 DTYPES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 """Of arrays, with the bytes of an element; processors compute in float32."""
 
@@ -159,7 +161,70 @@ class SizedPixels(msgspec.Struct, frozen=True, tag="sized"):
         return is_inside and place.num_tokens == math.prod(size // self.patch // self.merge for size in place.grid)
 
 
-PixelLayout = PatchPixels | ImagePixels | SizedPixels
+class TileGrid(msgspec.Struct, frozen=True):
+    """What becomes of an image that is cut into ``tiles`` (rows, columns): of the ``features`` (rows, columns) of all
+    tiles together those in a frame of ``padding`` (rows, columns) are dropped, as they are of padding; what is left is
+    resampled to ``resized``, if there is too much of it."""
+
+    tiles: tuple[int, int]
+    features: tuple[int, int]
+    padding: tuple[int, int]
+    resized: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Vectors, one behind each row of them included."""
+        return self.resized[0] * (self.resized[1] + 1)
+
+
+class TiledPixels(msgspec.Struct, frozen=True, tag="tiled"):
+    """Pixels [tiles, channels, side, side] of an image of size ``grid`` (height, width): the whole of it, small, then
+    the tiles of the best of ``resolutions`` (height, width), row by row. A tile makes ``features`` x ``features``
+    vectors. From ``most_tiles`` (0: any number) the vectors are resampled. An image may also come whole alone."""
+
+    channels: int
+    side: int
+    features: int
+    resolutions: list[tuple[int, int]]
+    most_tiles: int = 0
+
+    def find_grid(self, height: int, width: int) -> TileGrid:
+        """How an image of that size is cut; LLaVA-NeXT and LLaVA-OneVision, arXiv:2408.03326, section 3.1."""
+
+        def rate(resolution: tuple[int, int]) -> tuple[int, int]:
+            scale = min(resolution[1] / width, resolution[0] / height)
+            used = min(int(width * scale) * int(height * scale), height * width)
+            return used, used - resolution[0] * resolution[1]
+
+        best = max(self.resolutions, key=rate)
+        rows, columns = best[0] // self.side, best[1] // self.side
+        high, wide = rows * self.features, columns * self.features
+        top = left = 0
+        if width / height > wide / high:
+            top = (high - int(round(height * (wide / width), 7))) // 2
+        else:
+            left = (wide - int(round(width * (high / height), 7))) // 2
+        kept_high, kept_wide = high - 2 * top, wide - 2 * left
+        resized = kept_high, kept_wide
+        if self.most_tiles:
+            ratio = math.sqrt(kept_high * kept_wide / (self.most_tiles * self.features**2))
+            if ratio > 1.1:
+                resized = int(kept_high // ratio), int(kept_wide // ratio)
+        return TileGrid((rows, columns), (high, wide), (top, left), resized)
+
+    def fits(self, place: MediaPlace, shape: tuple[int, ...]) -> bool:
+        """See `PatchPixels`."""
+        if len(shape) != 4 or shape[1:] != (self.channels, self.side, self.side) or len(place.grid) != 2:
+            return False
+        if not all(0 < size <= MOST_SIDE for size in place.grid):
+            return False
+        if shape[0] == 1:
+            return place.num_tokens == self.features**2 + 1
+        grid = self.find_grid(*place.grid)
+        return shape[0] == 1 + math.prod(grid.tiles) and place.num_tokens == self.features**2 + grid.num_tokens
+
+
+PixelLayout = PatchPixels | ImagePixels | SizedPixels | TiledPixels
 
 
 class ClipFrames(msgspec.Struct, frozen=True, tag="clip"):

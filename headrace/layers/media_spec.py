@@ -43,7 +43,8 @@ class MultimodalSpec(DecoderSpec):
 @dataclass(frozen=True)
 class VisionSpec:
     """A vision transformer whose norms come before the branches. ``input_size``: numbers of a patch, flat;
-    ``patch_bias``: its projection has one. ``qkv_bias`` and ``output_bias`` are those of attention."""
+    ``patch_bias``: its projection has one. ``qkv_bias`` and ``output_bias`` are those of attention. ``qk_norm``: RMS
+    norms over all heads of q and k. ``has_scales``: each branch's output is multiplied by a vector."""
 
     hidden_size: int
     num_layers: int
@@ -54,10 +55,22 @@ class VisionSpec:
     patch_bias: bool = True
     qkv_bias: bool = True
     output_bias: bool = True
+    qk_norm: bool = False
+    has_scales: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class SizedImageSpec:
+    """A vision transformer over images of any size, as Pixtral is: no learned positions, but rotary ones of rows and
+    columns with base ``theta``."""
+
+    vision: VisionSpec
+    patch_size: int
+    theta: float
 
 
 @dataclass(frozen=True)

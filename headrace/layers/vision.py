@@ -13,20 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.base.media import MediaPlace
 from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import Targets
 from headrace.layers.media import upload
-from headrace.layers.media_spec import ImageSpec, VisionSpec
-from headrace.layers.mlp import GatedMlp, Mlp
+from headrace.layers.media_spec import ImageSpec, SizedImageSpec, VisionSpec
+from headrace.layers.mlp import ACTIVATIONS, GatedMlp, Mlp
 from headrace.layers.model import number_layers
-from headrace.layers.norm import make_norm
+from headrace.layers.norm import LayerNorm, RmsNorm, make_norm
 from headrace.layers.residual import Residual
 
 INNER_STEP = 64
 """Inner sizes of MLPs are padded to multiples of it: rows then begin at multiples of 16 bytes, without which GPUs'
 products are several times slower (Qwen2.5-VL has 3,420), and fill tiles of tensor cores."""
+
+QK_NORM_EPS = 1e-6
 
 
 class VisionBlock(nn.Module):
@@ -41,14 +44,25 @@ class VisionBlock(nn.Module):
         self.mlp_norm = make_norm(spec.norm, size, build)
         mlp = replace(spec.mlp, intermediate_size=pad_size(spec.mlp.intermediate_size))
         self.mlp = (GatedMlp if mlp.gated else Mlp)(mlp, size, build)
+        self.q_norm = RmsNorm(build, size, QK_NORM_EPS) if spec.qk_norm else None
+        self.k_norm = RmsNorm(build, size, QK_NORM_EPS) if spec.qk_norm else None
+        self.attention_scale = build.parameter(size) if spec.has_scales else None
+        self.mlp_scale = build.parameter(size) if spec.has_scales else None
         self._attend = SPAN_ATTENTION.choose(build.query(head_dim=spec.head_dim))
 
     def forward(self, residual: Residual, spans: Spans, cos_sin: torch.Tensor | None = None) -> None:
         """``cos_sin`` [N, E] float32: half cosines, half sines, None for no rotation."""
-        qkv = self.qkv(self.attention_norm.add(residual))
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        self.output.add_to(residual, self._attend(q, k, v, spans, self.scale, cos_sin).flatten(1))
-        self.mlp.add(self.mlp_norm, residual)
+        qkv = self.qkv(self.attention_norm.add(residual)).unflatten(-1, (3, -1))
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv[:, 0], qkv[:, 1] = self.q_norm(qkv[:, 0]), self.k_norm(qkv[:, 1])
+        q, k, v = qkv.unflatten(-1, (self.num_heads, -1)).unbind(1)
+        attended = self._attend(q, k, v, spans, self.scale, cos_sin).flatten(1)
+        if self.attention_scale is None or self.mlp_scale is None:
+            self.output.add_to(residual, attended)
+            self.mlp.add(self.mlp_norm, residual)
+        else:
+            residual.pending = self.output(attended).mul_(self.attention_scale)
+            residual.pending = self.mlp(self.mlp_norm.add(residual)).mul_(self.mlp_scale)
 
 
 def pad_size(intermediate_size: int) -> int:
@@ -148,6 +162,60 @@ class ImageEncoder(nn.Module):
         if num_layers is None and self.last_norm is not None:
             x = self.last_norm(x)
         return x.unflatten(0, (count, length))[:, int(self.spec.has_class_token) :]
+
+
+class SizedImageEncoder(nn.Module):
+    """Pixtral's vision encoder, arXiv:2410.07073, section 2.2."""
+
+    def __init__(self, spec: SizedImageSpec, build: Build):
+        super().__init__()
+        self.spec, self._device, vision = spec, build.device, spec.vision
+        self.patches = Linear(build, vision.input_size, vision.hidden_size, bias=False)
+        self.first_norm = make_norm(vision.norm, vision.hidden_size, build)
+        self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
+
+    def forward(self, images: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """``[1, C, H, W]`` each, to patches [N, D] of all, row by row, and the grid (rows, columns) of each image."""
+        size = self.spec.patch_size
+        grids = [(image.shape[2] // size, image.shape[3] // size) for image in images]
+        places = upload(place_patches([(1, *grid) for grid in grids], 1), self._device)
+        residual = Residual(self.first_norm(self.patches(torch.cat([cut_patches(image, size) for image in images]))))
+        cos_sin, spans = self._rotate(places), make_spans([rows * columns for rows, columns in grids], self._device)
+        for block in self.blocks:
+            block(residual, spans, cos_sin)
+        return residual.add_pending(), grids
+
+    def _rotate(self, places: torch.Tensor) -> torch.Tensor:
+        """[N, E]: rows turn by the even frequencies of the head, columns by the odd ones."""
+        dim = self.spec.vision.head_dim
+        frequencies = self.spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=self._device) / dim)
+        rows, columns = places.float()
+        angles = torch.cat((rows[:, None] * frequencies[0::2], columns[:, None] * frequencies[1::2]), dim=-1)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def crop_to_grid(pixels: torch.Tensor, place: MediaPlace) -> torch.Tensor:
+    """The image [1, C, H, W] alone; processors pad images of a batch to one size. ``grid``: its height and width."""
+    height, width = place.grid
+    return pixels[:, :, :height, :width]
+
+
+class Projector(nn.Module):
+    """Two products with an activation between them, ``[N, D] -> [N, O]``, behind a layer norm if ``norm_eps``."""
+
+    def __init__(
+        self, input_size: int, hidden_size: int, build: Build, *, activation: str, bias: bool = True,
+        norm_eps: float = 0.0
+    ):
+        super().__init__()
+        self.norm = LayerNorm(build, input_size, norm_eps) if norm_eps else None
+        self.up = Linear(build, input_size, hidden_size, bias=bias)
+        self.down = Linear(build, hidden_size, hidden_size, bias=bias)
+        self._activate = ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.norm is None else self.norm(x)
+        return self.down(self._activate(self.up(x)))
 
 
 def cut_patches(images: torch.Tensor, patch_size: int) -> torch.Tensor:

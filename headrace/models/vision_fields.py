@@ -6,11 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import ImagePixels, MediaFacts, PatchPixels
-from headrace.layers.media_spec import ImageSpec, VisionSpec
-from headrace.layers.spec import DecoderSpec, NormSpec
+from headrace.base.media import ImagePixels, MediaFacts, PatchPixels, SizedPixels
+from headrace.layers.media_spec import ImageSpec, SizedImageSpec, VisionSpec
+from headrace.layers.spec import DecoderSpec, MlpSpec, NormSpec
 from headrace.models.config_fields import Fields
-from headrace.models.config_specs import read_mlp
+from headrace.models.config_specs import (
+    read_attention,
+    read_decoder,
+    read_layers,
+    read_mlp,
+    read_rope,
+    read_window,
+    read_windowed_layers,
+)
 
 
 def read_text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +32,43 @@ def read_text_part(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(part, dict) and "mrope" in (part.get("type"), part.get("rope_type")):
             text[name] = {key: value for key, value in part.items() if key not in ("type", "rope_type")}
     return text
+
+
+TEXT = {
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {
+        "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "head_dim": 128},
+}
+"""transformers' defaults of decoders, which published configs leave out."""
+
+
+def read_text_fields(config: dict[str, Any], default: str) -> Fields:
+    """The fields of a text model of the Llama line with transformers' defaults; ``default`` is its type where the
+    config does not say."""
+    part = read_text_part(config)
+    kind = Fields(config.get("text_config") or {}).choice("model_type", {name: name for name in TEXT}, default)
+    common = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+        "rms_norm_eps": 1e-6,
+    }
+    return Fields({**common, **TEXT[kind], **part, "model_type": kind})
+
+
+def read_text_decoder(fields: Fields) -> DecoderSpec:
+    """A decoder of the Llama line; ``fields`` are those of `read_text_fields`."""
+    kind, rope = fields.config["model_type"], read_rope(fields, theta=1e4)
+    special: dict[str, dict[str, Any]] = {
+        "qwen2": {"qkv_bias": True, "output_bias": False}, "qwen3": {"qk_norm": "head"}
+    }
+    if kind in special:
+        attention = read_attention(fields, **special[kind])
+        return read_decoder(fields, read_windowed_layers(fields, rope), attention=attention)
+    window = read_window(fields, 4096) if kind == "mistral" else 0
+    return read_decoder(fields, read_layers(fields, rope, window=window))
 
 
 def read_vision_part(config: dict[str, Any]) -> Fields:
@@ -96,6 +141,53 @@ def image_pixels(image: ImageSpec, num_tokens: int) -> ImagePixels:
     """What such an encoder takes; ``num_tokens`` placeholders stand for an image."""
     return ImagePixels(image.vision.input_size // image.patch_size**2, image.image_size, num_tokens)
 
+
+PIXTRAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+"""transformers' defaults of Pixtral's vision encoder."""
+
+
+def read_pixtral(vision: Fields) -> SizedImageSpec:
+    """Pixtral's vision encoder."""
+    fields = Fields({**PIXTRAL, **vision.config})
+    fields.choice("model_type", {"pixtral": 0}, "pixtral")
+    patch = fields.integer("patch_size", 14 if "model_type" not in vision.config else 16)
+    activation = fields.choice("hidden_act", {"gelu": "gelu", "silu": "silu"}, "gelu")
+    spec = VisionSpec(
+        fields.integer("hidden_size"), fields.integer("num_hidden_layers"), fields.integer("num_attention_heads"),
+        input_size=fields.integer("num_channels", 3) * patch**2,
+        mlp=MlpSpec(fields.integer("intermediate_size"), "gelu" if activation == "gelu" else "silu"),
+        norm=NormSpec(1e-5), patch_bias=False, qkv_bias=False, output_bias=False,
+    )
+    theta = Fields(fields.section("rope_parameters")).positive("rope_theta", fields.positive("rope_theta", 1e4))
+    return SizedImageSpec(spec, patch, theta)
+
+
+def sized_pixels(image: SizedImageSpec, merge: int) -> SizedPixels:
+    """What such an encoder takes; ``merge`` x ``merge`` patches have one placeholder."""
+    return SizedPixels(image.vision.input_size // image.patch_size**2, image.patch_size, merge)
+
+
+PIXTRAL_NAMES = {
+    "vision_tower.patch_conv": "encoder.sized.patches",
+    "vision_tower.ln_pre": "encoder.sized.first_norm",
+    "vision_tower.transformer.layers.{i}.attention_norm": "encoder.sized.blocks.{i}.attention_norm",
+    "vision_tower.transformer.layers.{i}.ffn_norm": "encoder.sized.blocks.{i}.mlp_norm",
+    "vision_tower.transformer.layers.{i}.attention.q_proj": "encoder.sized.blocks.{i}.qkv#q",
+    "vision_tower.transformer.layers.{i}.attention.k_proj": "encoder.sized.blocks.{i}.qkv#k",
+    "vision_tower.transformer.layers.{i}.attention.v_proj": "encoder.sized.blocks.{i}.qkv#v",
+    "vision_tower.transformer.layers.{i}.attention.o_proj": "encoder.sized.blocks.{i}.output",
+    "vision_tower.transformer.layers.{i}.feed_forward.gate_proj": "encoder.sized.blocks.{i}.mlp.gate_up#gate",
+    "vision_tower.transformer.layers.{i}.feed_forward.up_proj": "encoder.sized.blocks.{i}.mlp.gate_up#up",
+    "vision_tower.transformer.layers.{i}.feed_forward.down_proj": "encoder.sized.blocks.{i}.mlp.down",
+}
+"""To be added to a table: Pixtral's vision encoder beside a decoder."""
+
+PROJECTOR_NAMES = {
+    "multi_modal_projector.layer_norm": "encoder.projector.norm",
+    "multi_modal_projector.linear_1": "encoder.projector.up",
+    "multi_modal_projector.linear_2": "encoder.projector.down",
+}
+"""To be added to a table: two products between encoder and decoder."""
 
 IMAGE_ENCODER_NAMES = {
     "vision_tower.embeddings.patch_embedding": "encoder.image.patches",

@@ -22,6 +22,8 @@ from media_rig import (
     tokens_of,
 )
 
+from headrace.base.media import TiledPixels
+
 TEXT = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -49,6 +51,21 @@ def make_llava_with_siglip(folder: Path) -> Any:
     return make_llava(folder, vision="siglip_vision_model", text="qwen2")
 
 
+def make_internvl(folder: Path, *, text: str = "qwen2", **vision: Any) -> Any:
+    own = {**VISION, "image_size": [24, 24], "patch_size": [4, 4], "layer_scale_init_value": 0.7, **vision}
+    config = transformers.InternVLConfig(
+        text_config={"model_type": text, **TEXT, "head_dim": 12}, vision_config=own, image_token_id=IMAGE_ID,
+        image_seq_length=9,
+    )
+    model = transformers.InternVLForConditionalGeneration(config)
+    save_model(model, folder)
+    return model, 9
+
+
+def make_internvl_with_norms(folder: Path) -> Any:
+    return make_internvl(folder, text="qwen3", use_qk_norm=True, norm_type="rms_norm", attention_bias=True)
+
+
 def make_gemma3(folder: Path) -> Any:
     text = {
         **TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 7, "query_pre_attn_scalar": 16,
@@ -63,7 +80,10 @@ def make_gemma3(folder: Path) -> Any:
     return model, 9
 
 
-MAKERS = {"llava": make_llava, "llava_siglip": make_llava_with_siglip, "gemma3": make_gemma3}
+MAKERS = {
+    "llava": make_llava, "llava_siglip": make_llava_with_siglip, "gemma3": make_gemma3,
+    "internvl": make_internvl, "internvl_norms": make_internvl_with_norms,
+}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
@@ -91,6 +111,68 @@ def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation:
                 image[:, :height, :width] = to_tensor(item.arrays["pixel_values"])[0]
             inputs = {"pixel_values": padded, "image_sizes": torch.tensor(own)}
         compare(outputs, ask_oracle(model, prompt, **inputs))
+    engine.close()
+
+
+def test_pixtral_in_llava(tmp_path: Path):
+    """One vector a patch, and no merging."""
+    vision = {"model_type": "pixtral", **VISION, "head_dim": 16}
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 12, "sliding_window": None}, vision_config=vision,
+        image_token_index=IMAGE_ID, vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    save_model(model, tmp_path)
+    engine, values = start_engine(tmp_path, max_step_tokens=9), np.random.default_rng(0)
+    pixels = values.standard_normal((1, 3, 12, 20)).astype(np.float32)
+    rows = [[*[IMAGE_ID] * 5, 105]] * 3
+    prompt = Prompt().text(3, 4).add("image", pixels, 15, grid=(12, 20), runs=rows).text(7)
+    outputs = run(engine, [prompt])[0]
+    inputs = {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.tensor([[12, 20]])}
+    compare(outputs, ask_oracle(model, prompt, **inputs))
+    engine.close()
+
+
+RESOLUTIONS = [[24, 24], [24, 48], [48, 24], [48, 48], [24, 72]]
+
+
+def make_tiled(folder: Path, name: str) -> transformers.PreTrainedModel:
+    is_next = name == "llava_next"
+    kind = "clip_vision_model" if is_next else "siglip_vision_model"
+    options: dict[str, Any] = {} if is_next else {"vision_aspect_ratio": "anyres_max_2"}
+    config = (transformers.LlavaNextConfig if is_next else transformers.LlavaOnevisionConfig)(
+        text_config={"model_type": "llama" if is_next else "qwen2", **TEXT},
+        vision_config={"model_type": kind, **VISION}, image_token_index=IMAGE_ID, image_grid_pinpoints=RESOLUTIONS,
+        **options,
+    )
+    kinds = transformers.LlavaNextForConditionalGeneration, transformers.LlavaOnevisionForConditionalGeneration
+    model = kinds[not is_next](config)
+    save_model(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_tiles_of_images_of_any_size(tmp_path: Path, name: str):
+    """Wide, tall and square ones, with padding of tiles taken away; of two tiles and more resampled."""
+    model = make_tiled(tmp_path, name)
+    engine = start_engine(tmp_path, max_step_tokens=50)
+    facts = engine.executor.facts.media
+    assert facts is not None and isinstance(facts.pixels, TiledPixels)
+    asks = []
+    for seed, sizes in enumerate([[(20, 50)], [(50, 21), (40, 40)], [(10, 70)]]):
+        prompt = Prompt().text(3, 4 + seed)
+        for height, width in sizes:
+            grid = facts.pixels.find_grid(height, width)
+            tiles = np.random.default_rng(seed).standard_normal((1 + np.prod(grid.tiles), 3, SIZE, SIZE))
+            count = NUM_PATCHES + grid.num_tokens
+            prompt.add("image", tiles.astype(np.float32), count, grid=(height, width)).text(7)
+        asks.append(prompt)
+    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+        tiles = [to_tensor(item.arrays["pixel_values"]) for item in prompt.items]
+        most = max(len(each) for each in tiles)
+        padded = torch.stack([torch.cat((each, torch.zeros(most - len(each), *each.shape[1:]))) for each in tiles])
+        sizes = torch.tensor([item.place.grid for item in prompt.items])
+        compare(outputs, ask_oracle(model, prompt, pixel_values=padded, image_sizes=sizes))
     engine.close()
 
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ModelError
-from headrace.base.media import MediaFacts, check_media
+from headrace.base.media import MediaFacts, TiledPixels, check_media
 from headrace.base.media_config import MediaConfig
 from headrace.base.messages import ModelFacts
 from headrace.models.source import ModelSource
@@ -135,6 +135,9 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
     whole = [np.asarray(each) for each in expected["pixel_values"]]
     ours = [np.frombuffer(i.arrays["pixel_values"].data, np.float32) for i in placed.items]
     assert all(item.arrays["pixel_values"].dtype == "float32" for item in placed.items)
+    if name == "tiles":
+        layout = TiledPixels(3, 28, 2, [(28, 28), (28, 56), (56, 28), (56, 56)], most_tiles=9)
+        assert all(layout.fits(i.place, i.arrays["pixel_values"].shape) for i in placed.items)
     if whole[0].ndim == len(items[0].item.arrays["pixel_values"].shape):  # one entry for each image
         for one, mine in zip(whole, ours, strict=True):
             assert mine.size == one.size and (mine.reshape(one.shape) == one).all()

@@ -85,7 +85,7 @@ class MultimodalDecoder(Decoder):
     def _fit_tensors(
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        return pad_weights(self.encoder.adapt(_flatten_convolutions(tensors)), targets, self.encoder)
+        return pad_weights(_flatten(self.encoder.adapt(tensors), targets), targets, self.encoder)
 
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         modules, harmless = self.names.modules, HARMLESS
@@ -116,7 +116,12 @@ class MultimodalDecoder(Decoder):
             residual.add_pending().index_add_(0, batch.media.indices, part)
 
 
-def _flatten_convolutions(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Kernels of patch embeddings as matrices: a convolution whose stride is its size is a product."""
+def _flatten(tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors with the dims of their targets: kernels of patch embeddings as matrices, since a convolution whose stride
+    is its size is a product, and class tokens and positions without a batch."""
     for name, tensor in tensors:
-        yield name, tensor.flatten(1) if isinstance(tensor, torch.Tensor) and tensor.dim() >= 4 else tensor
+        target = targets.get(name)
+        if target is not None and isinstance(tensor, torch.Tensor) and tensor.dim() > target.dim():
+            is_same = tensor.numel() == target.numel()
+            tensor = tensor.reshape(target.shape) if is_same else tensor
+        yield name, tensor

@@ -47,7 +47,9 @@ LOW_DETAIL = 512
 """Pixels of the longer side of an image with ``detail`` "low"."""
 VIDEO_FPS, VIDEO_FRAMES = 2.0, 64
 GRIDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
-OTHER_OUTPUTS = ("second_per_grid_ts", "video_metadata", "feature_attention_mask")
+OTHER_OUTPUTS = (
+    "second_per_grid_ts", "video_metadata", "feature_attention_mask", "batch_num_images", "num_patches"
+)
 TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -313,6 +315,8 @@ def _plain(values: Any) -> np.ndarray:
     if isinstance(values, list) and len(values) == 1:
         values = values[0][None] if isinstance(values[0], np.ndarray) else values
     array = np.asarray(values)
+    if array.ndim == 5 and len(array) == 1:  # the tiles of the only image, in a list of images
+        array = array[0]
     if array.dtype.name in DTYPES:
         return array
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
