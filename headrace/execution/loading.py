@@ -22,6 +22,7 @@ from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.media import MediaFacts
 from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
+from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.layers.build import Build
 from headrace.layers.draft import DraftModel
@@ -36,7 +37,7 @@ from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
-from headrace.layers.quantization.coded import find_form, store_coded
+from headrace.layers.quantization.coded import find_form, prepare_products, store_coded
 from headrace.layers.quantization.storage import (
     can_store_blocks,
     count_bytes,
@@ -398,6 +399,9 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         if form is not None and can_store and config.model.quantization in (None, AS_STORED):
             store_coded(model, form)
         return
+    form = find_form(Fields(source.config).section("quantization_config"))
+    if form is not None and config.model.quantization in (None, AS_STORED):
+        prepare_products(model, form, CodedChoice())
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,
         keeps_blocks=build.keeps_blocks, wants=model.wants, narrowing=model.find_narrowing()

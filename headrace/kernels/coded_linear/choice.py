@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,8 @@ LEAST_NORM = 1e-30
 LEAST_ROWS = {"reference": 1 << 62, "triton_expand": 32}
 """Solutions that are measured from so many rows on alone, where there are others: they make the plain weight first."""
 
+Call = tuple[DeviceCodes, int, str]
+"""A weight, a number of rows, and the name of a solution."""
 Times = dict[int, dict[str, float]]
 """Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
 
@@ -105,18 +107,42 @@ class CodedChoice:
         self._path, self._time = path, time or time_on_gpu
         self._file: MeasuredFile | None = None
         self._told: set[str] = set()
+        self._compiled: set[str] = set()
+
+    def prepare(self, weights: Iterable[DeviceCodes], dtype: torch.dtype, capability: tuple[int, int]) -> None:
+        """Compile all at once what `choose` is going to measure for these weights: one after the other, each shape has
+        too few kernels to keep all cores busy."""
+        calls: list[Call] = []
+        for weight in weights:
+            key, query = self._describe(weight, dtype, capability)
+            if _read_plan(self._find(key), query) is None and key not in self._compiled:
+                self._compiled.add(key)
+                calls += [(weight, rows, name) for rows in ROWS for name in find_candidates(query, rows)]
+        if calls:
+            _compile(calls, dtype)
+
+    def _describe(
+        self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]
+    ) -> tuple[str, KernelQuery]:
+        """The key of a weight in the file, and its query."""
+        query = describe_codes(weight, dtype, capability)
+        machine = _describe_device(weight.codes.device)
+        return f"{machine}: {weight.code.value} {query.dtype} {sorted(query.shape.items())}", query
+
+    def _find(self, key: str) -> Any:
+        if self._file is None:
+            self._file = MeasuredFile(self._path or env.cache_dir() / "coded_products.json")
+        return self._file.find(key)
 
     def choose(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan | None:
         """The plan for a weight on its device; None if it is faster plain."""
-        if self._file is None:
-            self._file = MeasuredFile(self._path or env.cache_dir() / "coded_products.json")
-        query = describe_codes(weight, dtype, capability)
-        machine = _describe_device(weight.codes.device)
-        key = f"{machine}: {weight.code.value} {query.dtype} {sorted(query.shape.items())}"
-        plan = _read_plan(self._file.find(key), query)
+        key, query = self._describe(weight, dtype, capability)
+        plan = _read_plan(self._find(key), query)
         is_known = plan is not None
         if plan is None:
+            self.prepare([weight], dtype, capability)
             plan = make_plan(measure(weight, query, self._time))
+            assert self._file is not None, "it was searched"
             self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
         if key not in self._told:
             self._told.add(key)
@@ -152,12 +178,11 @@ def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
 
 @torch.no_grad()
 def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[], Any]], float]) -> Times:
-    """The times of all solutions for `ROWS`. What is measured is compiled, for every number of rows that it serves.
+    """The times of all solutions for `ROWS`, which were compiled, so for every number of rows that they serve.
     Solutions that fail or give other numbers than the plain weight are left out, with a warning."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
     plain, times, faults = dequantise(weight, dtype), Times(), find_faults()
     left_out: set[str] = set()
-    _compile(weight, dtype, [(rows, name) for rows in ROWS for name in find_candidates(query, rows)])
     for rows in ROWS:
         x = torch.randn(rows, weight.in_features, device=device).to(dtype)
         found, expected = {PLAIN: time(partial(F.linear, x, plain))}, F.linear(x, plain).float()
@@ -185,16 +210,17 @@ def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:
     return [name for name in names if num_rows >= LEAST_ROWS.get(name, 0)] or names
 
 
-def _compile(weight: DeviceCodes, dtype: torch.dtype, calls: list[tuple[int, str]]) -> None:
-    """Compile the kernels of solutions for numbers of rows, in parallel."""
+def _compile(calls: list[Call], dtype: torch.dtype) -> None:
+    """Compile the kernels of solutions for weights and numbers of rows, in parallel."""
 
     def run() -> None:
-        for rows, name in calls:
+        for weight, rows, name in calls:
             with suppress(*find_faults()):
                 CODED_LINEAR.load(name)(torch.zeros(rows, weight.in_features, dtype=dtype, device=device), weight, None)
 
-    device = weight.codes.device
-    precompile(run, f"coded products {describe_codes(weight, dtype, (0, 0))} {calls}", device)
+    device = calls[0][0].codes.device
+    about = [(str(describe_codes(weight, dtype, (0, 0))), rows, name) for weight, rows, name in calls]
+    precompile(run, f"coded products {about}", device)
 
 
 def find_faults() -> tuple[type[Exception], ...]:
@@ -210,7 +236,7 @@ def find_faults() -> tuple[type[Exception], ...]:
 @torch.no_grad()
 def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> None:
     """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later."""
-    _compile(weight, dtype, [(rows, plan.find(rows)) for rows in ROWS])
+    _compile([(weight, rows, plan.find(rows)) for rows in ROWS], dtype)
     for rows in ROWS:
         x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
         CODED_LINEAR.load(plan.find(rows))(x, weight, None)

@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.codes import CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
@@ -59,6 +60,7 @@ def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
     else rounded in place. Returns how many of each."""
     kept = rounded = 0
     choice = CodedChoice()
+    prepare_products(model, form, choice)
     for weight in find_storable(model):
         if weight.is_vocabulary or (form.of_experts_alone and not weight.is_stack):
             continue
@@ -72,6 +74,23 @@ def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
             kept += 1
     choice.save()
     return kept, rounded
+
+
+@torch.no_grad()
+def prepare_products(model: nn.Module, form: Form, choice: CodedChoice) -> None:
+    """Compile at once what ``choice`` will measure for the weights of a model on a GPU, by a sample of each shape."""
+    samples: dict[tuple[int, ...], tuple[DeviceCodes, torch.dtype]] = {}
+    for weight in find_storable(model):
+        shape, plain = tuple(weight.weight.shape), weight.weight
+        is_plain = weight.is_vocabulary or weight.is_stack or plain.dtype == torch.float32 or form.of_experts_alone
+        if plain.device.type != "cuda" or is_plain or shape in samples:
+            continue
+        codes = pack_for_device(form.quantise(torch.ones_like(plain)))
+        if codes is not None:
+            samples[shape] = codes, plain.dtype
+    for dtype in {dtype for _, dtype in samples.values()}:
+        own = [codes for codes, of in samples.values() if of == dtype]
+        choice.prepare(own, dtype, torch.cuda.get_device_capability(own[0].codes.device))
 
 
 def find_form(config: Mapping[str, Any]) -> Form | None:
