@@ -286,6 +286,20 @@ def test_choices_are_measured_once_per_shape_and_machine(tmp_path: Path, caplog:
     assert clock.calls == 4 * len(ROWS)
 
 
+def test_shapes_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once for all that `choose` measures later, and not again by it."""
+    compiled: list[str] = []
+    monkeypatch.setattr("headrace.kernels.coded_linear.choice.precompile", lambda run, about, _: compiled.append(about))
+    weights, choice = [make("int4-32", rows, 96)[0] for rows in (40, 56)], CodedChoice(tmp_path / "c.json", Clock(3.0))
+    choice.prepare(weights, torch.float32, (0, 0))
+    assert len(compiled) == 1
+    for weight in weights:
+        choice.choose(weight, torch.float32, (0, 0))
+    assert len(compiled) == 1
+    choice.choose(make("int4-32", 72, 96)[0], torch.float32, (0, 0))
+    assert len(compiled) == 2
+
+
 def test_a_weight_that_is_not_faster_coded_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     weight, _ = make("int4-32", 40, 96)
