@@ -167,6 +167,8 @@ def load_model(
         config.model.dtype, config.cache.kv_dtype, source.config, device, rounds_inputs=rounds_inputs
     )
     kv_dtype = str(resolved).removeprefix("torch.")
+    if config.speculation.options.method != "off":
+        family = family.verifying()
     specs = family.cache_specs(spec, kv_dtype)
     stage = stage or choose_stage(source, family, spec, config, ranks.layout)
     check_codes(specs, device)

@@ -7,7 +7,7 @@ Out-of-tree families are entry points of group ``headrace.families`` naming a `F
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.cache import CacheSpec
@@ -41,7 +41,8 @@ class Family:
     """A model family; ``name``, ``architectures`` and ``read_config`` suffice for a decoder with common tensor names.
 
     ``read_config`` turns a Hugging Face ``config.json`` dict into the family's own spec, a frozen dataclass; it raises
-    `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer.
+    `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer;
+    ``draft_cache_specs`` does where steps verify drafts, if caches then need more room.
     ``names`` maps checkpoint tensors. ``model`` is ``"module:Class"`` of a
     `headrace.layers.model.ServedModel`, imported only when the family is served. ``generates`` is False for a family of
     pooling models without logits of tokens.
@@ -70,7 +71,12 @@ class Family:
     generates: bool = True
     chat_encoder: str | None = None
     media: FamilyMedia | None = None
+    draft_cache_specs: Callable[[Any, str], list[CacheSpec | None]] | None = None
     plugin_api: int = PLUGIN_API
+
+    def verifying(self) -> Family:
+        """The family where steps verify drafts."""
+        return self if self.draft_cache_specs is None else replace(self, cache_specs=self.draft_cache_specs)
 
     def build_model(self, spec: Any, build: Build) -> ServedModel:
         """Import the model's class and build it with empty parameters."""

@@ -93,6 +93,31 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
             assert [o.num_cached_tokens for o in outputs] == [512, 512, 256, 256, 0, 256]
 
 
+@pytest.mark.parametrize(("options", "drafter", "least_right", "least_wrong"), [
+    ({"max_step_tokens": 101}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500),
+    ({"kv_pages": 8, "overlap_depth": 2, "max_step_tokens": 300}, {"method": "suffix"}, 100, 0),
+], ids=str)
+def test_drafts_change_no_token(
+    served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any], drafter: dict[str, Any],
+    least_right: int, least_wrong: int,
+):
+    """Wrong and right ones across the ends of windows and pages, beside chunks of other prompts."""
+    folder, prompts, _ = served
+    texts = [*prompts, [7, 8, 9, 10] * 62]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    runs = []
+    for own in ({}, {"speculative_config": {**drafter, "num_speculative_tokens": 7}}):
+        with LLM(str(folder), **BASE | options | own) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompt_token_ids=texts, sampling_params=params)
+                runs.append([o.outputs[0].token_ids for o in outputs])
+            llm.check()
+            drafted = llm.stats().speculation
+    assert runs[1] == runs[2] == runs[3] == runs[0]
+    num_right = drafted.num_accepted_tokens
+    assert num_right >= least_right and drafted.num_draft_tokens - num_right >= least_wrong
+
+
 def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]], list[list[int]]]):
     """Cold, and behind one and two pages of the prefix cache: compressor state at the boundary included."""
     folder, prompts, _ = served

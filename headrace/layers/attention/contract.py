@@ -123,7 +123,7 @@ class CacheBackend(ABC):
     is_capturable: ClassVar[bool] = True
     supports_dynamic_lengths: ClassVar[bool] = False
     fuses_layers: ClassVar[bool] = False
-    verifies_drafts: ClassVar[bool] = True
+    verifies_drafts: bool = True
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs) -> None:

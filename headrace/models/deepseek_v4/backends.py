@@ -15,14 +15,13 @@ from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.sparse_attention import EntryView
 from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
-from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, ring_rows, slots_per_page
+from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, draft_ring_rows, slots_per_page
 
 
 class _Backend(CacheBackend):
     """Base of the backends here: page geometry, and whose tokens are where."""
 
     preferred_page_size = PAGE_SIZE
-    verifies_drafts = False  # compressors add each token to a row's state
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.spec, self.page_size, self.device = spec, page_size, device
@@ -85,16 +84,22 @@ class EntriesBackend(_Backend):
 
 class StateBackend(_Backend):
     """``windows``: those that end in this step. ``rows`` [T] int64: where each token's projections are stored, a row of
-    the null page for tokens that no later step needs."""
+    the null page for tokens that no later step needs; ``num_decodes`` of them belong to decodes. Drafts are verified
+    where rings have room for wrong ones."""
 
     windows: Windows
     rows: torch.Tensor
+    num_decodes: int
+
+    def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
+        super().__init__(spec, page_size, device)
+        self.verifies_drafts = spec.window >= draft_ring_rows(spec.compress_ratio)
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
-        ratio, ring = self.spec.compress_ratio, ring_rows(self.spec.compress_ratio)
+        ratio, ring = self.spec.compress_ratio, self.spec.window
         requests, positions = self.locate(inputs)
-        self.windows = self._find_windows(inputs, ratio)
+        self.windows, self.num_decodes = self._find_windows(inputs, ratio), inputs.num_decodes
         # A block of BLOCK tokens has only ``ring`` rows, reused in turn, so of this step's tokens only the last
         # ``ring`` of each block are stored. So no row is stored twice either, in an order that would be undefined.
         stop = torch.minimum(inputs.kv_lens.index_select(0, requests), (positions // BLOCK + 1) * BLOCK)

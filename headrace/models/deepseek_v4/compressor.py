@@ -16,7 +16,7 @@ from headrace.layers.linear import FloatLinear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import StateBackend
-from headrace.models.deepseek_v4.layout import BLOCK, OVERLAPPING, ring_rows
+from headrace.models.deepseek_v4.layout import BLOCK, OVERLAPPING
 from headrace.models.deepseek_v4.places import Place
 
 
@@ -45,12 +45,15 @@ class Compressor(nn.Module):
         backend: StateBackend = self.state.backend(batch)
         projected, pages = self.project(x), self.state.pages
         state = StatePages(
-            pages.k, pages.v, self.state.step(batch).inputs.page_table, BLOCK, ring_rows(self.ratio)
+            pages.k, pages.v, self.state.step(batch).inputs.page_table, BLOCK, backend.spec.window
         )
-        # Pool before the new rows are stored: they may overwrite ring rows that the first window of this step reads.
+        # Decodes are stored before windows are pooled: the window of one that verifies drafts has tokens of this step
+        # that other decodes have. Chunks are stored behind: they may overwrite rows that their first window reads.
+        few = backend.num_decodes
+        self._store(projected[:few], state, backend.rows[:few])
         self._compress[self.entries.is_packed](
             projected, backend.windows, state, Pooling(self.ratio, self.ape),
             LatentNorm(self.norm.weight, self.norm.eps, self.rotary.cos_sin),
             EntryPages(self.entries.slots, self.entries.step(batch).inputs.page_table),
         )
-        self._store(projected, state, backend.rows)
+        self._store(projected[few:], state, backend.rows[few:])

@@ -10,7 +10,7 @@ from headrace.base.cache import add_cache_kind
 from headrace.layers.names import CheckpointNames
 from headrace.models.deepseek_v4 import layout
 from headrace.models.deepseek_v4.naming import NAMES
-from headrace.models.deepseek_v4.spec import cache_specs, read_config
+from headrace.models.deepseek_v4.spec import cache_specs, draft_cache_specs, read_config
 from headrace.models.family import Family
 
 _CHAINED = "headrace.scheduling.cache.groups:FullPolicy"
@@ -36,6 +36,7 @@ FAMILY = Family(
     architectures=("DeepseekV4ForCausalLM",),
     read_config=read_config,
     cache_specs=cache_specs,
+    draft_cache_specs=draft_cache_specs,
     names=CheckpointNames(NAMES),
     model="headrace.models.deepseek_v4.model:DeepseekV4Model",
     tool_parser="deepseek_v4",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
+from headrace.base.step import MAX_DRAFTS
 from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, ROTATED, SCALE_BYTES
 
 WINDOW, WINDOW_FP8 = "deepseek_v4.window", "deepseek_v4.window_fp8"
@@ -44,9 +45,15 @@ def packed_page_bytes(head_dim: int, slots: int) -> int:
 
 
 def ring_rows(ratio: int) -> int:
-    """Compressor rows stored per block of tokens. An unfinished window has up to ``ratio - 1`` tokens; where windows
-    overlap, the ``ratio`` tokens of the window before are needed too."""
+    """Compressor rows stored per block of tokens, which is the window of their spec. An unfinished window has up to
+    ``ratio - 1`` tokens; where windows overlap, the ``ratio`` tokens of the window before are needed too."""
     return 2 * ratio if ratio == OVERLAPPING else ratio
+
+
+def draft_ring_rows(ratio: int) -> int:
+    """The same where steps verify drafts: a row that wrong drafts overwrite may not be one that is still needed. Of the
+    wide ratio each token of a block has a row of its own."""
+    return ring_rows(ratio) + MAX_DRAFTS if ratio == OVERLAPPING else ratio
 
 
 def slots_per_page(spec: CacheSpec, page_size: int) -> int:
@@ -58,7 +65,7 @@ def slots_per_page(spec: CacheSpec, page_size: int) -> int:
             param="page_size"
         )
     if spec.kind == STATE:
-        return page_size // BLOCK * ring_rows(spec.compress_ratio)
+        return page_size // BLOCK * spec.window
     return page_size // spec.compress_ratio
 
 
@@ -91,7 +98,8 @@ class CompressorStatePolicy:
 
     def __init__(self, spec: CacheSpec, page_size: int):
         self._page_size, self._ratio = page_size, spec.compress_ratio
-        self._back = spec.window - spec.compress_ratio  # how far before an unfinished window rows are read
+        # how far before an unfinished window rows are read; rings may be longer
+        self._back = ring_rows(spec.compress_ratio) - spec.compress_ratio
 
     def first_needed(self, length: int) -> int:
         return max(0, length - length % self._ratio - self._back) // self._page_size

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.base.cache import CACHE_POOLS, CacheSpec
 from headrace.base.errors import ConfigError, PluginError
 from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
@@ -211,6 +213,14 @@ def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
     return [place if packed else _unpack(place, dtype) for layer in spec.layers for place in places(spec, layer)]
 
 
+def draft_cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
+    """The same where steps verify drafts, with longer rings of compressor state."""
+    return [
+        msgspec.structs.replace(place, window=layout.draft_ring_rows(place.compress_ratio))
+        if place is not None and place.kind == layout.STATE else place for place in cache_specs(spec, kv_dtype)
+    ]
+
+
 def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
     """The caches of a layer, in 8 bits: its sliding window; if it compresses, its entries and the compressor's state;
     if it has an indexer, index keys and the state of the indexer's compressor."""
@@ -227,7 +237,7 @@ def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
 def _state(ratio: int, dim: int) -> CacheSpec:
     series = 2 if ratio == layout.OVERLAPPING else 1  # overlapping: a token has dims for two entries, see `Compressor`
     return CacheSpec(
-        layout.STATE, 1, series * dim, series * dim, "float32", window=series * ratio, compress_ratio=ratio
+        layout.STATE, 1, series * dim, series * dim, "float32", window=layout.ring_rows(ratio), compress_ratio=ratio
     )
 
 
