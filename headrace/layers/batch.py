@@ -34,15 +34,17 @@ class WantedTokens:
 class FeatureSpec:
     """Which hidden states of a target model a drafter reads. ``layers``: layers whose input is read, numbered from 0:
     the residual stream that enters them, with the output of the branch before added; for a model of n layers, n is
-    what enters the final norm. ``has_final``: the states after the final norm are read too, behind those."""
+    what enters the final norm. ``has_final``: the states after the final norm are read too, behind those. ``streams``:
+    how many parallel streams a layer's input has, all of which are read."""
 
     layers: tuple[int, ...] = ()
     has_final: bool = False
+    streams: int = 1
 
     @property
     def count(self) -> int:
         """Hidden states per token."""
-        return len(self.layers) + self.has_final
+        return len(self.layers) * self.streams + self.has_final
 
     def needs_last_layer(self, num_layers: int) -> bool:
         """Whether the last layer must be computed for all tokens."""

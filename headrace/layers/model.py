@@ -38,7 +38,8 @@ class ServedModel(StorableModel):
     Capabilities are attributes with defaults here, which a model overrides. ``is_capturable``: steps may be recorded as
     CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_prefill``: so may steps
     with prefill. ``captures_features``: `forward`
-    fills ``ForwardBatch.features``, which drafters that read hidden states need. ``supports_stages``: it is built with
+    fills ``ForwardBatch.features``, which drafters that read hidden states need; ``num_streams``: how many parallel
+    residual streams these then have. ``supports_stages``: it is built with
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
     others pass on ``carried_width`` numbers per token. ``media``: its encoders, None for text alone. ``scores``: the
     classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
@@ -48,6 +49,7 @@ class ServedModel(StorableModel):
     is_capturable: bool = True
     captures_prefill: bool = True
     captures_features: bool = False
+    num_streams: int = 1
     supports_stages: bool = False
     carried_width: int = 0
     media: MediaModel | None = None

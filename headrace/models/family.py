@@ -55,6 +55,10 @@ class Family:
     template.
 
     ``media`` is set for a family whose models take images, videos or audio.
+
+    ``mtp`` is ``"module:Class"`` of a multi-token prediction module of its own kind, a
+    `headrace.layers.draft.DraftModel` built as ``Class(spec, query)``, and ``mtp_prefix`` what the names of its tensors
+    begin with.
     """
 
     name: str
@@ -72,6 +76,8 @@ class Family:
     chat_encoder: str | None = None
     media: FamilyMedia | None = None
     draft_cache_specs: Callable[[Any, str], list[CacheSpec | None]] | None = None
+    mtp: str | None = None
+    mtp_prefix: str = ""
     plugin_api: int = PLUGIN_API
 
     def verifying(self) -> Family:

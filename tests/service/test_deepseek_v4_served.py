@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.models.deepseek_v4.naming import rename
 
 VOCAB, NEW_TOKENS = 256, 8
 CONFIG: dict[str, Any] = {
@@ -116,6 +119,36 @@ def test_drafts_change_no_token(
     assert runs[1] == runs[2] == runs[3] == runs[0]
     num_right = drafted.num_accepted_tokens
     assert num_right >= least_right and drafted.num_draft_tokens - num_right >= least_wrong
+
+
+def test_the_checkpoints_own_module_drafts(
+    served: tuple[Path, list[list[int]], list[list[int]]], tmp_path: Path
+):
+    """A random one, which is rarely right, read from the checkpoint beside the model: no token changes."""
+    folder, prompts, expected = served
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    config = json.loads((folder / "config.json").read_text())
+    last = f"layers.{CONFIG['num_hidden_layers'] - 1}."
+    width, streams = CONFIG["hidden_size"], 4
+    shapes = {
+        "hc_head_fn": (streams, streams * width), "hc_head_base": (streams,), "hc_head_scale": (1,),
+        **{f"{name}.weight": (width,) for name in ("norm", "enorm", "hnorm")},
+        **{f"{name}.weight": (width, width) for name in ("e_proj", "h_proj")},
+    }
+    tensors |= {f"mtp.0.{name}": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    # a layer like the last one, without what compresses
+    for name, tensor in list(tensors.items()):
+        if last in name and "compressor" not in name and "indexer" not in name:
+            tensors[f"mtp.0.{rename(f'model.{name[name.index(last):]}').removeprefix(last)}"] = tensor.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    for method in ("mtp", "auto"):
+        speculation = {"method": method, "num_speculative_tokens": 3}
+        with LLM(str(tmp_path), **BASE | {"max_step_tokens": 101, "speculative_config": speculation}) as llm:
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+            assert llm.stats().speculation.num_draft_tokens > 0
+            llm.check()
 
 
 def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]], list[list[int]]]):

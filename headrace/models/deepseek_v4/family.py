@@ -9,7 +9,7 @@ from __future__ import annotations
 from headrace.base.cache import add_cache_kind
 from headrace.layers.names import CheckpointNames
 from headrace.models.deepseek_v4 import layout
-from headrace.models.deepseek_v4.naming import NAMES
+from headrace.models.deepseek_v4.naming import DRAFT, NAMES
 from headrace.models.deepseek_v4.spec import cache_specs, draft_cache_specs, read_config
 from headrace.models.family import Family
 
@@ -41,5 +41,7 @@ FAMILY = Family(
     model="headrace.models.deepseek_v4.model:DeepseekV4Model",
     tool_parser="deepseek_v4",
     reasoning_parser="deepseek_v4",
+    mtp="headrace.models.deepseek_v4.prediction:V4Prediction",
+    mtp_prefix=DRAFT,
     chat_encoder="headrace.models.deepseek_v4.encoding:ChatEncoder",
 )

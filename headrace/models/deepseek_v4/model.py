@@ -47,28 +47,64 @@ class V4Block(nn.Module):
         streams.out = self.mlp(self.mlp_mix.read(streams, self.mlp_norm), batch.token_ids)
 
 
-class Ending(nn.Module):
-    """What comes behind the layers: ``streams [T, S, D] -> [T, D]``, and the head."""
+class Collapse(nn.Module):
+    """What comes behind the layers: ``streams [T, S, D] -> [T, D]``."""
 
     def __init__(self, spec: DeepseekV4Spec, build: Build):
         super().__init__()
         self.collapse = StreamHead(spec.hyper, spec.hidden_size, spec.norm_eps, build)
         self.norm = RmsNorm(build, spec.hidden_size, spec.norm_eps)
-        self.head = Head(build, spec.vocab_size, spec.hidden_size)
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         return self.norm(self.collapse(streams))
 
 
+class Ending(Collapse):
+    """The same with the head."""
+
+    def __init__(self, spec: DeepseekV4Spec, build: Build):
+        super().__init__(spec, build)
+        self.head = Head(build, spec.vocab_size, spec.hidden_size)
+
+
+def take_stored(
+    tensors: Iterable[tuple[str, torch.Tensor]], experts: nn.Module, stored: dict[str, torch.Tensor], found: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy the tensors named in ``stored`` into their buffers and add their names to ``found``; yield the others, and
+    those of another shape, but none of experts in MXFP4 that other ranks than this one have, which has ``experts``."""
+    own = experts.own if isinstance(experts, Mxfp4ExpertWeights) else None
+    for name, tensor in tensors:
+        place = stored.get(name)
+        expert = EXPERT_NUMBER.search(name) if own is not None and place is None else None
+        if own is not None and expert is not None and not own.start <= int(expert[1]) < own.stop:
+            continue
+        if place is None or tensor.shape != place.shape:
+            yield name, tensor
+            continue
+        # codes and scales may be typed as 8-bit floats: reinterpret the bits, a copy would convert the values
+        place.copy_(tensor.view(torch.uint8) if place.dtype == torch.uint8 else tensor)
+        found.add(name)
+
+
+def check_found(stored: dict[str, torch.Tensor], found: set[str]) -> None:
+    """Raise `WeightError` unless all of these were."""
+    missing = [name for name in stored if name not in found]
+    if missing:
+        raise WeightError(
+            f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing[:6])}"
+        )
+
+
 class DeepseekV4Model(ServedModel):
     """See `ServedModel`. A layer has several caches, so pages are bound per `Place`, in the order of `spec.places`."""
 
-    supports_stages = True
+    supports_stages = captures_features = True
 
     def __init__(self, spec: DeepseekV4Spec, names: CheckpointNames, build: Build):
         super().__init__()
         self.spec, self.names, self._schemes, self.stage = spec, names, build.schemes, build.stage
         self.step = build.step
+        self.num_streams = spec.hyper.streams
         self.carried_width = spec.hyper.streams * spec.hidden_size
         length = build.max_model_len or spec.max_model_len
         plain, compressed = (
@@ -107,13 +143,9 @@ class DeepseekV4Model(ServedModel):
         """Fill every parameter, and the buffers that keep checkpoint tensors as stored; raises `WeightError`."""
         # taken before the quantization schemes see them: these would dequantise the experts' codes
         stored, found = self._stored(), set[str]()
-        plain = self._schemes.read(self._take_stored(self._rename(tensors), stored, found))
+        plain = self._schemes.read(take_stored(self._rename(tensors), self._blocks[0].mlp.experts, stored, found))
         fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)
-        missing = [name for name in stored if name not in found]
-        if missing:
-            raise WeightError(
-                f"the checkpoint does not fit the model: tensors missing ({len(missing)}): {', '.join(missing[:6])}"
-            )
+        check_found(stored, found)
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Map names to those of the published checkpoints and split stacked experts; the multi-token prediction layers
@@ -138,24 +170,10 @@ class DeepseekV4Model(ServedModel):
                 stored |= block.mlp.experts.places(EXPERTS.replace("{i}", str(i)), MATRICES)
         return stored
 
-    def _take_stored(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], stored: dict[str, torch.Tensor], found: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copy the tensors named in ``stored`` into their buffers and add their names to ``found``; yield the others,
-        and those of another shape, but none of experts in MXFP4 that other ranks have."""
-        mixtures = [block.mlp.experts for block in self._blocks]
-        own = next((experts.own for experts in mixtures if isinstance(experts, Mxfp4ExpertWeights)), None)
-        for name, tensor in tensors:
-            place = stored.get(name)
-            expert = EXPERT_NUMBER.search(name) if own is not None and place is None else None
-            if own is not None and expert is not None and not own.start <= int(expert[1]) < own.stop:
-                continue
-            if place is None or tensor.shape != place.shape:
-                yield name, tensor
-                continue
-            # codes and scales may be typed as 8-bit floats: reinterpret the bits, a copy would convert the values
-            place.copy_(tensor.view(torch.uint8) if place.dtype == torch.uint8 else tensor)
-            found.add(name)
+    @property
+    def vocabulary(self) -> tuple[Embedding, Head] | None:
+        """See `ServedModel`."""
+        return None if self.embedding is None or self.ending is None else (self.embedding, self.ending.head)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """Attach pages and cache groups; both lists have one element per place, not per layer."""
@@ -172,11 +190,20 @@ class DeepseekV4Model(ServedModel):
             assert self.embedding is not None
             # all streams start as the embedding; a view of stride 0, which nothing may write to in place
             own = self.embedding(batch.token_ids).unsqueeze(1).expand(-1, self.spec.hyper.streams, -1)
-        streams = Streams(own)
+        streams, features = Streams(own), batch.features
         for layer in self._blocks:
             layer(streams, batch)
         settled = self._blocks[-1].mlp_mix.settle(streams)
-        return settled.flatten(1) if self.ending is None else self.ending(settled)
+        if features is not None:
+            features.begin(settled[:, 0])
+            if features.spec.layers:  # of the last one alone, see `V4Prediction`
+                features.values.copy_(settled.flatten(1))
+        if self.ending is None:
+            return settled.flatten(1)
+        hidden: torch.Tensor = self.ending(settled)
+        if features is not None:
+            features.take_final(hidden)
+        return hidden
 
     def take_part(self, replica_tokens: list[int]) -> None:
         """See `ServedModel`."""

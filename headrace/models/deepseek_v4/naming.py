@@ -10,7 +10,7 @@ DRAFT = "mtp."
 
 HASH_TABLE = "layers.{i}.ffn.gate.tid2eid"
 EXPERTS = "layers.{i}.ffn.experts"
-EXPERT_NUMBER = re.compile(r"^layers\.\d+\.ffn\.experts\.(\d+)\.")
+EXPERT_NUMBER = re.compile(r"^(?:layers|mtp)\.\d+\.ffn\.experts\.(\d+)\.")
 """Finds the expert of a published name."""
 MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -53,6 +53,21 @@ NAMES = {
 
 # Applied in turn, each to the result of those before it: `.self_attn.` becomes `.attn.` before rules match `.attn.`,
 # and the indexer's specific names come before the rule for the rest of the indexer.
+DRAFT_MODULE = f"{DRAFT}0"
+DRAFT_NAMES = {
+    **{
+        theirs.replace("layers.{i}", DRAFT_MODULE): ours.replace("layers.{i}", "block")
+        for theirs, ours in NAMES.items() if "{i}" in theirs
+    },
+    **{f"{DRAFT_MODULE}.hc_head_{kind}": f"ending.collapse.{kind}" for kind in ("fn", "base", "scale")},
+    f"{DRAFT_MODULE}.norm": "ending.norm",
+    f"{DRAFT_MODULE}.enorm": "embedding_norm",
+    f"{DRAFT_MODULE}.hnorm": "stream_norm",
+    f"{DRAFT_MODULE}.e_proj": "embedding_projection",
+    f"{DRAFT_MODULE}.h_proj": "stream_projection",
+}
+"""The same of the module that predicts the token after the next, `headrace.models.deepseek_v4.prediction`."""
+
 _RULES = tuple((re.compile(theirs), published) for theirs, published in (
     (r"^model\.", ""),
     (r"^embed_tokens\.", "embed."),

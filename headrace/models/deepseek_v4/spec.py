@@ -201,6 +201,11 @@ def _read_moe(fields: Fields) -> MoeSpec:
 def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
     """One spec per cache, layer by layer in the order of `places`. FP8 means packed slots with scales; if the packed
     pools cannot be loaded, vectors are kept in bfloat16 and a warning is logged."""
+    return [own for layer in spec.layers for own in layer_cache_specs(spec, layer, kv_dtype)]
+
+
+def layer_cache_specs(spec: DeepseekV4Spec, layer: V4LayerSpec, kv_dtype: str) -> list[CacheSpec | None]:
+    """Those of one layer."""
     packed, dtype = kv_dtype == layout.FP8, kv_dtype
     if packed:
         try:
@@ -210,7 +215,7 @@ def cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
         except PluginError as error:
             logger.warning("keys and values are kept in bfloat16: %s", error)
             packed, dtype = False, "bfloat16"
-    return [place if packed else _unpack(place, dtype) for layer in spec.layers for place in places(spec, layer)]
+    return [place if packed else _unpack(place, dtype) for place in places(spec, layer)]
 
 
 def draft_cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:

@@ -58,6 +58,11 @@ class DraftTarget:
                 f"{kind} reads hidden states of the served model, and model family {self.family.name} does not give "
                 "them; choose another method", param="speculative_config",
             )
+        if features.layers and features.streams != self.model.num_streams:
+            raise ConfigError(
+                f"{kind} reads one residual stream of the served model, and model family {self.family.name} has "
+                f"{self.model.num_streams}; choose another method", param="speculative_config",
+            )
         wrong = [layer for layer in features.layers if not 0 <= layer <= self.num_layers]
         if wrong:
             raise ConfigError(

@@ -1,7 +1,8 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a module in the target's own checkpoint that
 reads the target's last hidden state and the next token's embedding, and is one more layer of the target's kind.
 
-Serves every family whose `CheckpointNames` have ``has_draft_layers``: tensors of layer N of a model of N layers. The
+Serves every family whose `CheckpointNames` have ``has_draft_layers``: tensors of layer N of a model of N layers; and
+those that bring a module of their own. The
 paper has a module per further token; published checkpoints have one, which is used again for each of them, as peers do.
 T tokens, D hidden size.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from headrace.base.errors import ConfigError, WeightError
+from headrace.base.registry import load_target
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import FeatureSpec, ForwardBatch
 from headrace.layers.decoder.block import make_block
@@ -120,10 +122,14 @@ class Mtp(DraftKind):
         fields = Fields(source.config)
         return any(fields.count(name, 0) for name in NUM_MODULES)
 
-    def build_model(self, query: DraftQuery) -> MtpModel:
+    def build_model(self, query: DraftQuery) -> DraftModel:
         """Raises `ConfigError` for a target without such a module."""
         target = query.target
         is_stated, names = self.fits(target.source), target.family.names
+        if is_stated and target.family.mtp is not None:
+            model: DraftModel = load_target(target.family.mtp)(target.spec, query)
+            target.check_features("mtp", model.features)
+            return model
         if not is_stated or not isinstance(target.spec, DecoderSpec) or not names.has_draft_layers:
             raise ConfigError(
                 f"{target.source.name} ({target.source.architecture}) brings no multi-token prediction module that is "
@@ -136,7 +142,7 @@ class Mtp(DraftKind):
 
     def wants(self, query: DraftQuery) -> Callable[[str], bool]:
         """The module's tensors alone: the target's files hold everything."""
-        prefix = f"model.layers.{query.target.num_layers}."
+        prefix = query.target.family.mtp_prefix or f"model.layers.{query.target.num_layers}."
         return lambda name: name.startswith(prefix)
 
 
