@@ -168,7 +168,7 @@ def load_model(
     )
     kv_dtype = str(resolved).removeprefix("torch.")
     if config.speculation.options.method != "off":
-        family = family.verifying()
+        family = family.verifying(spec)
     specs = family.cache_specs(spec, kv_dtype)
     stage = stage or choose_stage(source, family, spec, config, ranks.layout)
     check_codes(specs, device)

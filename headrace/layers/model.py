@@ -5,10 +5,12 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from headrace.base.cache import CacheSpec
 from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch
@@ -39,7 +41,9 @@ class ServedModel(StorableModel):
     CUDA graphs; False for a model that waits for the device or reads host lengths. ``captures_prefill``: so may steps
     with prefill. ``captures_features``: `forward`
     fills ``ForwardBatch.features``, which drafters that read hidden states need; ``num_streams``: how many parallel
-    residual streams these then have. ``supports_stages``: it is built with
+    residual streams these have. ``prediction``: ``"module:Class"`` of a multi-token prediction module of its own kind,
+    a `headrace.layers.draft.DraftModel` built as ``Class(spec, query)``; its tensors' names begin with its ``prefix``.
+    ``supports_stages``: it is built with
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
     others pass on ``carried_width`` numbers per token. ``media``: its encoders, None for text alone. ``scores``: the
     classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
@@ -50,6 +54,7 @@ class ServedModel(StorableModel):
     captures_prefill: bool = True
     captures_features: bool = False
     num_streams: int = 1
+    prediction: ClassVar[str] = ""
     supports_stages: bool = False
     carried_width: int = 0
     media: MediaModel | None = None
@@ -75,6 +80,11 @@ class ServedModel(StorableModel):
         """Whether `load_weights` needs the tensor of that checkpoint name. Those of other pipeline stages are left out.
         """
         return True
+
+    @staticmethod
+    def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
+        """The family's cache specs where steps verify drafts."""
+        return specs
 
     def find_narrowing(self) -> Narrowing | None:
         """What to cut of checkpoint tensors before they are read; None where all of them is needed."""

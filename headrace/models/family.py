@@ -41,8 +41,7 @@ class Family:
     """A model family; ``name``, ``architectures`` and ``read_config`` suffice for a decoder with common tensor names.
 
     ``read_config`` turns a Hugging Face ``config.json`` dict into the family's own spec, a frozen dataclass; it raises
-    `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer;
-    ``draft_cache_specs`` does where steps verify drafts, if caches then need more room.
+    `ConfigError` on a value it cannot serve. ``cache_specs(spec, kv_dtype)`` gives one `CacheSpec` or None per layer.
     ``names`` maps checkpoint tensors. ``model`` is ``"module:Class"`` of a
     `headrace.layers.model.ServedModel`, imported only when the family is served. ``generates`` is False for a family of
     pooling models without logits of tokens.
@@ -55,10 +54,6 @@ class Family:
     template.
 
     ``media`` is set for a family whose models take images, videos or audio.
-
-    ``mtp`` is ``"module:Class"`` of a multi-token prediction module of its own kind, a
-    `headrace.layers.draft.DraftModel` built as ``Class(spec, query)``, and ``mtp_prefix`` what the names of its tensors
-    begin with.
     """
 
     name: str
@@ -75,14 +70,16 @@ class Family:
     generates: bool = True
     chat_encoder: str | None = None
     media: FamilyMedia | None = None
-    draft_cache_specs: Callable[[Any, str], list[CacheSpec | None]] | None = None
-    mtp: str | None = None
-    mtp_prefix: str = ""
     plugin_api: int = PLUGIN_API
 
-    def verifying(self) -> Family:
-        """The family where steps verify drafts."""
-        return self if self.draft_cache_specs is None else replace(self, cache_specs=self.draft_cache_specs)
+    def verifying(self, spec: Any) -> Family:
+        """The family where steps verify drafts, for which some models need larger caches."""
+        widen = self.model_class(spec).widen_caches
+
+        def cache_specs(spec: Any, kv_dtype: str) -> list[CacheSpec | None]:
+            return list(widen(self.cache_specs(spec, kv_dtype)))
+
+        return replace(self, cache_specs=cache_specs)
 
     def build_model(self, spec: Any, build: Build) -> ServedModel:
         """Import the model's class and build it with empty parameters."""

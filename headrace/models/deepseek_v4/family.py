@@ -9,8 +9,8 @@ from __future__ import annotations
 from headrace.base.cache import add_cache_kind
 from headrace.layers.names import CheckpointNames
 from headrace.models.deepseek_v4 import layout
-from headrace.models.deepseek_v4.naming import DRAFT, NAMES
-from headrace.models.deepseek_v4.spec import cache_specs, draft_cache_specs, read_config
+from headrace.models.deepseek_v4.naming import NAMES
+from headrace.models.deepseek_v4.spec import cache_specs, read_config
 from headrace.models.family import Family
 
 _CHAINED = "headrace.scheduling.cache.groups:FullPolicy"
@@ -36,12 +36,9 @@ FAMILY = Family(
     architectures=("DeepseekV4ForCausalLM",),
     read_config=read_config,
     cache_specs=cache_specs,
-    draft_cache_specs=draft_cache_specs,
     names=CheckpointNames(NAMES),
     model="headrace.models.deepseek_v4.model:DeepseekV4Model",
     tool_parser="deepseek_v4",
     reasoning_parser="deepseek_v4",
-    mtp="headrace.models.deepseek_v4.prediction:V4Prediction",
-    mtp_prefix=DRAFT,
     chat_encoder="headrace.models.deepseek_v4.encoding:ChatEncoder",
 )

@@ -34,6 +34,8 @@ class V4Prediction(DraftModel):
     """See `DraftModel`. Features, inputs and hidden states are streams, [T, S * D]; a chain goes on with its own.
     Raises `ConfigError` for checkpoints whose drafters are of another kind."""
 
+    prefix = f"{DRAFT_MODULE}."
+
     def __init__(self, spec: DeepseekV4Spec, query: DraftQuery):
         build, layer = query.build, V4LayerSpec(ratio=0, is_hashed=False)
         if Fields(query.target.source.config).config.get(OTHER_STAGES) is not None:
@@ -74,12 +76,12 @@ class V4Prediction(DraftModel):
         """The module's tensors; raises `WeightError` at the end if there was none."""
         is_there = False
         for name, tensor in tensors:
-            if name.startswith(f"{DRAFT_MODULE}."):
+            if name.startswith(self.prefix):
                 is_there = True
                 yield name, tensor
         if not is_there:
             raise WeightError(
-                f"the checkpoint has no tensors {DRAFT_MODULE}.*: its multi-token prediction module was left out when "
+                f"the checkpoint has no tensors {self.prefix}*: its multi-token prediction module was left out when "
                 "it was saved; choose another speculative method, or the original checkpoint"
             )
 

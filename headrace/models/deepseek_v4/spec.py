@@ -218,11 +218,11 @@ def layer_cache_specs(spec: DeepseekV4Spec, layer: V4LayerSpec, kv_dtype: str) -
     return [place if packed else _unpack(place, dtype) for place in places(spec, layer)]
 
 
-def draft_cache_specs(spec: DeepseekV4Spec, kv_dtype: str) -> list[CacheSpec | None]:
+def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
     """The same where steps verify drafts, with longer rings of compressor state."""
     return [
         msgspec.structs.replace(place, window=layout.draft_ring_rows(place.compress_ratio))
-        if place is not None and place.kind == layout.STATE else place for place in cache_specs(spec, kv_dtype)
+        if place is not None and place.kind == layout.STATE else place for place in specs
     ]
 
 

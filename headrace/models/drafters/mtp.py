@@ -126,8 +126,8 @@ class Mtp(DraftKind):
         """Raises `ConfigError` for a target without such a module."""
         target = query.target
         is_stated, names = self.fits(target.source), target.family.names
-        if is_stated and target.family.mtp is not None:
-            model: DraftModel = load_target(target.family.mtp)(target.spec, query)
+        if is_stated and target.model.prediction:
+            model: DraftModel = load_target(target.model.prediction)(target.spec, query)
             target.check_features("mtp", model.features)
             return model
         if not is_stated or not isinstance(target.spec, DecoderSpec) or not names.has_draft_layers:
@@ -142,7 +142,8 @@ class Mtp(DraftKind):
 
     def wants(self, query: DraftQuery) -> Callable[[str], bool]:
         """The module's tensors alone: the target's files hold everything."""
-        prefix = query.target.family.mtp_prefix or f"model.layers.{query.target.num_layers}."
+        own = query.target.model.prediction
+        prefix = load_target(own).prefix if own else f"model.layers.{query.target.num_layers}."
         return lambda name: name.startswith(prefix)
 
 
