@@ -12,16 +12,15 @@
 // take longer than reading the streams, and would take far longer with shuffles in between.
 //
 // So streams are read twice and written once. Compiled by NVRTC, without any header. -DTOKEN_WARPS, -DCOLUMN_WARPS: warps
-// of a block of `mix_streams` that have other tokens, and other columns of the same; -DHEIGHT: a warp has 16 times so
-// many tokens; -DBLOCKS: of these on a multiprocessor at once. -DVECTORS: vectors of 8 values of each stream that a
-// thread of `read_streams` has.
+// of a block of `mix_streams` that have other tokens, and other columns of the same. -DBLOCKS: of these on a
+// multiprocessor at once. -DVECTORS: vectors of 8 values of
+// each stream that a thread of `read_streams` has.
 
 using uint32 = unsigned int;
 
 constexpr int S = 4, WEIGHTS = (2 + S) * S, ROW = 32;  // a row of sums: WEIGHTS products, then the sum of squares
 constexpr int WORKERS = 256, WARPS = WORKERS / 32;
 constexpr int TILES = WEIGHTS / 8;                     // of 8 weights, as `mma` takes them
-constexpr int TOKENS = 16 * HEIGHT, ROWS = 2 * HEIGHT;  // of a warp of `mix_streams`, and of one of its threads
 
 struct Mix {
   const uint4 *streams;       // [T, S, width] bfloat16, strides in vectors of 8
@@ -55,32 +54,13 @@ __device__ void wait_for_previous() {
 
 __device__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// Of weights, which no kernel writes: unlike other loads, these may move across stores and waits.
-__device__ float4 weight_at(const float4 *from) {
-  float4 v;
-  asm("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-  return v;
-}
-
-__device__ float weight_at(const float *from) {
-  float v;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from));
-  return v;
-}
-
-__device__ uint4 weight_at(const uint4 *from) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
-
 __device__ float reciprocal(float x) {  // within 1 ulp
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-__device__ float sigmoid(float x) { return reciprocal(1.f + __expf(-x)); }
+__device__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 __device__ float low(uint32 word) { return __uint_as_float(word << 16); }
 __device__ float high(uint32 word) { return __uint_as_float(word & 0xffff0000u); }
@@ -131,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
     const __grid_constant__ Mix call) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, quarter = lane % 4;
   const int tile = blockIdx.x % call.tiles, split = blockIdx.x / call.tiles;
-  const long long first = (long long)(tile * TOKEN_WARPS + warp / COLUMN_WARPS) * TOKENS + row;
+  const long long first = (long long)(tile * TOKEN_WARPS + warp / COLUMN_WARPS) * 16 + row;
   const int begin = split * call.steps * COLUMN_WARPS + warp % COLUMN_WARPS;  // chunks of 4 vectors
   if (4 * begin < call.width) {
     // no kernel writes the weights: they may come nearer before the wait
@@ -142,12 +122,11 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
     }
   }
   wait_for_previous();
-  bool there[ROWS];
-  for (int i = 0; i < ROWS; i++) there[i] = first + 8 * i < call.tokens;
+  const bool there[2] = {first < call.tokens, first + 8 < call.tokens};
 #if WRITES
-  __shared__ float4 mixes[TOKEN_WARPS * COLUMN_WARPS][TOKENS][S];  // of a token and stream k: mix[0..3][k]
-  __shared__ float posts[TOKEN_WARPS * COLUMN_WARPS][TOKENS][S];
-  for (int at = lane; at < TOKENS * S * S; at += 32) {
+  __shared__ float4 mixes[TOKEN_WARPS * COLUMN_WARPS][16][S];  // of a token and stream k: mix[0..3][k]
+  __shared__ float posts[TOKEN_WARPS * COLUMN_WARPS][16][S];
+  for (int at = lane; at < 16 * S * S; at += 32) {
     const int place = at / (S * S), j = at / S % S, k = at % S;
     const long long token = first - row + place;
     const bool is_token = token < call.tokens;
@@ -156,20 +135,19 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
   }
   __syncwarp();
 #endif
-  float total[HEIGHT][TILES][4] = {}, squares[ROWS] = {};
+  float total[TILES][4] = {}, squares[2] = {};
   for (int step = 0; step < call.steps; step++) {
     const int at = 4 * (begin + step * COLUMN_WARPS) + quarter;
     if (at >= call.width) break;  // all lanes at once: width is a multiple of 4
-    uint4 own[ROWS][S];
+    uint4 own[2][S];
 #if WRITES
-    uint4 out[ROWS];
+    uint4 out[2];
 #endif
-    for (int i = 0; i < ROWS; i++) {
+    for (int i = 0; i < 2; i++) {
       const long long token = first + 8 * i;
       for (int s = 0; s < S; s++) {
-        const uint4 *stream = call.streams + token * call.token_stride + s * call.stream_stride + at;
-        own[i][s] = there[i] ? *stream : make_uint4(0, 0, 0, 0);
-        if (there[i] && step + 1 < call.steps) prefetch(stream + 4 * COLUMN_WARPS);
+        own[i][s] = there[i] ? call.streams[token * call.token_stride + s * call.stream_stride + at]
+                             : make_uint4(0, 0, 0, 0);
       }
 #if WRITES
       out[i] = there[i] ? call.out[token * call.out_stride + at] : make_uint4(0, 0, 0, 0);
@@ -177,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
     }
 #pragma unroll
     for (int k = 0; k < S; k++) {
-      uint4 x[ROWS];
-      for (int i = 0; i < ROWS; i++) {
+      uint4 x[2];
+      for (int i = 0; i < 2; i++) {
 #if WRITES
         x[i] = write_back(own[i], out[i], mixes[warp][row + 8 * i][k], posts[warp][row + 8 * i][k]);
         if (there[i]) call.fresh[((first + 8 * i) * S + k) * call.width + at] = x[i];
@@ -189,32 +167,29 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
       }
       for (int t = 0; t < TILES; t++) {
         const float4 *fn = call.fn + ((long long)(t * 8 + row) * S + k) * 2 * call.width + 2 * at;
-        const float4 l = weight_at(fn), r = weight_at(fn + 1);
-        const float weights[8] = {l.x, l.y, l.z, l.w, r.x, r.y, r.z, r.w};
+        const float4 a = fn[0], b = fn[1];
+        const float weights[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         uint32 coarse[4], fine[4];
         for (int w = 0; w < 4; w++) {
           coarse[w] = narrow(weights[2 * w], weights[2 * w + 1]);
           fine[w] = narrow(weights[2 * w] - low(coarse[w]), weights[2 * w + 1] - high(coarse[w]));
         }
-        for (int h = 0; h < HEIGHT; h++) {
-          const uint4 a = x[2 * h], b = x[2 * h + 1];
-          multiply(total[h][t], a.x, b.x, a.y, b.y, coarse[0], coarse[1]);
-          multiply(total[h][t], a.z, b.z, a.w, b.w, coarse[2], coarse[3]);
-          multiply(total[h][t], a.x, b.x, a.y, b.y, fine[0], fine[1]);
-          multiply(total[h][t], a.z, b.z, a.w, b.w, fine[2], fine[3]);
-        }
+        multiply(total[t], x[0].x, x[1].x, x[0].y, x[1].y, coarse[0], coarse[1]);
+        multiply(total[t], x[0].z, x[1].z, x[0].w, x[1].w, coarse[2], coarse[3]);
+        multiply(total[t], x[0].x, x[1].x, x[0].y, x[1].y, fine[0], fine[1]);
+        multiply(total[t], x[0].z, x[1].z, x[0].w, x[1].w, fine[2], fine[3]);
       }
     }
   }
-  for (int i = 0; i < ROWS; i++) {  // the four lanes of a row have its columns
+  for (int i = 0; i < 2; i++) {  // the four lanes of a row have its columns
     squares[i] += __shfl_xor_sync(~0u, squares[i], 1);
     squares[i] += __shfl_xor_sync(~0u, squares[i], 2);
   }
 #if COLUMN_WARPS > 1
-  __shared__ float parts[TOKEN_WARPS * COLUMN_WARPS][TOKENS][ROW];
+  __shared__ float parts[TOKEN_WARPS * COLUMN_WARPS][16][ROW];
   float(*rows)[ROW] = parts[warp];
 #endif
-  for (int i = 0; i < ROWS; i++) {
+  for (int i = 0; i < 2; i++) {
 #if COLUMN_WARPS == 1
     if (!there[i]) continue;
     float *sums = call.sums + ((long long)split * call.tokens + first + 8 * i) * ROW;
@@ -222,18 +197,18 @@ extern "C" __global__ void __launch_bounds__(32 * TOKEN_WARPS * COLUMN_WARPS, BL
     float *sums = rows[row + 8 * i];
 #endif
     for (int t = 0; t < TILES; t++) {
-      *(float2 *)(sums + t * 8 + quarter * 2) = make_float2(total[i / 2][t][i % 2 * 2], total[i / 2][t][i % 2 * 2 + 1]);
+      *(float2 *)(sums + t * 8 + quarter * 2) = make_float2(total[t][2 * i], total[t][2 * i + 1]);
     }
     if (quarter == 0) sums[WEIGHTS] = squares[i];
   }
 #if COLUMN_WARPS > 1
   __syncthreads();
-  for (int at = threadIdx.x; at < TOKEN_WARPS * TOKENS * ROW; at += 32 * TOKEN_WARPS * COLUMN_WARPS) {
+  for (int at = threadIdx.x; at < TOKEN_WARPS * 16 * ROW; at += 32 * TOKEN_WARPS * COLUMN_WARPS) {
     const int place = at / ROW, weight = at % ROW;
-    const long long token = (long long)tile * TOKEN_WARPS * TOKENS + place;
+    const long long token = (long long)tile * TOKEN_WARPS * 16 + place;
     if (token >= call.tokens || weight > WEIGHTS) continue;
     float sum = 0.f;
-    for (int w = 0; w < COLUMN_WARPS; w++) sum += parts[place / TOKENS * COLUMN_WARPS + w][place % TOKENS][weight];
+    for (int w = 0; w < COLUMN_WARPS; w++) sum += parts[place / 16 * COLUMN_WARPS + w][place % 16][weight];
     call.sums[((long long)split * call.tokens + token) * ROW + weight] = sum;
   }
 #endif
@@ -247,21 +222,13 @@ __device__ float factor(const Read &call, float squares) {
 // post and the doubly stochastic matrix of a token, by one warp.
 __device__ void weigh(const Read &call, long long token) {
   const int lane = threadIdx.x % 32;
-  // lane w has weight w
-  const bool is_weight = lane < WEIGHTS;
-  const float scale = is_weight ? weight_at(call.scale + (lane < S ? 0 : lane < 2 * S ? 1 : 2)) : 0.f;
-  const float base = is_weight ? weight_at(call.base + lane) : 0.f;
-  wait_for_previous();
-  float own = 0.f;
-  const float *sums = call.sums + token * ROW + lane;
-  for (int first = 0; first < call.splits; first += 16) {
-    float parts[16];  // asked for at once
-    for (int i = 0; i < 16; i++) {
-      parts[i] = first + i < call.splits && lane <= WEIGHTS ? sums[(long long)(first + i) * call.tokens * ROW] : 0.f;
-    }
-    for (int i = 0; i < 16; i++) own += parts[i];
+  float own = 0.f;  // lane w has weight w
+#pragma unroll 8
+  for (int split = 0; split < call.splits; split++) {
+    if (lane <= WEIGHTS) own += call.sums[((long long)split * call.tokens + token) * ROW + lane];
   }
-  own = own * factor(call, __shfl_sync(~0u, own, WEIGHTS)) * scale + base;
+  own *= factor(call, __shfl_sync(~0u, own, WEIGHTS));
+  if (lane < WEIGHTS) own = own * call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] + call.base[lane];
   if (lane >= S && lane < 2 * S) call.post[token * S + lane - S] = 2.f * sigmoid(own);
   float mix[S][S];
   for (int i = 0; i < S; i++) {
@@ -271,12 +238,10 @@ __device__ void weigh(const Read &call, long long token) {
   for (int i = 0; i < S; i++) {
     float most = mix[i][0], sum = 0.f;
     for (int j = 1; j < S; j++) most = fmaxf(most, mix[i][j]);
-    for (int j = 0; j < S; j++) sum += mix[i][j] = __expf(mix[i][j] - most);
-    const float share = reciprocal(sum);
-    for (int j = 0; j < S; j++) mix[i][j] = mix[i][j] * share + call.eps;
+    for (int j = 0; j < S; j++) sum += mix[i][j] = expf(mix[i][j] - most);
+    for (int j = 0; j < S; j++) mix[i][j] = mix[i][j] / sum + call.eps;
   }
-#pragma unroll 1
-  for (int pass = 0; pass < call.iterations; pass++) {
+  for (int pass = 0; pass < 2 * call.iterations - 1; pass += 2) {
     if (pass) {
       for (int i = 0; i < S; i++) {
         const float share = reciprocal((mix[i][0] + mix[i][1]) + (mix[i][2] + mix[i][3]) + call.eps);
@@ -299,15 +264,7 @@ __device__ void weigh(const Read &call, long long token) {
 __device__ void sum_up(const Read &call, long long token) {
   __shared__ float squares_of[WARPS];
   const int lane = threadIdx.x % 32;
-  uint4 norm[VECTORS], streams[VECTORS][S];
-  for (int v = 0; v < VECTORS; v++) {
-    const int at = threadIdx.x + v * WORKERS;
-    norm[v] = at < call.width ? weight_at(call.norm + at) : make_uint4(0, 0, 0, 0);
-  }
-  const float scale = weight_at(call.scale);
-  float base[S];
-  for (int s = 0; s < S; s++) base[s] = weight_at(call.base + s);
-  wait_for_previous();
+  uint4 streams[VECTORS][S];
   for (int v = 0; v < VECTORS; v++) {
     const int at = threadIdx.x + v * WORKERS;
     for (int s = 0; s < S; s++) {
@@ -322,7 +279,7 @@ __device__ void sum_up(const Read &call, long long token) {
     pre[0] += own.x, pre[1] += own.y, pre[2] += own.z, pre[3] += own.w, squares += row[WEIGHTS];
   }
   const float share = factor(call, warp_sum(squares));
-  for (int s = 0; s < S; s++) pre[s] = sigmoid(warp_sum(pre[s]) * share * scale + base[s]) + call.eps;
+  for (int s = 0; s < S; s++) pre[s] = sigmoid(warp_sum(pre[s]) * share * call.scale[0] + call.base[s]) + call.eps;
   uint32 sum[VECTORS][4];
   float total = 0.f;
   for (int v = 0; v < VECTORS; v++) {
@@ -341,20 +298,22 @@ __device__ void sum_up(const Read &call, long long token) {
   asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");  // the warp beside them does not take part
   total = 0.f;
   for (int warp = 0; warp < WARPS; warp++) total += squares_of[warp];
-  const float rate = rsqrtf(total / (8.f * call.width) + call.norm_eps);
+  const float scale = rsqrtf(total / (8.f * call.width) + call.norm_eps);
   for (int v = 0; v < VECTORS; v++) {
     const int at = threadIdx.x + v * WORKERS;
     if (at >= call.width) continue;
+    const uint4 norm = call.norm[at];
     uint32 out[4];
     for (int w = 0; w < 4; w++) {
-      const uint32 weight = ((const uint32 *)&norm[v])[w];
-      out[w] = narrow(low(sum[v][w]) * rate * low(weight), high(sum[v][w]) * rate * high(weight));
+      const uint32 weight = ((const uint32 *)&norm)[w];
+      out[w] = narrow(low(sum[v][w]) * scale * low(weight), high(sum[v][w]) * scale * high(weight));
     }
     call.x[token * call.width + at] = make_uint4(out[0], out[1], out[2], out[3]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 32) read_streams(const __grid_constant__ Read call) {
+  wait_for_previous();
   if (threadIdx.x < WORKERS) {
     sum_up(call, blockIdx.x);
   } else {

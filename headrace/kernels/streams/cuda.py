@@ -27,13 +27,12 @@ loads at once, tokens and columns of a warp."""
 @dataclass(frozen=True)
 class Tile:
     """Warps of a block that have other tokens, and other columns of the same; blocks of a multiprocessor; columns are
-    cut in ``splits``; a warp has ``height`` times `TOKENS`."""
+    cut in ``splits``."""
 
     token_warps: int
     column_warps: int
     blocks: int
     splits: int
-    height: int = 1
 
 
 def choose_tile(num_tokens: int, width: int) -> Tile:
@@ -63,7 +62,7 @@ class _Read(ctypes.Structure):
 @cache
 def find_kernel(entry: str, device: torch.device, **constants: int) -> CudaKernel | None:
     """A kernel of the source, compiled (a second) unless cached; None, with a warning, where that fails."""
-    defines = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "HEIGHT": 1, "VECTORS": 2} | constants
+    defines = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "VECTORS": 2} | constants
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
     try:
         with torch.cuda.device(device):
@@ -77,7 +76,7 @@ def find_kernels(width: int, tile: Tile, device: torch.device, *, writes: bool) 
     """``mix_streams`` and ``read_streams``; None where they cannot be compiled."""
     mix = find_kernel(
         "mix_streams", device, WRITES=int(writes), TOKEN_WARPS=tile.token_warps, COLUMN_WARPS=tile.column_warps,
-        BLOCKS=tile.blocks, HEIGHT=tile.height,
+        BLOCKS=tile.blocks,
     )
     read = find_kernel("read_streams", device, VECTORS=ceil_div(width, VECTOR * WORKERS))
     return None if mix is None or read is None else (mix, read)
@@ -121,7 +120,7 @@ def _sum_products(
     """Write what is ``pending`` (out, post, mix) back to ``new``; partial sums [K, T, ROW] of products and squares."""
     num_tokens, _, width = streams.shape
     sums = torch.empty((tile.splits, num_tokens, ROW), dtype=torch.float32, device=streams.device)
-    tiles = ceil_div(num_tokens, TOKENS * tile.height * tile.token_warps)
+    tiles = ceil_div(num_tokens, TOKENS * tile.token_warps)
     call = _Mix(
         *_point_at(streams, *pending, new, fn, sums), streams.stride(0) // VECTOR, streams.stride(1) // VECTOR,
         pending[0].stride(0) // VECTOR, num_tokens, tiles, width // VECTOR,
