@@ -117,3 +117,15 @@ def test_regions_check_their_bounds():
     with pytest.raises(TransferFailed, match="outside"):
         region.check(4000, 97)
     region.close()
+
+
+def test_memory_is_committed_beforehand_and_unchanged():
+    region = Region.create(1 << 20)
+    region.data[5] = 7
+    view = region.data
+    region.populate(0, 1 << 20)
+    assert os.stat(f"/proc/self/fd/{region.descriptor}").st_blocks * 512 == 1 << 20
+    assert view[5] == 7 and view.sum() == 7
+    region.close()
+    region.populate(0, 4096)  # of a thread that has not heard of it yet
+    assert view[5] == 7, "what refers to it keeps it"

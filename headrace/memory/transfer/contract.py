@@ -67,8 +67,9 @@ class Region:
 
     def __init__(self, descriptor: int, num_bytes: int):
         self.descriptor, self.num_bytes = descriptor, num_bytes
-        self._map = mmap.mmap(descriptor, num_bytes)
-        self.data = np.frombuffer(self._map, dtype=np.uint8)
+        mapped = mmap.mmap(descriptor, num_bytes)
+        self._map: mmap.mmap | None = mapped
+        self.data = np.frombuffer(mapped, dtype=np.uint8)
 
     @classmethod
     def create(cls, num_bytes: int) -> Region:
@@ -95,16 +96,18 @@ class Region:
 
     def populate(self, begin: int, num_bytes: int) -> None:
         """See `AnyRegion`."""
-        with contextlib.suppress(OSError):  # a kernel before 5.14: pages come when they are written
-            self._map.madvise(POPULATE_WRITE, begin, num_bytes)
+        mapped = self._map
+        if mapped is not None:  # closed by another thread
+            with contextlib.suppress(OSError, ValueError):  # a kernel before 5.14; closed just now
+                mapped.madvise(POPULATE_WRITE, begin, num_bytes)
 
     def close(self) -> None:
         """Unmap it here; others keep it. What still refers to ``data`` keeps the mapping, too."""
         self.data = np.empty(0, dtype=np.uint8)
-        try:
-            self._map.close()
-        except BufferError:  # a tensor refers to it, and unmaps it when it goes
-            del self._map
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            with contextlib.suppress(BufferError):  # a tensor refers to it, and unmaps it when it goes
+                mapped.close()
         os.close(self.descriptor)
 
 
