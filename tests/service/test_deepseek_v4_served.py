@@ -182,7 +182,10 @@ async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 101, "overlap_depth": 2}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"max_step_tokens": 101, "overlap_depth": 2},
+    {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
+], ids=str)
 def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):
     folder, prompts, expected = served
     with LLM(str(folder), **BASE | {"device": "cuda"} | options) as llm:
