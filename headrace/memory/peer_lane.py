@@ -44,6 +44,7 @@ class PeerLane:
     ):
         self.device, self._shares, self._leaves = device, shares, leaves
         self._heads: list[HeadRows] = []
+        self._passage = torch.empty(0, dtype=torch.uint8)
         self._copier: PageCopier | None = None
         self._region = torch.empty(0, dtype=torch.uint8)
         self._epoch = 0
@@ -138,13 +139,22 @@ class PeerLane:
         for begin in range(0, len(pages), size):
             some, part = pages[begin : begin + size], rows[begin : begin + size]
             places = list(range(len(some)))
-            own = part if heads.is_plain else part.new_empty(len(some), own_bytes)
+            own = part if heads.is_plain else self._own_rows(len(some), own_bytes)
             if leaves:
                 copier.gather(move.group, some, own, places)
             if not heads.is_plain:
                 (heads.to_peers if leaves else heads.from_peers)(own, part)
             if not leaves:
                 copier.scatter(move.group, some, own, places)
+
+    def _own_rows(self, count: int, own_bytes: int) -> torch.Tensor:
+        """Rows of the pool on their way; on a CPU always the same memory, as the system clears new pages first."""
+        size = count * own_bytes
+        if self.device.type != "cpu":
+            return torch.empty((count, own_bytes), dtype=torch.uint8, device=self.device)
+        if self._passage.numel() < size:
+            self._passage = torch.empty(size, dtype=torch.uint8)
+        return self._passage[:size].view(count, own_bytes)
 
     def _launch(self, copier: PageCopier, move: PageMove, begin: int, stream: torch.cuda.Stream) -> None:
         assert self._pinning is not None
