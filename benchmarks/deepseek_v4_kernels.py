@@ -106,7 +106,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def index_cases() -> Iterator[Case]:
-    from headrace.kernels.sparse_attention import indexer, reference
+    from headrace.kernels.sparse_attention import indexer, reference, selection
 
     cos_sin = angles(9000)
     for tokens, entries in ((1, 2048), (1, 32768), (1, 262144), (64, 2048), (1024, 2048)):
@@ -135,7 +135,7 @@ def index_cases() -> Iterator[Case]:
             f"select_entries T{tokens} N{entries}", 4.0 * tokens * entries, 0.0,
             {
                 n: partial(m.select_entries, scores, view, top_k=512, per_page=64, tokens=whole)
-                for n, m in (("torch", reference), ("triton", indexer))
+                for n, m in (("torch", reference), ("triton", indexer), ("cuda", selection))
             },
             lambda result: result.sort(-1).values.float(),
         )

@@ -253,18 +253,29 @@ def test_selection_with_ties(top_k: int, levels: int, device: str, monkeypatch: 
     if levels:  # 0 and -0 among them
         scores = torch.randint(0, levels, (7, 300), generator=generator) * -0.5
         scores[:, ::3] *= -1
-    for select in (indexer.select_entries, reference.select_entries):
+    selects = [indexer.select_entries, reference.select_entries]
+    if device == "cuda":
+        from headrace.kernels.sparse_attention import selection
+
+        selects.append(selection.select_entries)
+        monkeypatch.setattr(selection, "MOST_HELD", 4096 if levels % 2 else 0)
+    for select in selects:
         check_selection(select, scores.to(device), view, top_k, 8)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("top_k", "entries"), [(512, 2064), (1024, 32768), (2048, 262144), (512, 262144)])
 def test_selection_of_published_sizes(top_k: int, entries: int):
-    from headrace.kernels.sparse_attention.indexer import select_entries
+    from headrace.kernels.sparse_attention import indexer, selection
 
     view = make_view("cuda", [entries, top_k + 1, 5], [1, 1, 1], 64)
     for scores in (
         torch.randn(3, entries, device="cuda"), torch.randint(0, 9, (3, entries), device="cuda").float(),
         torch.relu(torch.randn(3, entries, device="cuda")),
     ):
-        check_selection(select_entries, scores, view, top_k, 64)
+        for select in (indexer.select_entries, selection.select_entries):
+            check_selection(select, scores, view, top_k, 64)
+        first, again = (
+            selection.select_entries(scores, view, top_k=top_k, per_page=64, tokens=slice(0, 3)) for _ in range(2)
+        )
+        assert torch.equal(first, again), "the same in the same order"

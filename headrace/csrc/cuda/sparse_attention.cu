@@ -30,11 +30,11 @@ struct Seen {  // slots that tokens attend to
 };
 
 struct Places {  // addresses in shared memory
-  uint32 queries, stages, weights, extremes, exchange, full, empty;
+  uint32 queries, stages, weights, extremes, angles, exchange, full, empty;
   __device__ explicit Places(uint32 start)
       : queries(start), stages(queries + VECTOR_BYTES), weights(stages + STAGES * VECTOR_BYTES),
-        extremes(weights + TILE_BYTES), exchange(extremes + 4 * HEADS * 4), full(exchange + MATH_THREADS * 64),
-        empty(full + 8 * STAGES) {}
+        extremes(weights + TILE_BYTES), angles(extremes + 4 * HEADS * 4), exchange(angles + ROTATED * 4),
+        full(exchange + MATH_THREADS * 64), empty(full + 8 * STAGES) {}
 };
 
 struct Call {
@@ -265,43 +265,77 @@ struct Walk {
     if (group < ahead) return window.numbers[int64(token) * window.width + min(group * SLOTS + row, window_count - 1)];
     return entries.numbers[entry_row * entries.width + min((group - ahead) * SLOTS + row, entry_count - 1)];
   }
-  __device__ const Seen &seen() const { return group < window_groups() ? window : entries; }
+  __device__ bool is_in_window() const { return group < window_groups(); }
 };
+
+__device__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+// The unpacking threads ask for the queries of an item that the others come to later.
+__device__ void announce_queries(const Call &call, const Walk &walk) {
+  const int heads = min(HEADS, call.heads - walk.head);
+  const char *from = call.q + (int64(walk.token) * call.heads + walk.head) * (DIM * 2);
+  for (int line = threadIdx.x; line < heads * (DIM * 2 / 128); line += 128) prefetch(from + line * 128);
+}
 
 struct Row {  // where a slot lies
   const char *values;
   uint2 scales;
-  __device__ void find(const Seen &seen, int64 number) {
-    const uint32 page = uint32(number) / uint32(seen.per_page), at = uint32(number) % uint32(seen.per_page);
+  __device__ void find(const Seen &seen, uint32 number) {
+    const uint32 page = number / uint32(seen.per_page), at = number % uint32(seen.per_page);
     values = seen.values + page * seen.page_bytes + at * VALUE_BYTES;
     scales = *reinterpret_cast<const uint2 *>(seen.scales + page * seen.page_bytes + at * SCALE_BYTES);
   }
 };
 
+struct Group {  // a thread's two rows of a group of slots
+  uint32 numbers[2];
+  bool is_window;
+  __device__ void load(const Walk &walk, int first) {
+    is_window = walk.is_in_window();
+    numbers[0] = uint32(walk.number(first));
+    numbers[1] = uint32(walk.number(first + 8));
+  }
+  // Ask for both rows, 576 bytes and their scales: each of a row's 4 lanes for some of its lines of 128 bytes.
+  __device__ void announce(const Seen &seen, int c) const {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32 page = numbers[half] / uint32(seen.per_page), at = numbers[half] % uint32(seen.per_page);
+      const char *values = seen.values + page * seen.page_bytes + at * VALUE_BYTES;
+      prefetch(values + c * 128);
+      if (c == 0) prefetch(values + 512);
+      if (c == 1) prefetch(seen.scales + page * seen.page_bytes + at * SCALE_BYTES);
+    }
+  }
+};
+
 // The warpgroup that unpacks. A warp has 16 rows of a group, 8 at a time: 4 lanes a row, 16 bytes each. While one row
-// is unpacked, the next is on its way into the same registers.
-__device__ void unpack_slots(Walk &walk, uint32 stages, uint32 full, uint32 empty) {
+// is unpacked, the next is on its way into the same registers, and those of two groups later to the second-level cache.
+__device__ void unpack_slots(const Call &call, Walk &walk, uint32 stages, uint32 full, uint32 empty) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4, first = threadIdx.x / 32 * 16 + r;
   if (!walk.open(blockIdx.x) || (!walk.is_inside() && !walk.open_next())) return;
+  const Seen &window = walk.window, &entries = walk.entries;
+  Group now, next, later;
+  now.load(walk, first);
+  bool has_next = walk.advance();
+  if (has_next) next.load(walk, first);
   uint4 raw[GROUPS + 2];
   Row row;
-  row.find(walk.seen(), walk.number(first));
+  row.find(now.is_window ? window : entries, now.numbers[0]);
   const int turned = r % 2;  // an odd row's halves in the other order: no two rows write to the same banks
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) raw[g] = load_global(row.values + g * 64 + c * 16);
 #pragma unroll
   for (int h = 0; h < 2; h++) raw[GROUPS + h] = load_global(row.values + CODES + (c + 4 * (h ^ turned)) * 16);
+  if (has_next) next.announce(next.is_window ? window : entries, c);
 
   int stage = 0;
   uint32 parity = 0;
-  int64 numbers[2] = {0, walk.number(first + 8)};  // of rows to be fetched: of the next group, and of this one
   for (bool goes_on = true; goes_on;) {
-    const Seen &seen = walk.seen();
-    const int64 second = numbers[1];
-    goes_on = walk.advance();
-    if (goes_on) {
-      numbers[0] = walk.number(first);
-      numbers[1] = walk.number(first + 8);
+    const int item = walk.item;
+    const bool has_later = has_next && walk.advance();
+    if (has_later) {
+      later.load(walk, first);
+      if (walk.item != item) announce_queries(call, walk);
     }
     wait_for(empty + 8 * stage, parity ^ 1);
 #pragma unroll
@@ -309,9 +343,10 @@ __device__ void unpack_slots(Walk &walk, uint32 stages, uint32 full, uint32 empt
       const uint2 scales = row.scales;
       const uint32 to = stages + stage * VECTOR_BYTES + (first + 8 * half) * 128;
       if (half == 0) {
-        row.find(seen, second);
-      } else if (goes_on) {
-        row.find(walk.seen(), numbers[0]);
+        row.find(now.is_window ? window : entries, now.numbers[1]);
+      } else {
+        if (has_next) row.find(next.is_window ? window : entries, next.numbers[0]);
+        if (has_later) later.announce(later.is_window ? window : entries, c);
       }
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) {
@@ -338,74 +373,80 @@ __device__ void unpack_slots(Walk &walk, uint32 stages, uint32 full, uint32 empt
     show_to_tensor_cores();
     arrive_at(full + 8 * stage);
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    goes_on = has_next;
+    now = next;
+    next = later;
+    has_next = has_later;
   }
 }
 
 // Queries [64, 512] of an item to shared memory: RMS norm over a head, rotation of its last dims. A warp has 8 heads, a
-// lane dims 8 lane to 8 lane + 7 and the same behind 256.
-__device__ void prepare_queries(const Call &call, const Walk &walk, uint32 to, int warp, int lane) {
+// lane dims 8 lane to 8 lane + 7 and the same behind 256. The item's angles go to shared memory too.
+__device__ void prepare_queries(const Call &call, const Walk &walk, const Places &in, int warp, int lane) {
+  uint4 raw[8][2];  // all on their way at once
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int head = walk.head + warp * 8 + i;
+    const char *from = call.q + (int64(walk.token) * call.heads + head) * (DIM * 2) + lane * 16;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      raw[i][half] = head < call.heads ? load_once(from + half * 512) : make_uint4(0, 0, 0, 0);
+  }
   const float *angles = call.cos_sin + call.positions[walk.token] * ROTATED;
   float cosine[4] = {1, 1, 1, 1}, sine[4] = {0, 0, 0, 0};
   if (lane >= 24) {  // the last dims, in pairs
+    const float4 c = *reinterpret_cast<const float4 *>(angles + (lane - 24) * 4);
+    const float4 s = *reinterpret_cast<const float4 *>(angles + ROTATED / 2 + (lane - 24) * 4);
+    cosine[0] = c.x, cosine[1] = c.y, cosine[2] = c.z, cosine[3] = c.w;
+    sine[0] = s.x, sine[1] = s.y, sine[2] = s.z, sine[3] = s.w;
+    if (warp == 0) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      cosine[i] = angles[(lane - 24) * 4 + i];
-      sine[i] = angles[ROTATED / 2 + (lane - 24) * 4 + i];
+      for (int i = 0; i < 4; i++) {
+        store_shared(in.angles + ((lane - 24) * 4 + i) * 4, __float_as_uint(cosine[i]));
+        store_shared(in.angles + (ROTATED / 2 + (lane - 24) * 4 + i) * 4, __float_as_uint(sine[i]));
+      }
     }
   }
-#pragma unroll 1
-  for (int part = 0; part < 8; part += 4) {
-    uint4 raw[4][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int head = walk.head + warp * 8 + part + i;
-      const char *from = call.q + (int64(walk.token) * call.heads + head) * (DIM * 2) + lane * 16;
+  for (int i = 0; i < 8; i++) {
+    float square = 0.0f;
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        raw[i][half] = head < call.heads ? load_once(from + half * 512) : make_uint4(0, 0, 0, 0);
+    for (int half = 0; half < 2; half++) {
+      const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+#pragma unroll
+      for (int w = 0; w < 4; w++)
+        square += low_half(words[w]) * low_half(words[w]) + high_half(words[w]) * high_half(words[w]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float square = 0.0f;
+    for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+    const float inverse = rsqrtf(square / DIM + call.norm_eps);
+    const int row = warp * 8 + i;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+    for (int half = 0; half < 2; half++) {
+      const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+      uint32 done[4];
 #pragma unroll
-        for (int w = 0; w < 4; w++)
-          square += low_half(words[w]) * low_half(words[w]) + high_half(words[w]) * high_half(words[w]);
+      for (int w = 0; w < 4; w++) {
+        const float even = low_half(words[w]) * inverse, odd = high_half(words[w]) * inverse;
+        done[w] = half ? pack(even * cosine[w] - odd * sine[w], odd * cosine[w] + even * sine[w]) : pack(even, odd);
       }
-#pragma unroll
-      for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
-      const float inverse = rsqrtf(square / DIM + call.norm_eps);
-      const int row = warp * 8 + part + i;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
-        uint32 done[4];
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
-          const float even = low_half(words[w]) * inverse, odd = high_half(words[w]) * inverse;
-          done[w] = half ? pack(even * cosine[w] - odd * sine[w], odd * cosine[w] + even * sine[w]) : pack(even, odd);
-        }
-        const int chunk = half * 32 + lane;  // of 16 bytes
-        store_shared(to + chunk / 8 * TILE_BYTES + row * 128 + ((chunk % 8 ^ row % 8) * 16), done[0], done[1], done[2],
-                     done[3]);
-      }
+      const int chunk = half * 32 + lane;  // of 16 bytes
+      store_shared(in.queries + chunk / 8 * TILE_BYTES + row * 128 + ((chunk % 8 ^ row % 8) * 16), done[0], done[1],
+                   done[2], done[3]);
     }
   }
 }
 
 // A warp's sums [16, 256] times `share`, rotated back in the last dims, through its own 8 KiB of shared memory.
 __device__ void store_output(const Call &call, const Walk &walk, const float (&sums)[128], const float (&share)[2],
-                             int side, uint32 through, int warp, int lane) {
+                             int side, uint32 through, uint32 angles, int warp, int lane) {
   const int r = lane / 4, c = lane % 4;
-  const float *angles = call.cos_sin + call.positions[walk.token] * ROTATED;
 #pragma unroll
   for (int j = 0; j < 32; j++) {
     float cosine = 1.0f, sine = 0.0f;
     if (side == 1 && j >= 24) {
-      cosine = angles[(j - 24) * 4 + c];
-      sine = angles[ROTATED / 2 + (j - 24) * 4 + c];
+      cosine = load_shared_float(angles + ((j - 24) * 4 + c) * 4);
+      sine = load_shared_float(angles + (ROTATED / 2 + (j - 24) * 4 + c) * 4);
     }
 #pragma unroll
     for (int low = 0; low < 2; low++) {
@@ -456,7 +497,13 @@ __device__ void attend_groups(const Call &call, Walk &walk, int side, const Plac
       if (thread < HEADS && head < call.heads) store_stats(call, walk, head, __int_as_float(0xFF800000), 0.0f);
       continue;
     }
-    prepare_queries(call, walk, in.queries, thread / 32, lane);
+    float sinks[2];
+#pragma unroll
+    for (int low = 0; low < 2; low++) {
+      const int head = walk.head + r + 8 * low;
+      sinks[low] = head < call.heads ? call.sinks[head] * LOG2_E : 0.0f;
+    }
+    prepare_queries(call, walk, in, thread / 32, lane);
     show_to_tensor_cores();
     sync_math();
     float sums[128];
@@ -563,14 +610,13 @@ __device__ void attend_groups(const Call &call, Walk &walk, int side, const Plac
       if (call.splits > 1) {
         if (side == 0 && lane % 4 == 0 && head < call.heads) store_stats(call, walk, head, most[low], total[low]);
       } else {
-        const float sink = head < call.heads ? call.sinks[head] : 0.0f;
-        share[low] = 1.0f / (total[low] + exp2_fast(sink * LOG2_E - most[low]));
+        share[low] = 1.0f / (total[low] + exp2_fast(sinks[low] - most[low]));
       }
     }
     if (call.splits > 1) {
       store_sums(call, walk, sums, side, warp, lane);
     } else {
-      store_output(call, walk, sums, share, side, in.queries + thread / 32 * 8192, warp, lane);
+      store_output(call, walk, sums, share, side, in.queries + thread / 32 * 8192, in.angles, warp, lane);
     }
     sync_math();  // before the next in.queries overwrite what outputs went through
   }
@@ -594,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 128) {
     // of 504 registers that three warpgroups have at launch
     asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
-    unpack_slots(walk, in.stages, in.full, in.empty);
+    unpack_slots(call, walk, in.stages, in.full, in.empty);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
     attend_groups(call, walk, threadIdx.x < 256 ? 0 : 1, in);

@@ -154,3 +154,8 @@ SELECT_ENTRIES.add(
     "triton_pdl", "headrace.kernels.sparse_attention.indexer:select_entries_pdl",
     supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )
+SELECT_ENTRIES.add(
+    "cuda", "headrace.kernels.sparse_attention.selection:select_entries",
+    supports=requires(device="cuda", capability=(9, 0)), priority=20,
+    doc="own CUDA C++: radix selection, a block a token; in order, of equal scores the first",
+)

@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 HEADS, SLOTS, THREADS = 64, 64, 384
 """As in ``sparse_attention.cu``: heads of a block, slots that it multiplies at a time, its threads."""
 HEAD_DIM, ROTARY_DIM, VALUE_BYTES = 512, 64, 576
-# 1024 to align the swizzled tiles, queries and two stages of vectors, the weights' tile, maxima and sums, logits that
-# the two sides exchange, barriers
-SHARED_BYTES = 1024 + 3 * HEADS * HEAD_DIM * 2 + HEADS * SLOTS * 2 + 4 * HEADS * 4 + HEADS * SLOTS * 4 + 4 * 8
+# 1024 to align the swizzled tiles, queries and two stages of vectors, the weights' tile, maxima and sums, angles,
+# logits that the two sides exchange, barriers
+SHARED_BYTES = (
+    1024 + 3 * HEADS * HEAD_DIM * 2 + HEADS * SLOTS * 2 + 4 * HEADS * 4 + ROTARY_DIM * 4 + HEADS * SLOTS * 4 + 4 * 8
+)
 OPTIONS = ("-arch=sm_90a", "-std=c++17")
 PIECE_TIME, COMBINE_TIME, SUMS_TIME = 3.0, 3.0, 0.07
 """Microseconds on an H200: of a block for a piece; of adding up splits, and more for each split of each item."""
