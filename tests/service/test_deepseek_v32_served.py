@@ -24,16 +24,21 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0, "pad_token_id": 0,
 }
 KINDS = {"DeepseekV32": {}, "GlmMoeDsa": {"indexer_types": ["full", "shared", "full"]}}
+BASE = {"dtype": "float32", "kv_pages": 40, "page_size": 16, "max_model_len": 128}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_equal_generate(kind: str, tmp_path: Path):
-    """Whole, cut into chunks, and behind pages of the prefix cache."""
+Served = tuple[Path, list[list[int]], list[list[int]]]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A saved model, prompts of which two share a beginning, and what ``generate`` says to each."""
     torch.manual_seed(2)
-    config = getattr(transformers, f"{kind}Config")(**CONFIG | KINDS[kind])
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    model.save_pretrained(tmp_path)
+    config = getattr(transformers, f"{request.param}Config")(**CONFIG | KINDS[request.param])
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
     draw = random.Random(1)
     shared = [draw.randrange(1, 128) for _ in range(40)]
     prompts = [shared, [*shared[:33], 5, 6], [7] * 3, [draw.randrange(1, 128) for _ in range(25)]]
@@ -42,9 +47,13 @@ def test_greedy_tokens_equal_generate(kind: str, tmp_path: Path):
             model.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(p):].tolist()
             for p in prompts
         ]
-    base = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 40, "page_size": 16, "max_model_len": 128}
-    runs = []
-    with LLM(str(tmp_path), **base, max_step_tokens=24, overlap_depth=2) as llm:
+    return folder, prompts, expected
+
+
+def test_greedy_tokens_equal_generate(served: Served):
+    """Whole, cut into chunks, and behind pages of the prefix cache."""
+    (folder, prompts, expected), runs = served, []
+    with LLM(str(folder), **BASE, device="cpu", threads=1, max_step_tokens=24, overlap_depth=2) as llm:
         for _ in range(2):
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
             assert [o.outputs[0].token_ids for o in outputs] == expected
@@ -52,6 +61,16 @@ def test_greedy_tokens_equal_generate(kind: str, tmp_path: Path):
         assert [o.num_cached_tokens for o in outputs] == [32, 32, 0, 16]
         llm.check()
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+def test_a_gpu_says_the_same(served: Served):
+    """With graphs and two steps in flight."""
+    folder, prompts, expected = served
+    with LLM(str(folder), **BASE, device="cuda", max_step_tokens=24) as llm:
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
 
 
 def given(**options: Any) -> dict[str, Any]:
