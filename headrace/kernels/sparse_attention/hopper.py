@@ -1,7 +1,7 @@
 """Sparse latent attention over packed slots on Hopper in own CUDA C++ (``csrc/cuda/sparse_attention.cu``): slots are
 unpacked once for 64 heads by a warpgroup of their own, while two others multiply with wgmma.
 
-T tokens, H heads, E head dim (512), K splits. Everything that is not published models' shape is passed on to `triton`.
+T tokens, H heads, E head dim (512), K splits.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def choose_splits(items: int, pieces: int, programs: int) -> int:
 def attend_slots(
     queries: Queries, window: SeenSlots, entries: SeenSlots | None, *, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """See `ATTEND_SLOTS`; ``window`` has a row for each token."""
+    """See `ATTEND_SLOTS`; ``window`` has a row for each token. Other numbers of heads than `HEADS` are passed on."""
     q = queries.q
     kernel = find_kernel(q.device)
-    if kernel is None:
+    if kernel is None or q.shape[1] != HEADS:
         return triton.attend_slots_pdl(queries, window, entries, sinks=sinks, scale=scale)
     (num_tokens, num_heads, head_dim), programs = q.shape, count_programs(q.device)
     assert q.is_contiguous() and window.rows is None and queries.cos_sin.is_contiguous()
@@ -118,9 +118,7 @@ def attend_slots(
         q.data_ptr(), queries.positions.data_ptr(), queries.cos_sin.data_ptr(), sinks.data_ptr(), out.data_ptr(), sums,
         stats, queries.norm_eps, scale, num_tokens, num_heads, splits,
     )
-    kernel.launch(
-        min(items * splits, programs), THREADS, call, _describe(window), _describe(entries), is_dependent=True
-    )
+    kernel.launch(items * splits, THREADS, call, _describe(window), _describe(entries), is_dependent=True)
     if parts is not None:
         triton.combine(parts, queries, sinks, out, pdl=True)
     return out

@@ -18,9 +18,6 @@ from headrace.kernels.sparse_attention import EntryView, Queries
 
 KEYS, PACKED_KEYS = 64, 128
 """Entries that a program scores at a time, plain and packed."""
-TOKENS, MANY_TOKENS = 2, 256
-"""Tokens of a program, where a step has at least so many and some of one request: they share its keys."""
-SCORE_WARPS, SCORE_STAGES = 8, 3
 PROGRAMS = 264
 """Programs among which the entries of a step are divided, about two for each multiprocessor of a large GPU."""
 SELECT_BLOCK, LONG_BLOCK = 2048, 8192
@@ -46,51 +43,38 @@ def _load_queries(q_ptr, cos_sin_ptr, row, is_row, position, E: tl.constexpr, R:
 @triton.jit
 def _score_codes_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
-    num_tokens, table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
-    E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Both factors in e4m3. Keys are the rows of the product, so that the sum over heads is along a row.
-    tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    nth = tile * TOKENS + tl.arange(0, TOKENS)
+    nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = first_token + nth
     wait_for_previous(PDL)
-    is_token = nth < num_tokens
-    visible = tl.load(visible_ptr + first_token + nth, mask=is_token, other=0).to(tl.int32)
-    visible = tl.where(visible > top_k, visible, 0)
-    if part * BLOCK < tl.max(visible, axis=0):
-        request = tl.load(requests_ptr + first_token + nth, mask=is_token, other=-1)
-        row = tl.arange(0, TOKENS * HEADS)
-        owner, head = first_token + tile * TOKENS + row // HEADS, row % HEADS
-        is_row = (head < H) & (owner < first_token + num_tokens)
-        position = tl.load(positions_ptr + owner, mask=is_row, other=0)
-        q = _load_queries(q_ptr, cos_sin_ptr, owner * H + head, is_row, position, E, R)
+    visible = tl.load(visible_ptr + token).to(tl.int32)
+    if (visible > top_k) & (part * BLOCK < visible):
+        position, request = tl.load(positions_ptr + token), tl.load(requests_ptr + token)
+        head = tl.arange(0, HEADS)
+        is_head = head < H
+        q = _load_queries(q_ptr, cos_sin_ptr, token * H + head, is_head, position + head * 0, E, R)
         turned = tl.dot(q, hadamard_signs(E).to(q.dtype), input_precision="ieee") * (1.0 / tl.sqrt_rn(E * 1.0))
         step = tl.div_rn(tl.maximum(tl.max(tl.abs(turned), axis=1), LEAST_AMAX), LARGEST)
         codes = tl.trans(tl.div_rn(turned, tl.broadcast_to(step[:, None], turned.shape)).to(tl.float8e4nv))
-        weight = tl.load(weights_ptr + owner * H + head, mask=is_row, other=0.0).to(tl.float32) * scale * step
+        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0).to(tl.float32) * scale * step
         dim, place = tl.arange(0, E), tl.arange(0, BLOCK)
-        before = tl.full([], -1, tl.int64)
-        for turn in range(TOKENS):  # once for all tokens of a request, which follow each other
-            mine = tl.max(tl.where(tl.arange(0, TOKENS) == turn, request, -1), axis=0)
-            is_own = (request == mine) & (mine != before)
-            before = mine
-            end = tl.max(tl.where(is_own, visible, 0), axis=0)
-            for first in range(part * BLOCK, end, tl.num_programs(1) * BLOCK):
-                number = first + place
-                is_inside = number < end
-                page = tl.load(table_ptr + mine * table_width + number // S, mask=is_inside, other=0).to(tl.int64)
-                start = page * PAGE + number % S * SLOT
-                key = tl.load(
-                    codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
-                )
-                hits = tl.maximum(tl.dot(key, codes), 0.0) * weight[None, :]
-                score = tl.sum(tl.reshape(hits, [BLOCK, TOKENS, HEADS]), axis=2)
-                # a key's scale is positive, so that it may come behind the relu
-                score *= tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)[:, None]
-                tl.store(
-                    scores_ptr + nth[None, :] * num_columns + number[:, None], score,
-                    mask=is_own[None, :] & (number[:, None] < visible[None, :]),
-                )
+        for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
+            number = first + place
+            is_inside = number < visible
+            page = tl.load(table_ptr + request * table_width + number // S, mask=is_inside, other=0).to(tl.int64)
+            start = page * PAGE + number % S * SLOT
+            key = tl.load(
+                codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
+            )
+            hits = tl.maximum(tl.dot(key, codes), 0.0)
+            # a key's scale is positive, so that it may come behind the relu
+            score = tl.sum(hits * weight[None, :], axis=1)
+            score *= tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
+            tl.store(scores_ptr + nth * num_columns + number, score, mask=is_inside)
 
 
 @triton.jit
@@ -145,18 +129,15 @@ def index_scores(
         first,
     )
     sizes = (view.page_table.stride(0), longest, top_k, scale)
+    # entries that a program scores at a time, and among how many programs those of a token are divided
+    block = KEYS if place["HOW"] == PLAIN else PACKED_KEYS
+    grid = (count, min(ceil_div(longest, block), max(1, PROGRAMS // count)))
     if place["HOW"] == PLAIN:
-        parts = min(ceil_div(longest, KEYS), max(1, PROGRAMS // count))
-        _score_kernel[(count, parts)](
-            *inputs, *sizes, place["codes_ptr"], **shared, BLOCK=KEYS, num_warps=4, launch_pdl=pdl
-        )
+        _score_kernel[grid](*inputs, *sizes, place["codes_ptr"], **shared, BLOCK=block, num_warps=4, launch_pdl=pdl)
     else:
-        together = TOKENS if view.prefills and count >= MANY_TOKENS else 1
-        tiles = ceil_div(count, together)
-        parts = min(ceil_div(longest, PACKED_KEYS), max(1, PROGRAMS // tiles))
-        _score_codes_kernel[(tiles, parts)](
-            *inputs, count, *sizes, place["codes_ptr"], place["scales_ptr"], **shared, TOKENS=together,
-            BLOCK=PACKED_KEYS, num_warps=SCORE_WARPS, num_stages=SCORE_STAGES, launch_pdl=pdl,
+        _score_codes_kernel[grid](
+            *inputs, *sizes, place["codes_ptr"], place["scales_ptr"], **shared, BLOCK=block, num_warps=4, num_stages=3,
+            launch_pdl=pdl,
         )
     return scores
 

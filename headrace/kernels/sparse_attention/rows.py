@@ -17,7 +17,7 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import SeenSlots
 from headrace.kernels.sparse_attention.triton import LOG2_E, MOST_SPLITS, PROGRAMS
 
-HEADS, SLOTS, STAGES = 64, 64, 1
+HEADS, SLOTS, STAGES = 64, 32, 2
 """Of a program: heads, slots that it reads at a time, blocks of slots on their way."""
 
 
