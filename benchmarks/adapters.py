@@ -112,6 +112,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--graphs", default="on")
     parser.add_argument("--most", type=int, default=256, help="requests of a workload")
+    parser.add_argument("--counts", default="1,8,64,mixed", help="adapters in the batch; mixed: 8, and half base")
+    parser.add_argument("--workloads", default="latency1,offline256")
     args = parser.parse_args()
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
     began = time.perf_counter()
@@ -128,13 +130,17 @@ def main() -> None:
     for name in names:
         engine.adapters.load(LoadAdapter(name))
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-    cells = {"base": [], "1 adapter": names[:1], "8 adapters": names[:8], f"{args.slots} adapters": names,
-             "half base, 8 adapters": [part for name in names[:8] for part in (name, "")]}
-    for workload in ("offline256", "latency1"):
+    cells: dict[str, list[str]] = {"base": []}
+    for count in args.counts.split(","):
+        if count == "mixed":
+            cells["half base, 8 adapters"] = [part for name in names[:8] for part in (name, "")]
+        else:
+            cells[f"{count} adapters"] = names[: int(count)]
+    for workload in args.workloads.split(","):
         prompts, output_lens = (part[: args.most] for part in workloads.ALL[workload](vocab_size))
         seconds: dict[str, float] = {}
         for cell, adapters in cells.items():
-            if workload == "latency1" and cell not in ("base", "1 adapter"):
+            if workload == "latency1" and cell not in ("base", "1 adapters"):
                 continue
             run(engine, prompts, [min(4, length) for length in output_lens], adapters)  # loads, and warms up
             seconds[cell] = statistics.median(run(engine, prompts, output_lens, adapters) for _ in range(args.repeats))

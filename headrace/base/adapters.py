@@ -138,7 +138,8 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     """Read an adapter into host memory, from ``path`` or from ``tensors``: the bytes of a safetensors file, with
     ``config`` the text of adapter_config.json. The reply is its `AdapterInfo`. It is put on the device when a request
     needs it. A name that is taken is a `Conflict` unless ``replaces``: requests that have begun then end with the old
-    weights, new ones get the new."""
+    weights, new ones get the new. ``previous``: where the replaced one came from, by which a load that fails on some of
+    several engines is undone on the others; without it that is not possible."""
 
     method: ClassVar[str] = "load_adapter"
     name: str
@@ -147,6 +148,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     replaces: bool = False
     tensors: bytes = b""
     config: str = ""
+    previous: str = ""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True):

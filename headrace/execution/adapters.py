@@ -150,6 +150,8 @@ class AdapterInputs:
 
     def __init__(self, banks: AdapterBanks, rows: Rows, device: torch.device):
         self.banks, self._rows, self._device = banks, rows, device
+        # of captured steps: in others two streams take the host more time than they save. First, as it is short.
+        self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def make_static(self, size: int) -> torch.Tensor:
         """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
@@ -172,7 +174,7 @@ class AdapterInputs:
 
     def view_static(self, static: torch.Tensor, size: int) -> SlotRows:
         """Of a captured step."""
-        return self._layout(size).view(static, [])
+        return self._layout(size).view(static, [], self._side)
 
     @contextmanager
     def outputs(self, rows: SlotRows | None) -> Iterator[None]:

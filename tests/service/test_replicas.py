@@ -6,21 +6,23 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation
 from test_client import SLOW, greedy, ids, read, until
 
+from headrace.base.adapters import LoadAdapter
 from headrace.base.admin import StartProfile
 from headrace.base.config import engine_config
-from headrace.base.errors import Conflict, EngineUnavailable, ModelError, PluginError
+from headrace.base.errors import AdapterError, Conflict, EngineUnavailable, ModelError, PluginError, RequestError
 from headrace.base.messages import EngineStats, SpeculationStats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.client.client import EngineClient
 from headrace.service.client.replica import Supervision
-from headrace.service.client.replicas import sum_stats
+from headrace.service.client.replicas import call_all, sum_stats
 
 TWO = {"data_parallel_size": 2}
 
@@ -208,6 +210,34 @@ async def test_weights_are_replaced_on_all_or_none(start_client: Callable):
     results = await asyncio.gather(*(read(client.submit([i], greedy(3))) for i in range(4)))
     assert [ids(deltas) for deltas in results] == [continuation([i], 3) for i in range(4)]
     assert client.config.model.model == "0" and client.num_restarts == 0
+
+
+class HalfReplica:
+    """Notes calls; ``error``: what loading ``bad`` raises."""
+
+    is_up, state = True, "ready"
+
+    def __init__(self, name: str, error: RequestError | None = None):
+        self.name, self._error, self.calls = name, error, []
+
+    async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        self.calls.append((method, args["name"], args.get("path")))
+        if self._error is not None and args.get("path") == "bad":
+            raise self._error
+        return {}
+
+
+@pytest.mark.parametrize(("call", "undone"), [
+    (LoadAdapter("sql", "bad", replaces=True, previous="old"), ("load_adapter", "sql", "old")),
+    (LoadAdapter("sql", "bad"), ("unload_adapter", "sql", None)),
+    (LoadAdapter("sql", "bad", replaces=True), None),
+], ids=["in place", "new", "in place of tensors"])
+async def test_an_adapter_that_some_cannot_load_is_undone_on_the_others(call: LoadAdapter, undone: Any):
+    replicas = [HalfReplica("replica 0"), HalfReplica("replica 1", AdapterError("torn", param="lora_path"))]
+    with pytest.raises(AdapterError, match="replica 1: torn" + ("; undone" if undone else "$")):
+        await call_all(replicas, call, engine_config(model="0", skip_tokenizer=True), 1.0)
+    assert replicas[0].calls == [("load_adapter", "sql", "bad"), *([undone] if undone else [])]
+    assert replicas[1].calls == [("load_adapter", "sql", "bad")]
 
 
 async def test_calls_that_need_all_wait_for_a_replica_that_restarts(start_client: Callable):

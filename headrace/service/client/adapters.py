@@ -176,6 +176,8 @@ class AdapterCatalog:
             )
 
     async def _send(self, call: LoadAdapter, request: LoRARequest, path: str) -> AdapterInfo:
+        if call.name in self._known and call.name not in self._from_tensors:
+            call = msgspec.structs.replace(call, previous=self._known[call.name].path)
         try:
             result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
         except Conflict:

@@ -98,6 +98,8 @@ def _undo(method: Method, config: EngineConfig) -> Method | None:
             return StopProfile()
         case LoadAdapter(name, replaces=False):
             return UnloadAdapter(name)
+        case LoadAdapter(name, replaces=True, previous=previous) if previous:  # a pin stays with the name
+            return LoadAdapter(name, previous, replaces=True)
         case ReplaceWeights():
             return ReplaceWeights(config.model.model, config.model.load_format)
     return None

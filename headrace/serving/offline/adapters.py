@@ -57,6 +57,8 @@ class OfflineAdapters:
         else:
             packed = tensors if isinstance(tensors, bytes) else load_target(TENSOR_PACKER)(tensors)
             call = LoadAdapter(name, "", is_pinned, replaces, packed, _config_text(config))
+        if name in self._known:
+            call = msgspec.structs.replace(call, previous=self._known[name].path)
         info = msgspec.convert(self._client.administer(call), AdapterInfo)
         self._known[name] = LoRARequest(name, call.path)
         return info
