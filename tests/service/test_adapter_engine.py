@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, make_config, take, write_adapter
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.base.adapters import AdapterConfig, LoadAdapter, PinAdapter, UnloadAdapter
+from headrace.base.admin import DEVICE_PARTS
+from headrace.base.config import CacheConfig, ModelConfig
 from headrace.base.errors import Conflict, NotFound
+from headrace.base.messages import Call, EngineRequest
 from headrace.service.build import build_engine
+from headrace.service.control import Control
 from headrace.service.engine import Engine
 
 
@@ -130,29 +138,37 @@ def test_aborted_requests_free_their_adapter(rig: Rig):
     assert all(info.num_requests == 0 for info in engine.adapters.describe_all())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_loads_and_unloads(rig: Rig, seed: int):
+EXTRA = ("x0", "x1", "x2")
+NAMES = st.sampled_from(EXTRA)
+ACTIONS = st.one_of(
+    st.tuples(st.just("load"), NAMES), st.tuples(st.just("unload"), NAMES), st.tuples(st.just("step"), st.just("")),
+    st.tuples(st.just("abort"), st.integers(0, 99)),
+    *(st.tuples(st.just("ask"), st.tuples(
+        st.sampled_from(["", "a0", "a1", "a2", *EXTRA]), st.integers(0, 3), st.integers(1, 29), st.integers(1, 8)
+    )) for _ in range(3)),
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(actions=st.lists(ACTIONS, min_size=20, max_size=50))
+def test_random_traffic_loads_and_unloads(rig: Rig, actions: list[tuple[str, Any]]):
     """Each request says what it says alone, whatever is loaded, reloaded and unloaded around it."""
-    draw, engine, answers, expected = random.Random(seed), rig.engine, dict[str, Answer](), {}
-    extra = {f"x{i}": write_adapter(rig.base, rig.folder / f"x{i}", 30 + i, rank=2 + i) for i in range(3)}
+    engine, answers, expected = rig.engine, dict[str, Answer](), dict[str, EngineRequest]()
     loaded: set[str] = set()
-    for number in range(60):
-        action = draw.random()
-        name = draw.choice(sorted(extra))
-        if action < 0.15 and name not in loaded:
-            engine.adapters.load(LoadAdapter(name, str(extra[name])))
-            loaded.add(name)
-        elif action < 0.25 and name in loaded:
-            engine.adapters.unload(UnloadAdapter(name))
-            loaded.discard(name)
-        elif action < 0.35 and answers:
-            engine.abort(draw.choice(sorted(answers)))
-        elif action < 0.75:
-            adapter = draw.choice(["", "a0", "a1", "a2", *sorted(loaded)])
-            request = ask(f"{seed}-{number}", prompt(draw.randrange(4), draw.randrange(1, 30)), adapter,
-                          max_tokens=draw.randrange(1, 9))
+    for number, (action, what) in enumerate(actions):
+        if action == "load":
+            path = write_adapter(rig.base, rig.folder / what, 30 + int(what[1:]), rank=2 + int(what[1:]))
+            engine.adapters.load(LoadAdapter(what, str(path), replaces=what in loaded))
+            loaded.add(what)
+        elif action == "unload" and what in loaded:
+            engine.adapters.unload(UnloadAdapter(what))
+            loaded.discard(what)
+        elif action == "abort" and expected:
+            engine.abort(sorted(expected)[what % len(expected)])
+        elif action == "ask" and (what[0] in loaded or what[0] not in EXTRA):
+            adapter, seed, length, max_tokens = what
+            request = expected[f"r{number}"] = ask(f"r{number}", prompt(seed, length), adapter, max_tokens=max_tokens)
             engine.submit(request)
-            expected[request.request_id] = request
         take(engine.step(), answers)
         engine.check()
     drain(engine, answers)
@@ -164,6 +180,57 @@ def test_random_traffic_loads_and_unloads(rig: Rig, seed: int):
             check_answer(found, whole)
     for name in loaded:
         engine.adapters.unload(UnloadAdapter(name))
+
+
+def open_engine(rig: Rig, **changes: Any) -> Engine:
+    """Another engine with the rig's adapters; ``changes``: other sections of its configuration."""
+    modules = " ".join(f"a{i}={path}" for i, path in enumerate(rig.paths))
+    config = make_config(rig.base, adapters=AdapterConfig(enable_lora=True, max_loras=2, lora_modules=modules))
+    return build_engine(replace(config, **changes))
+
+
+def ask_all(rig: Rig, engine: Engine, *, is_exact: bool = True) -> dict[str, Answer]:
+    """One request for each adapter and the base, together; compared with merged weights unless told otherwise."""
+    requests = [ask(f"r{i}", prompt(i, 9 + 6 * i), name, max_tokens=5) for i, name in enumerate(("a0", "a1", "a2", ""))]
+    for request in requests:
+        engine.submit(request)
+    answers = drain(engine)
+    for request in requests:
+        if is_exact:
+            check_answer(answers[request.request_id], rig.expect(request.adapter, request))
+    return answers
+
+
+def test_adapters_are_there_again_after_sleep(rig: Rig):
+    engine = open_engine(rig)
+    control, parts = Control(engine, lambda: None), list(DEVICE_PARTS)
+    ask_all(rig, engine)
+    assert control.answer(Call(1, "release_memory", {"parts": parts})).result == sorted(parts)
+    assert control.answer(Call(2, "acquire_memory", {"parts": parts})).result == []
+    ask_all(rig, engine)
+    engine.close()
+
+
+def test_prefixes_of_adapters_come_back_from_host_memory(rig: Rig):
+    """With so few pages that each request evicts what the others cached."""
+    cache = CacheConfig(page_size=4, kv_pages=13, host_cache_gb=0.02)
+    engine = open_engine(rig, cache=cache)
+    for _ in range(3):
+        ask_all(rig, engine)
+    assert engine.stats().tiers.host.read_pages_total
+    engine.close()
+
+
+def test_adapters_on_quantised_weights(rig: Rig):
+    """Near to what merged weights say, and further from the base model."""
+    model = ModelConfig(model=str(rig.base), quantization="int8", skip_tokenizer=True)
+    engine = open_engine(rig, model=model)
+    answers = ask_all(rig, engine, is_exact=False)
+    for i, name in enumerate(("a0", "a1", "a2")):
+        request = ask(f"r{i}", prompt(i, 9 + 6 * i), name, max_tokens=1)
+        own, base = rig.expect(name, request).logprobs[0], rig.expect("", request).logprobs[0]
+        assert abs(answers[f"r{i}"].logprobs[0] - own) < 0.25 * max(abs(own - base), 0.2), name
+    engine.close()
 
 
 def test_cycles_of_loads_and_unloads_leave_nothing(rig: Rig):
