@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headrace.base.adapters import AdapterConfig, AdapterFacts, LoadAdapter
-from headrace.base.errors import HeadraceError, ModelError, RequestError, UnsupportedFeature
+from headrace.base.errors import AdapterError, HeadraceError, ModelError, RequestError, UnsupportedFeature
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step
 from headrace.execution.upload import Upload, to_device
@@ -24,6 +24,7 @@ from headrace.kernels.lora import SlotRows
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
 from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
+from headrace.memory.plan import free_bytes
 from headrace.models.adapters.gguf import GgufForm
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 
@@ -123,8 +124,19 @@ class AdapterStore:
 
     def _read_first(self, source: _Source) -> PreparedAdapter:
         weights = self._load(source)
+        prepared = self._own_banks.prepare(weights)
+        self._check_room(source.call.name, self._own_banks.count_extra_bytes(prepared))
         source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
-        return self._own_banks.prepare(weights)
+        return prepared
+
+    def _check_room(self, name: str, num_bytes: int) -> None:
+        """Refuse an adapter that will not fit on the device, before a step fails by it."""
+        if num_bytes and num_bytes > (free := free_bytes(self._own_banks.device)):
+            raise AdapterError(
+                f"adapter {name!r}: its whole modules and embeddings take {num_bytes / 2**20:.0f} MiB of the device "
+                f"beside the room for max_lora_rank, and {free / 2**20:.0f} MiB are free; lower memory_fraction, "
+                "or train it without modules_to_save", param="lora_path"
+            )
 
     def _read_again(self, source: _Source) -> PreparedAdapter:
         weights = self._load(source)

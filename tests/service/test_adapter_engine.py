@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, make_config, take, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from headrace.base.adapters import AdapterConfig, LoadAdapter, PinAdapter, UnloadAdapter
 from headrace.base.admin import DEVICE_PARTS
 from headrace.base.config import CacheConfig, ModelConfig
-from headrace.base.errors import Conflict, NotFound
+from headrace.base.errors import AdapterError, Conflict, NotFound
 from headrace.base.messages import Call, EngineRequest
+from headrace.execution import adapters
 from headrace.service.build import build_engine
 from headrace.service.control import Control
 from headrace.service.engine import Engine
@@ -268,6 +271,23 @@ def test_what_was_prepared_for_a_request_is_not_read_when_a_step_begins(rig: Rig
     store.load(0, number)
     assert not store._wanted, "what is on the device need not stay in host memory"
     engine.close()
+
+
+def test_whole_modules_that_do_not_fit_on_the_device(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """They are refused when they are loaded, with what they take; additions have room of their own."""
+    folder = write_adapter(rig.base, rig.folder / "whole", 70)
+    matrix = load_file(rig.base / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.embed_tokens.weight"] = matrix.clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["embed_tokens"]}))
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: matrix.nbytes - 1)
+    with pytest.raises(AdapterError, match="whole modules and embeddings take"):
+        rig.engine.adapters.load(LoadAdapter("whole", str(folder)))
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: 2 * matrix.nbytes)  # the head is the embedding
+    rig.engine.adapters.load(LoadAdapter("whole", str(folder)))
+    rig.engine.adapters.unload(UnloadAdapter("whole"))
 
 
 def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from headrace.kernels.lora import SlotRows
@@ -61,6 +62,22 @@ class AdapterBanks:
         for part in adapter.parts:
             prepared[part.module] += self._banks[part.module].prepare(part)
         return dict(prepared)
+
+    def count_extra_bytes(self, adapter: PreparedAdapter) -> int:
+        """Bytes of the device that an adapter takes beside the room that banks have set aside: whole modules, rows of
+        tokens, and what is added to embeddings and experts."""
+        tensors = []
+        for name, parts in adapter.items():
+            for part in parts:
+                tensors += [part.weight, part.token_rows]
+                if self._banks[name].kind in ("embedding", "experts"):
+                    tensors += [part.a, part.b]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where banks are."""
+        return next((buffer.device for bank in self._banks.values() for buffer in bank.buffers()), torch.device("cpu"))
 
     def load(self, slot: int, adapter: PreparedAdapter) -> None:
         """Take an adapter into a slot, in stream order; an empty one leaves the slot empty."""
