@@ -16,7 +16,7 @@ from headrace.layers.build import Build
 from headrace.layers.lora.bank import LinearBank
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
-from headrace.layers.residual import Norm, Residual
+from headrace.layers.residual import Addition, Norm, Residual
 from headrace.parallel.cut import Cut, cut_of
 from headrace.parallel.share import Share, as_share
 
@@ -117,8 +117,12 @@ class Linear(StorableLayer):
             )
             residual.pending = sums
             if begun is not None and self.lora is not None:
-                # to the stream, or to any of the partial sums
-                self.lora.finish(begun, residual.stream if sums is None else sums if sums.dim() == 2 else sums[0])
+                if sums is None:
+                    self.lora.finish(begun, residual.stream)
+                else:
+                    residual.addition = Addition(self.lora, begun)
+                    if not self.lora.fuses_norms(len(x)):
+                        residual.finish()
         residual.group = self.group
 
     @property

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from headrace.kernels.coded_linear import NORM_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
+from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual
@@ -41,6 +42,13 @@ class RmsNorm(Norm):
                 x, residual.stream = fused
                 return x
             residual.gather()
+        if residual.addition is not None and residual.pending is not None:
+            addition, residual.addition = residual.addition, None
+            x, residual.stream = addition.bank.finish_norm(
+                addition.begun, residual.pending, residual.stream, NormWeights(self.weight, self.eps, self.offset)
+            )
+            residual.pending = None
+            return x
         if residual.pending is None:
             return self._norm(residual.stream, self.weight, self.eps, self.offset)
         # the sum may be written into the old stream's memory: use only the returned tensor

@@ -6,10 +6,21 @@ two. Until then the output is *pending*. T tokens, D hidden size, S partial sums
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
+from headrace.layers.lora.bank import Adaptation, LinearBank
 from headrace.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What `LinearBank.begin` of a bank began."""
+
+    bank: LinearBank
+    begun: Adaptation
 
 
 class Residual:
@@ -24,18 +35,29 @@ class Residual:
     ``group``: ranks whose pending outputs must be added up to make the output; None where each rank has all of it.
     All of them have the same stream.
 
+    ``addition``: what adapters add to what is pending, which is then [T, D] or partial sums; a norm that fuses it takes
+    it, everything else calls `finish` first.
+
     Hazard: norms and products overwrite ``stream`` in place. Code that needs an older value must copy it, and a
     branch must have read its input before it adds its output: `NoNorm` returns the stream itself.
     """
 
-    __slots__ = ("group", "pending", "stream")
+    __slots__ = ("addition", "group", "pending", "stream")
 
     def __init__(self, stream: torch.Tensor, pending: torch.Tensor | None = None):
         self.stream, self.pending = stream, pending
         self.group: Group | None = None
+        self.addition: Addition | None = None
+
+    def finish(self) -> None:
+        """Add what adapters add to what is pending, if anything, by a kernel of its own."""
+        addition, x, self.addition = self.addition, self.pending, None
+        if addition is not None and x is not None:
+            addition.bank.finish(addition.begun, x if x.dim() == 2 else x[0])  # to any of the partial sums
 
     def gather(self) -> None:
         """Add up what is pending on several ranks, if it is, by a collective of its own."""
+        self.finish()
         group, x = self.group, self.pending
         self.group = None
         if group is not None and x is not None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from devices import DEVICES, relative_error
 
-from headrace.kernels.lora import EXPAND, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.linear import Norm
+from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
 from headrace.layers.lora.rows import RowsLayout
 
 INPUTS, WIDTHS, MOST_RANKS, SLOTS = 200, (130, 24, 40), 32, 5
@@ -116,3 +117,24 @@ def test_additions_to_gate_and_up(
     reduced = SHRINK.load("triton")(x, bank, rows)
     gated = EXPAND_GATED.load("triton")(reduced, out, bank, rows, activation)
     assert relative_error(gated, act(gate) * up) < tolerance
+
+
+@pytest.mark.parametrize("num_partials", [1, 3])
+@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+def test_additions_before_a_norm(device: str, dtype: torch.dtype, tolerance: float, num_partials: int):
+    """Of a product, or of partial sums of one; the residual is that of `ADD_RMS_NORM`, too."""
+    slots, width, generator = BATCHES[3], WIDTHS[0], torch.Generator().manual_seed(7)
+    whole = make_bank(device, dtype)
+    a, b = whole.a[:, :1].contiguous(), whole.b[..., :width].contiguous()
+    bank = LowRankBank(a, b, whole.ranks[:, :1].contiguous(), (width,), make_tiles((width,), b.device))
+    rows, count = make_rows(slots, device), len(slots)
+    x = torch.randn(count, INPUTS, generator=generator).to(device, dtype)
+    shape, out_dtype = ((num_partials, count, width), torch.float32) if num_partials > 1 else ((count, width), dtype)
+    out = torch.randn(shape, generator=generator).to(device, out_dtype)
+    residual, weight = (torch.randn(n, width, generator=generator).to(device, dtype) for n in (count, 1))
+    product = out.double().sum(0) if num_partials > 1 else out.double()
+    total = residual.double() + expected_of(x, product, bank, slots)
+    expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * (weight[0].double() + 1.0)
+    reduced, norm = SHRINK.load("triton")(x, bank, rows), Norm(weight[0], 1e-5, 1.0)
+    normed, stream = EXPAND_ADD_NORM.load("triton")(reduced, out, residual, norm, bank, rows)
+    assert relative_error(normed, expected) < 4 * tolerance and relative_error(stream, total) < 2 * tolerance

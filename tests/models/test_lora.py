@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from harness import Harness, build_harness
 from test_parity import CASES, config_json, make_oracle, prompt
 
-from headrace.kernels.lora import EXPAND_GATED, SHRINK
-from headrace.layers.lora.bank import BankSizes
+from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, SHRINK
+from headrace.kernels.operation import Operation
+from headrace.layers.lora.bank import BankSizes, LinearBank
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.sites import AdapterBanks
-from headrace.layers.mlp import GatedMlp
 from headrace.layers.moe.checkpoint import unstack_experts
 
 SLOTS, MAX_RANK = 3, 20
@@ -86,23 +88,26 @@ def test_mixed_rows_equal_merged_weights(name: str):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_additions_fused_with_the_activation(name: str):
-    """As GPUs do it: silu and gelu_tanh, and rows without an adapter between the others."""
-    rig, fused = Rig(find_case(name)), EXPAND_GATED.load("reference")
-    num_calls = 0
+def test_additions_fused_with_what_follows(name: str):
+    """As GPUs do it: silu and gelu_tanh, norms, and rows without an adapter between the others."""
+    rig, num_calls = Rig(find_case(name)), Counter[str]()
 
-    def count_calls(*args: object) -> torch.Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        gated: torch.Tensor = fused(*args)
-        return gated
+    def count_calls(operation: Operation) -> Callable[..., Any]:
+        solution = operation.load("reference")
 
-    for module in rig.harness.model.modules():
-        if isinstance(module, GatedMlp):
-            bank = module.gate_up.lora
-            bank._shrink, bank._expand_gated = SHRINK.load("reference"), count_calls
+        def call(*args: Any) -> Any:
+            num_calls[operation.noun] += 1
+            return solution(*args)
+
+        return call
+
+    for bank in rig.harness.model.modules():
+        if isinstance(bank, LinearBank):
+            bank._shrink, bank._expand = SHRINK.load("reference"), EXPAND.load("reference")
+            bank._expand_gated, bank._expand_add_norm = count_calls(EXPAND_GATED), count_calls(EXPAND_ADD_NORM)
     check_mixed(rig)
-    assert num_calls
+    fused = [EXPAND_GATED] if name == "gemma3" else [EXPAND_GATED, EXPAND_ADD_NORM]  # that has norms behind branches
+    assert set(num_calls) == {operation.noun for operation in fused}
 
 
 def check_mixed(rig: Rig) -> None:

@@ -18,13 +18,15 @@ class SlotRows:
     """Which rows of a step have which adapter. ``order`` [T] int64: indices of all rows, those of each slot together,
     in the order of slots, and then those without an adapter. ``blocks`` [3, K] int64: of each block its slot, its first
     place in ``order``, and how many rows it has, at most ``block_rows``, all of one slot; behind those with a slot
-    those without, whose slot is -1, and behind them unused ones without rows. Both are on the device. ``segments``:
+    those without, whose slot is -1, and behind them unused ones without rows. ``slots`` [T] int64: of each place of
+    ``order``, -1 for none. All three are on the device. ``segments``:
     slot, first place and number of rows of each adapter, on the host; empty in a captured step, whose rows only the
     device knows. ``side``: a stream on which to compute what needs no product, beside it; None: in order. ``pairs``
     [2, N] int64: the rows with an adapter and the slot of each, on the host; made when it is asked for."""
 
     order: torch.Tensor
     blocks: torch.Tensor
+    slots: torch.Tensor
     block_rows: int
     segments: list[tuple[int, int, int]]
     side: torch.cuda.Stream | None = None
@@ -86,7 +88,22 @@ EXPAND_GATED = Operation("LoRA kernel before an activation")
 up, and then ``activation(gate) * up`` of all rows, each rounded to x's dtype as if stored. ``activation`` is "silu" or
 "gelu_tanh". ``x`` may be overwritten."""
 
-for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand"), (EXPAND_GATED, "expand_gated")):
+EXPAND_ADD_NORM = Operation("LoRA kernel before a norm")
+"""``expand_add_norm(reduced, x, residual [T, D], norm: Norm, bank, rows) -> (normed, new_residual)``: as
+`ADD_RMS_NORM`, of ``x`` and what `EXPAND` adds. For few rows, see `fits_norm`."""
+
+MOST_NORM_ROWS = 64
+"""For more rows reading ``b`` for each row takes longer than another launch."""
+
+
+def fits_norm(rows: int) -> bool:
+    """Whether `EXPAND_ADD_NORM` pays off for so many rows."""
+    return rows <= MOST_NORM_ROWS
+
+
+for _operation, _name in (
+    (SHRINK, "shrink"), (EXPAND, "expand"), (EXPAND_GATED, "expand_gated"), (EXPAND_ADD_NORM, "expand_add_norm")
+):
     _operation.add("reference", f"headrace.kernels.lora.reference:{_name}", doc="torch, an adapter at a time")
     _operation.add(
         "triton", f"headrace.kernels.lora.triton:{_name}", supports=requires(device="cuda"), priority=10,

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, SlotRows
-from headrace.kernels.rowwise import GELU_TANH_MUL, SILU_MUL
+from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, SILU_MUL
 
 
 def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> torch.Tensor:
@@ -40,6 +41,18 @@ def expand_gated(
     expand(reduced, x, bank, rows)
     gated: torch.Tensor = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}[activation].load("reference")(x)
     return gated
+
+
+def expand_add_norm(
+    reduced: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `EXPAND_ADD_NORM`."""
+    added = x.clone() if x.dim() == 2 else x.sum(0)
+    expand(reduced, added, bank, rows)
+    found: tuple[torch.Tensor, torch.Tensor] = ADD_RMS_NORM.load("reference")(
+        added.to(residual.dtype), residual, norm.weight, norm.eps, norm.offset
+    )
+    return found
 
 
 def _segments(rows: SlotRows) -> list[tuple[int, torch.Tensor]]:

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.launch import ceil_div, wait_for_previous
+from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.linear import Norm
 from headrace.kernels.lora import TILE_OUTPUTS, LowRankBank, SlotRows
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
@@ -143,6 +144,41 @@ def _expand_gated_kernel(
         tl.store(out_ptr + rows[:, None] * F + n[None, :], gated.to(dtype), mask=mask)
 
 
+@triton.jit
+def _expand_add_norm_kernel(
+    reduced_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, slots_ptr, out_ptr, x_stride,
+    split_stride, residual_stride, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    R: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+):
+    # A program has one place of `order`, and its row whole, as in `rowwise.triton._add_rms_norm_kernel`.
+    place = tl.program_id(0)
+    row, slot = tl.load(order_ptr + place), tl.load(slots_ptr + place)
+    rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+    cols, r = tl.arange(0, BLOCK), tl.arange(0, RANKS)
+    inside = cols < D
+    b_at = b_ptr + (slot * R + r)[:, None] * D + cols[None, :]
+    b = tl.load(b_at, mask=(inside & (slot >= 0))[None, :], other=0.0)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    residual_at = residual_ptr + row * residual_stride + cols
+    before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+    if rank > 0:
+        reduced_at = reduced_ptr + place * R + r
+        x += tl.sum(b.to(tl.float32) * tl.load(reduced_at).to(tl.float32)[:, None], axis=0)
+        for first_rank in range(RANKS, rank, RANKS):
+            more = tl.load(b_at + first_rank * D, mask=inside[None, :], other=0.0)
+            x += tl.sum(more.to(tl.float32) * tl.load(reduced_at + first_rank).to(tl.float32)[:, None], axis=0)
+    x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
+    total = (x + before).to(residual_ptr.dtype.element_ty)
+    tl.store(residual_at, total, mask=inside)
+    total = total.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
+    tl.store(out_ptr + row * D + cols, (total * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
     precision = "ieee" if bank.a.dtype == torch.float32 else "tf32"
     return {"M": rows.block_rows, "RANKS": RANK_CHUNK, "PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
@@ -202,5 +238,23 @@ def expand_gated(
     return out
 
 
+def expand_add_norm(
+    reduced: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows, *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `EXPAND_ADD_NORM`; writes the new residual in place."""
+    _join(rows, x.device)
+    count, width = residual.shape
+    out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
+    block = next_power_of_2(width)
+    _expand_add_norm_kernel[(count,)](
+        reduced, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.slots, out, x.stride(-2), x.stride(0),
+        residual.stride(0), norm.eps, norm.offset, D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x),
+        R=bank.b.shape[1], RANKS=RANK_CHUNK, PDL=pdl, num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
+    )
+    return out, residual
+
+
+expand_add_norm_pdl = partial(expand_add_norm, pdl=True)
 shrink_pdl, expand_pdl = partial(shrink, pdl=True), partial(expand, pdl=True)
 expand_gated_pdl = partial(expand_gated, pdl=True)

@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace.base.errors import UnsupportedFeature
-from headrace.kernels.lora import EXPAND, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.linear import Norm
+from headrace.kernels.lora import (
+    EXPAND,
+    EXPAND_ADD_NORM,
+    EXPAND_GATED,
+    SHRINK,
+    LowRankBank,
+    SlotRows,
+    fits_norm,
+    make_tiles,
+)
 from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.layers.lora.contract import AdaptedPart, SiteKind
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
@@ -144,6 +154,7 @@ class LinearBank(AdapterBank):
         self._tensors: LowRankBank | None = None
         self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
         self._expand_gated = choose_fused(EXPAND_GATED, query)
+        self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""
@@ -171,6 +182,11 @@ class LinearBank(AdapterBank):
     def fuses_gates(self) -> bool:
         """Whether what adapters add to gate and up is fused with the activation."""
         return self._expand_gated is not None and len(self.ends) == 2
+
+    def fuses_norms(self, num_rows: int) -> bool:
+        """Whether what adapters add to so many rows is fused with the norm behind it."""
+        is_plain = self._group is None and len(self.ends) == 1 and self.is_low_rank
+        return self._expand_add_norm is not None and is_plain and fits_norm(num_rows)
 
     @property
     def is_low_rank(self) -> bool:
@@ -265,6 +281,17 @@ class LinearBank(AdapterBank):
         self._replace_outputs(begun, out)
         gated: torch.Tensor = self._expand_gated(begun.reduced, out, self.tensors, begun.rows, activation)
         return gated
+
+    def finish_norm(
+        self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `ADD_RMS_NORM` of the product ``out`` [T, D] or [S, T, D] with what adapters add; where it
+        `fuses_norms`."""
+        assert self._expand_add_norm is not None
+        found: tuple[torch.Tensor, torch.Tensor] = self._expand_add_norm(
+            begun.reduced, out, stream, norm, self.tensors, begun.rows
+        )
+        return found
 
     def _replace_outputs(self, begun: Adaptation, out: torch.Tensor) -> None:
         for slot, first, count in begun.rows.segments if self._extras else ():

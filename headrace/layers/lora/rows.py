@@ -21,7 +21,7 @@ LEAST_MANY = 1024
 @dataclass(frozen=True, slots=True)
 class RowsLayout:
     """Room for which rows of a step of at most ``size`` rows have which of ``num_slots`` adapters: one int64 array with
-    ``order`` [size] and ``blocks`` [3, num_blocks] of `SlotRows`."""
+    ``order`` [size], ``slots`` [size] and ``blocks`` [3, num_blocks] of `SlotRows`."""
 
     size: int
     num_slots: int
@@ -40,7 +40,7 @@ class RowsLayout:
     @property
     def room(self) -> int:
         """Numbers of the array."""
-        return self.size + 3 * self.num_blocks
+        return 2 * self.size + 3 * self.num_blocks
 
     def pack(self, slots: np.ndarray) -> tuple[np.ndarray, Segments]:
         """The array for these slots of at most ``size`` rows (-1: none), and the segments."""
@@ -49,8 +49,10 @@ class RowsLayout:
         packed = np.zeros(self.room, dtype=np.int64)
         order = packed[: self.size]
         order[:] = np.argsort(padded, kind="stable")
-        kinds, starts, counts = np.unique(padded[order], return_index=True, return_counts=True)
-        blocks, at = packed[self.size :].reshape(3, self.num_blocks), 0
+        sorted_slots = padded[order]
+        packed[self.size : 2 * self.size] = np.where(sorted_slots < self.num_slots, sorted_slots, -1)
+        kinds, starts, counts = np.unique(sorted_slots, return_index=True, return_counts=True)
+        blocks, at = packed[2 * self.size :].reshape(3, self.num_blocks), 0
         blocks[0] = -1
         segments = []
         for kind, first, count in np.stack((kinds, starts, counts)).T.astype(object):  # numbers of Python
@@ -68,5 +70,6 @@ class RowsLayout:
         self, packed: torch.Tensor, segments: Segments, side: torch.cuda.Stream | None = None
     ) -> SlotRows:
         """`SlotRows` over what `pack` made, on its device."""
-        blocks = packed[self.size :].view(3, self.num_blocks)
-        return SlotRows(packed[: self.size], blocks, self.block_rows, segments, side)
+        order, slots = packed[: 2 * self.size].view(2, self.size)
+        blocks = packed[2 * self.size :].view(3, self.num_blocks)
+        return SlotRows(order, blocks, slots, self.block_rows, segments, side)
