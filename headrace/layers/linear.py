@@ -163,7 +163,8 @@ class Linear(StorableLayer):
         the other. None, with the residual unchanged, where that is not faster. Plain weights: one kernel, for few rows,
         an RMS norm, and a pending output [T, D] that is not partial sums. Weights in codes: with the norm's output in
         FP8, where products take such rows."""
-        if residual.group is not None or not isinstance(norm, RmsNorm) or self._has_adapters:
+        is_changed = self._has_adapters or residual.addition is not None
+        if residual.group is not None or not isinstance(norm, RmsNorm) or is_changed:
             return None
         x, weight, coded = residual.pending, plain_weight(self), self._coded
         if coded is not None and (group := coded.find_row_group(len(residual.stream))) is not None:

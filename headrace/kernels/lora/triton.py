@@ -25,6 +25,9 @@ STEP_INPUTS = {16: 256, 32: 128}
 """Inputs that shrink multiplies at a time, by rows of a block."""
 STAGES = 4
 """Of these that are being read at a time."""
+SPLITS = {16: 8, 32: 4}
+"""Most partial sums of a row, by rows of a block. One program alone takes longer to read ``a`` than some products take
+in all; beside a product that has all multiprocessors it would delay it by as much."""
 WARPS = {16: 4, 32: 8}
 """Of a program of expand, by rows of a block: with 60 to 100 registers, so that many programs run at a time. What
 bounds it is how long a program takes, not bytes."""
@@ -38,16 +41,16 @@ GATED_TILE = 128
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, reduced_ptr, x_stride, num_blocks, K: tl.constexpr,
+    x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places, K: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
-    block, chunk = tl.program_id(0), tl.program_id(1)
+    block, chunk, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     chunks: tl.constexpr = R // RANKS
     part, first_rank = chunk // chunks, (chunk % chunks) * RANKS
     slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
     first = tl.load(blocks_ptr + num_blocks + block)
-    m, r, k = tl.arange(0, M), tl.arange(0, RANKS), tl.arange(0, INPUTS)
+    m, r, k = tl.arange(0, M), tl.arange(0, RANKS), split * (INPUTS * STEPS) + tl.arange(0, INPUTS)
     rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
     rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
     if (block == 0) | (first_rank < rank):
@@ -57,25 +60,36 @@ def _shrink_kernel(
         a_at = a_ptr + ((slot * P + part) * R + first_rank + r)[None, :] * K + k[:, None]
         x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
         sums = tl.zeros([M, RANKS], tl.float32)
-        for at in tl.range(0, K, INPUTS, num_stages=STAGES):
+        for at in tl.range(0, INPUTS * STEPS, INPUTS, num_stages=STAGES):
             inside = at + k < K
             x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
             a = tl.load(a_at + at, mask=inside[:, None], other=0.0)
             sums = tl.dot(x, a, sums, input_precision=PRECISION)
-        out = reduced_ptr + (first + m)[:, None] * (P * R) + part * R + first_rank + r[None, :]
-        tl.store(out, sums.to(reduced_ptr.dtype.element_ty), mask=(m < count)[:, None])
+        out = sums_ptr + (split * num_places + first + m)[:, None] * (P * R) + part * R + first_rank + r[None, :]
+        tl.store(out, sums, mask=(m < count)[:, None])
+
+
+@triton.jit
+def _add_up(sums_at, has_row, split_stride, SPLITS: tl.constexpr, ROOM: tl.constexpr):
+    """[M, RANKS] float32: the partial sums at ``sums_at`` [M, RANKS] and every ``split_stride`` values, in order, all
+    loaded at once."""
+    splits = tl.arange(0, ROOM)[:, None, None]
+    mask = (splits < SPLITS) & has_row[None, :, None]
+    sums = tl.load(sums_at[None, :, :] + splits * split_stride, mask=mask, other=0.0)
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
 def _expand_part(
-    reduced_at, b_at, b, rank, has_row, own, N: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr
+    sums_at, b_at, b, rank, has_row, own, split_stride, N: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
+    ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """What a block [M, OUTPUTS] gets, float32: what shrink left at ``reduced_at`` [M, RANKS] and beyond, times ``b``
+    """What a block [M, OUTPUTS] gets, float32: the sums of shrink at ``sums_at`` [M, RANKS] and beyond, times ``b``
     [RANKS, OUTPUTS] and what follows at ``b_at``. ``has_row`` [M], ``own`` [OUTPUTS]: which there are."""
-    reduced = tl.load(reduced_at, mask=has_row[:, None], other=0.0)
+    reduced = _add_up(sums_at, has_row, split_stride, SPLITS, ROOM).to(b.dtype)
     added = tl.dot(reduced, b, input_precision=PRECISION)
     for first_rank in range(RANKS, rank, RANKS):
-        reduced = tl.load(reduced_at + first_rank, mask=has_row[:, None], other=0.0)
+        reduced = _add_up(sums_at + first_rank, has_row, split_stride, SPLITS, ROOM).to(b.dtype)
         more = tl.load(b_at + first_rank * N, mask=own[None, :], other=0.0)
         added = tl.dot(reduced, more, added, input_precision=PRECISION)
     return added
@@ -83,9 +97,10 @@ def _expand_part(
 
 @triton.jit
 def _expand_kernel(
-    reduced_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, num_tiles,
-    N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, num_places,
+    num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # outputs begin and end at multiples of ALIGN: only then does a thread read several at a time
     block, tile = tl.program_id(1), tl.program_id(0)
@@ -104,16 +119,18 @@ def _expand_kernel(
             own = out_ptr + rows[:, None] * out_stride + n[None, :]
             own_mask = (m < count)[:, None] & (n < end)[None, :]
             before = tl.load(own, mask=own_mask, other=0.0)
-            reduced_at = reduced_ptr + (first + m)[:, None] * (P * R) + part * R + r[None, :]
-            added = _expand_part(reduced_at, b_at, b, rank, m < count, n < end, N, RANKS, PRECISION)
+            sums_at = sums_ptr + (first + m)[:, None] * (P * R) + part * R + r[None, :]
+            added = _expand_part(
+                sums_at, b_at, b, rank, m < count, n < end, num_places * P * R, N, RANKS, SPLITS, ROOM, PRECISION
+            )
             tl.store(own, (before.to(tl.float32) + added).to(before.dtype), mask=own_mask)
 
 
 @triton.jit
 def _expand_gated_kernel(
-    reduced_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, F: tl.constexpr,
-    R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, num_places,
+    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
+    SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # gate is part 0 and up part 1 of x [T, 2F]; rows without an adapter are activated, too
     block = tl.program_id(1)
@@ -133,11 +150,15 @@ def _expand_gated_kernel(
         mask = (m < count)[:, None] & inside[None, :]
         gate = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(own + F, mask=mask, other=0.0).to(tl.float32)
-        reduced_at = reduced_ptr + (first + m)[:, None] * (2 * R) + r[None, :]
+        sums_at, stride = sums_ptr + (first + m)[:, None] * (2 * R) + r[None, :], num_places * 2 * R
         if gate_rank > 0:
-            gate += _expand_part(reduced_at, b_at, gate_b, gate_rank, m < count, inside, 2 * F, RANKS, PRECISION)
+            gate += _expand_part(
+                sums_at, b_at, gate_b, gate_rank, m < count, inside, stride, 2 * F, RANKS, SPLITS, ROOM, PRECISION
+            )
         if up_rank > 0:
-            up += _expand_part(reduced_at + R, b_at + F, up_b, up_rank, m < count, inside, 2 * F, RANKS, PRECISION)
+            up += _expand_part(
+                sums_at + R, b_at + F, up_b, up_rank, m < count, inside, stride, 2 * F, RANKS, SPLITS, ROOM, PRECISION
+            )
         dtype = x_ptr.dtype.element_ty
         # rounded as if stored
         gated = apply_gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), 0.0, 0.0, 0.0, GATE)
@@ -146,9 +167,10 @@ def _expand_gated_kernel(
 
 @triton.jit
 def _expand_add_norm_kernel(
-    reduced_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, slots_ptr, out_ptr, x_stride,
-    split_stride, residual_stride, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    R: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, slots_ptr, out_ptr, x_stride,
+    partial_stride, residual_stride, num_places, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # A program has one place of `order`, and its row whole, as in `rowwise.triton._add_rms_norm_kernel`.
     place = tl.program_id(0)
@@ -163,14 +185,16 @@ def _expand_add_norm_kernel(
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     residual_at = residual_ptr + row * residual_stride + cols
     before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+    for split in tl.static_range(1, PARTIALS):
+        x += tl.load(x_ptr + split * partial_stride + row * x_stride + cols, mask=inside, other=0.0)
     if rank > 0:
-        reduced_at = reduced_ptr + place * R + r
-        x += tl.sum(b.to(tl.float32) * tl.load(reduced_at).to(tl.float32)[:, None], axis=0)
+        sums_at, has_row = (sums_ptr + place * R + r)[None, :], tl.arange(0, 1) < 1
+        reduced = tl.trans(_add_up(sums_at, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32))
+        x += tl.sum(b.to(tl.float32) * reduced, axis=0)
         for first_rank in range(RANKS, rank, RANKS):
             more = tl.load(b_at + first_rank * D, mask=inside[None, :], other=0.0)
-            x += tl.sum(more.to(tl.float32) * tl.load(reduced_at + first_rank).to(tl.float32)[:, None], axis=0)
+            reduced = _add_up(sums_at + first_rank, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32)
+            x += tl.sum(more.to(tl.float32) * tl.trans(reduced), axis=0)
     x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
     total = (x + before).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, total, mask=inside)
@@ -184,9 +208,13 @@ def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
     return {"M": rows.block_rows, "RANKS": RANK_CHUNK, "PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
 
 
+def _splits(sums: torch.Tensor) -> dict[str, int]:
+    return {"SPLITS": len(sums), "ROOM": next_power_of_2(len(sums))}
+
+
 def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> torch.Tensor:
-    """See `SHRINK`; [T, P * R] in the bank's dtype, by places of ``rows.order``. On ``rows.side`` it runs beside the
-    product: `expand` waits for it."""
+    """See `SHRINK`; partial sums [splits, T, P * R] float32, by places of ``rows.order``. On ``rows.side`` it runs
+    beside the product: `expand` waits for it."""
     if rows.side is None:
         return _shrink(x, bank, rows, pdl=pdl)
     rows.side.wait_stream(torch.cuda.current_stream(x.device))
@@ -203,43 +231,47 @@ def _join(rows: SlotRows, device: torch.device) -> None:
 def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> torch.Tensor:
     _, num_parts, most_ranks, num_inputs = bank.a.shape
     chunks, num_blocks = num_parts * (most_ranks // RANK_CHUNK), rows.blocks.shape[1]
-    reduced = torch.empty((len(rows.order), num_parts * most_ranks), dtype=bank.a.dtype, device=x.device)
+    inputs = STEP_INPUTS[rows.block_rows]
+    steps = ceil_div(ceil_div(num_inputs, inputs), SPLITS[rows.block_rows])  # of a partial sum
+    splits = ceil_div(num_inputs, inputs * steps)
+    sums = torch.empty((splits, rows.num_rows, num_parts * most_ranks), dtype=torch.float32, device=x.device)
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
-    _shrink_kernel[(num_blocks, chunks)](
-        x, bank.a, bank.ranks, rows.order, rows.blocks, reduced, x.stride(0), num_blocks, K=num_inputs, P=num_parts,
-        R=most_ranks, INPUTS=STEP_INPUTS[rows.block_rows], STAGES=STAGES, num_warps=4, **_options(bank, rows, pdl=pdl),
+    _shrink_kernel[(num_blocks, chunks, splits)](
+        x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, rows.num_rows, K=num_inputs,
+        P=num_parts, R=most_ranks, INPUTS=inputs, STEPS=steps, STAGES=STAGES, num_warps=4,
+        **_options(bank, rows, pdl=pdl),
     )
-    return reduced
+    return sums
 
 
-def expand(reduced: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
+def expand(sums: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
     """See `EXPAND`."""
     _join(rows, out.device)
     num_blocks, num_tiles = rows.blocks.shape[1], bank.tiles.shape[1]
     _expand_kernel[(num_tiles, num_blocks)](
-        reduced, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, num_tiles,
-        N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS,
+        sums, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, rows.num_rows,
+        num_tiles, N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS, **_splits(sums),
         ALIGN=gcd(TILE_OUTPUTS, *bank.ends), num_warps=WARPS[rows.block_rows], **_options(bank, rows, pdl=pdl),
     )
 
 
 def expand_gated(
-    reduced: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
+    sums: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
     _join(rows, x.device)
     size, num_blocks = x.shape[1] // 2, rows.blocks.shape[1]
     out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
     _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks)](
-        reduced, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, F=size,
+        sums, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, rows.num_rows, F=size,
         R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation], num_warps=WARPS[rows.block_rows],
-        **_options(bank, rows, pdl=pdl),
+        **_splits(sums), **_options(bank, rows, pdl=pdl),
     )
     return out
 
 
 def expand_add_norm(
-    reduced: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows, *,
+    sums: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows, *,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `EXPAND_ADD_NORM`; writes the new residual in place."""
@@ -248,9 +280,10 @@ def expand_add_norm(
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
     block = next_power_of_2(width)
     _expand_add_norm_kernel[(count,)](
-        reduced, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.slots, out, x.stride(-2), x.stride(0),
-        residual.stride(0), norm.eps, norm.offset, D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x),
-        R=bank.b.shape[1], RANKS=RANK_CHUNK, PDL=pdl, num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
+        sums, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.slots, out, x.stride(-2), x.stride(0),
+        residual.stride(0), count, norm.eps, norm.offset, D=width, BLOCK=block,
+        PARTIALS=1 if x.dim() == 2 else len(x), R=bank.b.shape[1], RANKS=RANK_CHUNK, PDL=pdl,
+        num_warps=min(16, max(1, block // 256)), launch_pdl=pdl, **_splits(sums),
     )
     return out, residual
 

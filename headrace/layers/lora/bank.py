@@ -151,6 +151,7 @@ class LinearBank(AdapterBank):
         self.is_capturable = True  # unset where something besides the layer adds by `SlotRows.segments`
         self._extras: dict[int, Extras] = {}
         self._used: set[int] = set()  # slots with a low-rank addition
+        self._slot_ranks: dict[int, list[int]] = {}  # what ``ranks`` says of slots that were ever used
         self._tensors: LowRankBank | None = None
         self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
         self._expand_gated = choose_fused(EXPAND_GATED, query)
@@ -246,14 +247,18 @@ class LinearBank(AdapterBank):
                 continue
             rank = ranks[part.index] = len(part.a)
             padded, stop = -(-rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
-            b = part.b.to(self.b.device, non_blocking=True)
+            b = part.b
             if extras is not None and extras.gain is not None:
-                b = b * extras.gain[part.start : stop]
+                b = b.to(self.b.device, non_blocking=True) * extras.gain[part.start : stop]
+            # an adapter has hundreds of parts, and each call takes microseconds of the engine's thread
             self.a[slot, part.index, :rank].copy_(part.a, non_blocking=True)
-            self.a[slot, part.index, rank:padded].zero_()
             self.b[slot, :rank, part.start : stop].copy_(b, non_blocking=True)
-            self.b[slot, rank:padded, part.start : stop].zero_()
-        self.ranks[slot].copy_(_keep(torch.tensor(ranks), self.ranks), non_blocking=True)
+            if rank < padded:
+                self.a[slot, part.index, rank:padded].zero_()
+                self.b[slot, rank:padded, part.start : stop].zero_()
+        if ranks != self._slot_ranks.get(slot):
+            self.ranks[slot].copy_(_keep(torch.tensor(ranks), self.ranks), non_blocking=True)
+            self._slot_ranks[slot] = ranks
         if any(ranks):
             self._used.add(slot)
 
