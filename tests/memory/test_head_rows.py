@@ -13,6 +13,7 @@ from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane
 from headrace.memory.pools import PagePart, Pool, build_pool
 from headrace.memory.transfer.contract import Region
+from headrace.memory.transfer.device_region import DeviceRegion
 from headrace.parallel.share import Share, share_kv_heads
 
 CPU = torch.device("cpu")
@@ -98,3 +99,36 @@ def test_heads_that_cannot_be_told_apart_are_not_divided():
     assert HeadRows([part], Share.whole(4)).is_plain
     with pytest.raises(ConfigError, match="serve it with one rank"):
         HeadRows([part], Share(4, 0, 2))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_a_gpu_cuts_pages_as_a_cpu_does(memory: str):
+    device, spec = torch.device("cuda:0"), SPECS["unlike values"]
+    torch.cuda.init()
+    pools = [build_pool(CacheGroup(spec, [0, 3, 4], 9), 16, where) for where in (CPU, device)]
+    for there, here in zip(pools[1].parts, pools[0].parts, strict=True):
+        there.tensor.normal_()
+        here.tensor.copy_(there.tensor)
+    expected, shared = Region.create(1 << 20), Region.create(1 << 20) if memory == "host" else DeviceRegion.create(
+        1 << 20, 0
+    )
+    lanes = []
+    for pool, region, where in ((pools[0], expected, CPU), (pools[1], shared, device)):
+        lane = PeerLane(where)
+        lane.attach(PageCopier([pool], where))
+        lane.map(region, 1)
+        lane.start(PageMove(1, 0, "device", "peer", [7, 2, 5], [0, 1, 2], peer="1 64"))
+        lane.start(PageMove(2, 0, "peer", "device", [0, 1, 2], [1, 8, 3], peer="1 64"))
+        lanes.append(lane)
+    torch.cuda.synchronize()
+    assert [arrival.ticket for lane in lanes for arrival in lane.poll()] == [1, 2, 1, 2]
+    size = 3 * lanes[0].page_bytes[0]
+    found = torch.from_numpy(shared.data) if memory == "host" else torch.as_tensor(shared, device=device).cpu()
+    assert torch.equal(found[64 : 64 + size], torch.from_numpy(expected.data)[64 : 64 + size])
+    for there, here in zip(pools[1].parts, pools[0].parts, strict=True):
+        assert same(there.tensor[1:].cpu(), here.tensor[1:])
+    for lane in lanes:
+        lane.close()
+    shared.close()
+    expected.close()
