@@ -153,9 +153,12 @@ def describe_pages(model: DeviceModel) -> str:
 
 
 def share_peer_pages(model: DeviceModel) -> tuple[list[Share], list[bool]]:
-    """By cache group, the kv heads of this rank, and whether it is the first that has them. Raises `ConfigError` where
+    """By cache group, the kv heads of this rank, and whether it is the first that has them. On GPUs servers that
+    exchange pages have one rank each, and pages travel as they are: all heads count as one. Raises `ConfigError` where
     ranks divide caches whose heads are not known."""
     loaded, group = model.loaded, model.ranks.tensor
+    if model.device.type != "cpu" and group.size == 1:
+        return [Share.whole(1) for _ in model.layout.groups], [True for _ in model.layout.groups]
     whole = [cache.spec for cache in group_layers(loaded.family.cache_specs(loaded.spec, loaded.kv_dtype))]
     own = [cache.spec for cache in model.layout.groups]
     if group.size == 1:
