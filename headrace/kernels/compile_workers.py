@@ -7,6 +7,7 @@ one. A job names a kernel by its module, so those of modules that a new process 
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import logging
 import os
@@ -14,8 +15,10 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -86,25 +89,38 @@ def run_job(message: bytes) -> None:
 
 
 class CompileWorkers:
-    """Up to ``count`` processes. `compile` may be called from as many threads."""
+    """Up to ``count`` processes, while no other engine of this machine has some: ranks and tests that start together
+    would else have hundreds. `compile` may be called from as many threads. ``lock``: a file that tells engines apart.
+    """
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, lock: Path):
+        self.count, self._lock = count, lock
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
-    def start(self) -> None:
-        """Start all, which takes them some seconds; they end by themselves."""
-        for _ in range(self.count - self._idle.qsize()):
-            self._idle.put(_start())
+    def start(self) -> bool:
+        """Start them, which takes them some seconds; they end by themselves. False if another engine has some."""
+        alive = [worker for worker in _drain(self._idle) if worker.poll() is None]
+        for worker in alive:
+            self._idle.put(worker)
+        if alive:
+            return True
+        try:
+            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            with self._lock.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # they inherit the open file, and so hold the lock until the last of them has ended
+                for _ in range(self.count):
+                    self._idle.put(_start(lock.fileno()))
+        except OSError as error:
+            logger.debug("no processes compile kernels for this one: %s", error)
+        return not self._idle.empty()
 
     def compile(self, message: bytes) -> bool:
         """Compile a job into the cache; False if that failed, in whatever way: the caller then compiles it itself."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = _start()
-        if worker.poll() is not None:  # it has ended
-            worker = _start()
+            return False
         assert worker.stdin is not None and worker.stdout is not None
         try:
             worker.stdin.write(message + b"\n")
@@ -119,16 +135,22 @@ class CompileWorkers:
         return answer == b"done\n"
 
 
+def _drain(waiting: queue.SimpleQueue[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+    with suppress(queue.Empty):
+        while True:
+            yield waiting.get_nowait()
+
+
 def count_workers() -> int:
     """How many processes pay off on this machine; 0 for none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores - 2) if cores >= LEAST_CORES else 0
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(lock: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "headrace.kernels.compile_workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, pass_fds=(lock,),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from headrace.base import env
 from headrace.kernels.compile_workers import CompileWorkers, count_workers, describe_job
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class _Unlaunched:
 def _find_workers() -> CompileWorkers | None:
     """The processes that compile for this one; None where they would gain nothing."""
     count = count_workers()
-    return CompileWorkers(count) if count else None
+    return CompileWorkers(count, env.cache_dir() / "compile_workers.lock") if count else None
 
 
 def _dry_run(pool: Executor, workers: CompileWorkers | None) -> Any:
@@ -133,6 +134,8 @@ def precompile(run: Callable[[], None], about: str, device: torch.device) -> int
         return 0
     began = time.perf_counter()
     workers = _find_workers()
+    if workers is not None and not workers.start():
+        workers = None
     threads = workers.count if workers is not None else max(1, min(MAX_THREADS, torch.get_num_threads()))
     with ThreadPoolExecutor(threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         with _dry_run(pool, workers) as found:

@@ -104,12 +104,14 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
     assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
 
 
-def test_processes_compile_into_the_cache(gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch):
+def test_processes_compile_into_the_cache(
+    gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """Those that a process can import are found in the cache; others, and those that a process fails at, are compiled
     here."""
     from headrace.kernels.rowwise.triton import rms_norm
 
-    workers = CompileWorkers(2)
+    workers = CompileWorkers(2, tmp_path / "lock")
     monkeypatch.setattr(precompile_module, "_find_workers", lambda: workers)
     found = {}
     triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.update({src.name: cache_hit})
@@ -123,6 +125,9 @@ def test_processes_compile_into_the_cache(gpu: PretendedDriver, scale: Any, monk
     finally:
         triton.knobs.compilation.listener = None
     assert found == {"_rms_norm_kernel": True, "scale": False} and len(gpu.launchers) == 2
+    # while these run, another engine has none and compiles itself
+    other = CompileWorkers(2, tmp_path / "lock")
+    assert workers.start() and not other.start() and not other.compile(b"")
 
 
 def test_it_runs_once_for_each_model(gpu: PretendedDriver):
