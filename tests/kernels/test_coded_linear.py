@@ -21,6 +21,7 @@ from headrace.kernels.coded_linear import (
     CODED_NORM_LINEAR,
     MOST_CUDA_INPUTS,
     QUANTISE_ROWS,
+    choice,
     expand,
     fp8_triton,
     reference,
@@ -489,3 +490,24 @@ def test_an_mlp_rounds_its_rows_in_the_norm_and_the_activation(monkeypatch: pyte
     gate, up = (F.rms_norm(total, (width,), eps=1e-6) @ plain[0].T).chunk(2, dim=1)
     expected = total + (F.silu(gate) * up) @ plain[1].T
     assert relative_error(residual.add_pending(), expected) < 0.06
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_solution_whose_fused_form_is_wrong_is_left_out(
+    is_wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """What a product is fused with is checked when a model is loaded, like the product alone."""
+    weight, _ = make("int4-32", 40, 96)
+
+    def gate(x: torch.Tensor, weight: DeviceCodes, bias: None, activation: str) -> torch.Tensor:
+        gate, up = reference.coded_linear(x, weight, bias).chunk(2, dim=1)
+        return torch.nn.functional.silu(up if is_wrong else gate) * up
+
+    monkeypatch.setattr(CODED_GATED, "names", lambda: ["first"])
+    monkeypatch.setitem(CODED_GATED._loaded, "first", gate)
+    monkeypatch.setattr(choice, "find_solutions", lambda query, rows: ["first", "also"])
+    for name in ("first", "also"):
+        monkeypatch.setitem(CODED_LINEAR._loaded, name, reference.coded_linear)
+    times = choice.measure(weight, describe_codes(weight, torch.float32, (0, 0)), Clock(plain=3.0))
+    assert all(("first" in found) != is_wrong and "also" in found for found in times.values())
+    assert ("left out from 1 rows on: its results are wrong" in caplog.text) == is_wrong

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 
 from headrace.base import env
 from headrace.base.errors import PluginError
-from headrace.kernels.coded_linear import CODED_LINEAR
+from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.linear import Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import precompile
@@ -193,15 +194,33 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[]
                 continue
             call = partial(CODED_LINEAR.load(name), x, weight, None)
             try:
-                distance = float((call().float() - expected).norm() / expected.norm().clamp_(min=LEAST_NORM))
-                if not distance < MOST_ERROR:
-                    raise RuntimeError(f"its results are wrong by {distance:.2g} of their size")
+                _compare(call(), expected)
+                _check_fused(name, x, weight, plain)
                 found[name] = time(call)
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
                 logger.warning("coded product %s is left out from %d rows on: %s", name, rows, error)
         times[rows] = found
     return times
+
+
+def _compare(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raises `RuntimeError` where a solution gives other numbers than the plain weight."""
+    distance = float((out.float() - expected.float()).norm() / expected.float().norm().clamp_(min=LEAST_NORM))
+    if not distance < MOST_ERROR:
+        raise RuntimeError(f"its results are wrong by {distance:.2g} of their size")
+
+
+def _check_fused(name: str, x: torch.Tensor, weight: DeviceCodes, plain: torch.Tensor) -> None:
+    """The same for what a solution's product is fused with."""
+    if name in CODED_GATED.names() and weight.out_features % 2 == 0:
+        gate, up = F.linear(x, plain).chunk(2, dim=1)
+        _compare(CODED_GATED.load(name)(x, weight, None, "silu"), F.silu(gate) * up)
+    if name in CODED_NORM_LINEAR.names() and weight.order is None:
+        residual, norm = torch.randn_like(x), Norm(torch.ones_like(x[0]), 1e-5)
+        out, total = CODED_NORM_LINEAR.load(name)(x, residual, norm, weight, None)
+        _compare(total, x + residual)
+        _compare(out, F.linear(F.rms_norm(x + residual, (x.shape[1],), norm.weight, norm.eps), plain))
 
 
 def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:

@@ -1,0 +1,137 @@
+"""Own CUDA C++ products of few rows in codes, by block shape, on one GPU: ``python -m benchmarks.coded_rows [--forms
+REGEX] [--rows 1 2 8]``.
+
+Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
+chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
+not; then experts of one to four tokens, beside `coded`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import partial
+from itertools import product
+
+import torch
+
+from benchmarks.coded_experts import SHAPES as EXPERT_SHAPES
+from benchmarks.coded_experts import draw
+from benchmarks.cuda_kernels import MODELS, products, time_calls
+from benchmarks.quantized_gpu import FORMS
+from headrace.kernels.coded_linear import cuda
+from headrace.kernels.coded_linear.cuda import Addition, Chosen, Shape
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.linear import Norm
+from headrace.kernels.moe import Gate, coded
+
+BF16, DEVICE = torch.bfloat16, "cuda"
+BYTES_PER_SECOND = 4.8e12
+"""Of an H200, as stated."""
+WEIGHT_BYTES = 400 << 20
+"""Of distinct weights in a chain."""
+BLOCKS = [
+    Shape(*numbers) for numbers in ((8, 3, 2), (16, 1, 4), (8, 2, 4), (8, 2, 2), (16, 1, 2), (4, 6, 2), (4, 4, 4))
+]
+SILU = (1, 0.0, 0.0, 0.0)
+
+
+def name_shape(shape: Shape) -> str:
+    """Its numbers, in order."""
+    return f"{shape.warps}/{shape.blocks}/{shape.depth}"
+
+
+def show(title: str, times: dict[str, float], num_bytes: float) -> None:
+    """One line, the fastest first."""
+    (best, seconds), *others = sorted(times.items(), key=lambda pair: pair[1])
+    share = num_bytes / seconds / BYTES_PER_SECOND
+    line = " ".join(f"{name} {own * 1e6:.1f}" for name, own in others)
+    print(f"{title}: {best} {seconds * 1e6:.2f} us {share:.0%} | {line}", flush=True)
+
+
+def make_copies(form: str, outputs: int, inputs: int) -> list[DeviceCodes]:
+    """The same weight in many places."""
+    first = draw(FORMS[form], outputs, inputs)
+    count = max(4, min(40, WEIGHT_BYTES // first.num_bytes))
+    return [first] + [draw(FORMS[form], outputs, inputs) for _ in range(count - 1)]
+
+
+def run_products(form: str, rows: list[int]) -> None:
+    """Single products."""
+    shapes = products(next(model for model in MODELS if model.name == "llama8b"))
+    for name in ("gate_up", "down", "qkv", "out"):
+        outputs, inputs = shapes[name]
+        weights = make_copies(form, outputs, inputs)
+        for count in rows:
+            x = torch.randn(count, inputs, device=DEVICE).to(BF16)
+            out = torch.empty(count, outputs, device=DEVICE, dtype=BF16)
+            times = {
+                name_shape(shape): time_calls([partial(cuda.launch, x, w, None, out, shape=shape) for w in weights])
+                for shape in BLOCKS
+            }
+            show(f"{name:8}{form:16}{count} rows", times, weights[0].num_bytes)
+
+
+def run_layer(form: str, rows: int) -> None:
+    """All products of a layer in turn."""
+    shapes = products(next(model for model in MODELS if model.name == "llama8b"))
+    layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
+    width, qkv_width, inner = shapes["qkv"][1], shapes["qkv"][0], shapes["down"][1]
+    x, stream = (torch.randn(rows, width, device=DEVICE).to(BF16) for _ in range(2))
+    qkv, mid = (torch.empty(rows, size, device=DEVICE, dtype=BF16) for size in (qkv_width, inner))
+    addition = Addition(stream, Norm(torch.rand(width, device=DEVICE).to(BF16), 1e-5), torch.empty_like(x))
+
+    def run(weights: dict[str, DeviceCodes], shape: Shape, before: Addition | None) -> None:
+        cuda.launch(x, weights["qkv"], None, qkv, shape=shape, before=before)
+        cuda.launch(qkv[:, :width], weights["out"], None, x, shape=shape)
+        cuda.launch(x, weights["gate_up"], None, mid, shape=shape, before=before, gate=SILU)
+        cuda.launch(mid, weights["down"], None, x, shape=shape)
+
+    times = {
+        name_shape(shape) + (" norms" if before else ""): time_calls(
+            [partial(run, weights, shape, before) for weights in layers]
+        ) for shape, before in product(BLOCKS, (None, addition))
+    }
+    show(f"layer   {form:16}{rows} rows", times, sum(weight.num_bytes for weight in layers[0].values()))
+
+
+def run_experts(title: str, num_tokens: int) -> None:
+    """Experts of a layer, other ones in each call."""
+    form, num_experts, top_k, width, inner = EXPERT_SHAPES[title]
+    layers = [(draw(form, num_experts * 2 * inner, width), draw(form, num_experts * width, inner)) for _ in range(4)]
+    x, factors = torch.randn(num_tokens, width, device=DEVICE).to(BF16), torch.rand(num_tokens, top_k, device=DEVICE)
+    steps = [
+        (*layers[i % 4], torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k).indices) for i in range(16)
+    ]
+    mid, out = torch.empty(num_tokens * top_k, inner, device=DEVICE, dtype=BF16), torch.empty_like(x)
+
+    def run(gate_up: DeviceCodes, down: DeviceCodes, ids: torch.Tensor, shape: Shape) -> None:
+        gate = (3, 7.0, 1.702, 1.0)
+        cuda.launch(x, gate_up, None, mid, gate=gate, chosen=Chosen(ids, 2 * inner), shape=shape)
+        cuda.launch(mid, down, None, out, chosen=Chosen(ids, width, factors), shape=shape)
+
+    def run_triton(gate_up: DeviceCodes, down: DeviceCodes, ids: torch.Tensor) -> None:
+        coded.run_experts_pdl(x, ids, factors, (gate_up, None), (down, None), Gate("clamped", 7.0, 1.702, 1.0))
+
+    times = {"triton": time_calls([partial(run_triton, *step) for step in steps])}
+    for shape in BLOCKS:
+        times[name_shape(shape)] = time_calls([partial(run, *step, shape) for step in steps])
+    chosen = sum(len(ids.unique()) for _, _, ids in steps) / len(steps) / num_experts
+    show(f"{title} {num_tokens} tokens", times, chosen * sum(weight.num_bytes for weight in layers[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forms", default=".")
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 8])
+    options = parser.parse_args()
+    for form in FORMS:
+        if re.search(options.forms, form) and form != "nvfp4":
+            run_products(form, options.rows)
+            run_layer(form, 1)
+    for title, num_tokens in product(EXPERT_SHAPES, (1, 2, 4)):
+        run_experts(title, num_tokens)
+
+
+if __name__ == "__main__":
+    main()
