@@ -180,3 +180,7 @@ def test_a_client_that_leaves_a_stream_stops_it(server):
     with httpx.stream("POST", url, files={"file": wav(noise(20.0, 5))}, data=form) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
     server.wait_until(lambda: re.search(r"aborted\w*_total\S* [1-9]", server.get("/metrics").text), "aborted")
+
+
+def test_the_ready_message_names_the_route(server):
+    assert re.search(r"curl http://\S+/v1/audio/transcriptions -F file=@clip\.mp3", server.log.read_text())

@@ -22,9 +22,11 @@ from media_rig import (
 )
 
 from headrace.base.config import engine_config
-from headrace.base.errors import RequestError
+from headrace.base.errors import ConfigError, RequestError
+from headrace.base.media import SpeechFacts, WindowFrames
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import LogitRules, SamplingSpec, StopSpec, TimestampRules
+from headrace.models.whisper.family import read_config, read_media
 from headrace.service.build import build_engine
 
 AUDIO_ID = 100
@@ -217,3 +219,22 @@ def test_time_stamps_follow_rules(writer: Any):
         assert expected[0] in range(FIRST_TIME, FIRST_TIME + 6) and not {*banned} & {*expected}
         assert found[f"plain{i}"] == write(model, prompt, 20)[0]
     engine.close()
+
+
+@pytest.mark.parametrize("vocab_size, token_id, mels, is_multilingual", [
+    (51866, 50361, 128, True), (51865, 50360, 80, True), (51864, 50359, 80, False),
+])
+def test_published_shapes(vocab_size: int, token_id: int, mels: int, is_multilingual: bool):
+    """Of large-v3, of those before it and of models for English alone: `<|startoflm|>` stands for sound."""
+    config = {
+        "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32, "encoder_attention_heads": 20,
+        "decoder_attention_heads": 20, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120, "vocab_size": vocab_size,
+        "num_mel_bins": mels, "max_source_positions": 1500, "max_target_positions": 448,
+        "begin_suppress_tokens": [220, 50257], "suppress_tokens": [1, 2, 7, -1],
+    }
+    facts = read_media(config)
+    assert facts.token_ids == {"audio": token_id} and facts.frames == WindowFrames(mels, 3000, 1536)
+    assert facts.speech == SpeechFacts(448, [1, 2, 7], [220, 50257], 50, is_multilingual)
+    assert read_config(config).max_model_len == 1536 + 448
+    with pytest.raises(ConfigError, match="decoder_attention_heads"):
+        read_config({**config, "decoder_attention_heads": 7})

@@ -67,9 +67,11 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def curl_line(address: str, model: str, *, has_key: bool, task: str = "generate") -> str:
     """An example request to copy."""
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    if task == "transcribe":
+        return f"curl {address}/v1/audio/transcriptions{key} -F file=@clip.mp3"
     route, fields = EXAMPLES[task]
     body = json.dumps({"model": model, **fields})
-    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     return f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
@@ -77,6 +79,8 @@ def _example_task(facts: ModelFacts, tokenizer: Tokenizer | None) -> str:
     """The example that the model supports."""
     if facts.pooling is not None:
         return facts.pooling.kind
+    if facts.media is not None and facts.media.speech is not None:
+        return "transcribe"
     return "complete ids" if tokenizer is None else "generate" if tokenizer.has_chat_template else "complete"
 
 
