@@ -13,7 +13,7 @@ from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, SHRINK
 from headrace.kernels.operation import Operation
-from headrace.layers.lora.bank import BankSizes, LinearBank
+from headrace.layers.lora.bank import BankSizes, LinearBank, PreparedPart, gather_parts
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.checkpoint import unstack_experts
@@ -230,3 +230,16 @@ def test_latent_attention_is_not_captured_with_an_adapted_up_projection():
     assert rig.banks.has_extras(0) and not rig.banks.has_extras(1)
     rig.load(0, [])
     assert not rig.banks.has_extras(0)
+
+
+def test_parts_in_one_buffer():
+    """As a GPU copies from: the same numbers, aligned, of tensors in any order and of no numbers."""
+    a, ids = torch.randn(3, 7), torch.tensor([5, 2])
+    parts = [PreparedPart(0, 0, a=a, b=a.t()), PreparedPart(1, 4, token_ids=ids, token_rows=torch.empty(0, 9))]
+    before = [a.clone(), a.t().clone(), ids.clone()]
+    gather_parts(parts, is_pinned=False)
+    found = [parts[0].a, parts[0].b, parts[1].token_ids]
+    assert all(torch.equal(own, theirs) for own, theirs in zip(found, before, strict=True))
+    assert parts[1].token_rows.shape == (0, 9) and parts[1].weight is None
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in found)

@@ -6,7 +6,7 @@ rank's share of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -32,6 +32,11 @@ from headrace.layers.lora.contract import AdaptedPart, SiteKind
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share
+
+TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
+"""Those of a `PreparedPart`."""
+ALIGNMENT = 64
+"""Bytes, of tensors in one buffer."""
 
 RANK_STEP = 16
 """Ranks are padded to multiples of this with zeros, for tensor cores."""
@@ -219,9 +224,9 @@ class LinearBank(AdapterBank):
     def _narrow(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:
         inputs, dtype = slice(self.columns.start, self.columns.stop), self.b.dtype
         if part.a is not None and part.b is not None:
-            b = (part.b[rows].float() * part.scale).t()
+            b = part.b[rows].t() if part.scale == 1.0 else (part.b[rows].float() * part.scale).t()
             found.a = _keep(part.a[:, inputs].to(dtype), self.a)
-            found.b = _keep(b if part.magnitude is not None else b.to(dtype), self.a)
+            found.b = _keep(b.float() if part.magnitude is not None else b.to(dtype), self.a)
         if part.magnitude is not None:
             found.magnitude = _keep(part.magnitude[rows].float(), self.a)
         if part.bias is not None:
@@ -257,7 +262,8 @@ class LinearBank(AdapterBank):
                 self.a[slot, part.index, rank:padded].zero_()
                 self.b[slot, rank:padded, part.start : stop].zero_()
         if ranks != self._slot_ranks.get(slot):
-            self.ranks[slot].copy_(_keep(torch.tensor(ranks), self.ranks), non_blocking=True)
+            on_host = torch.tensor(ranks)
+            self.ranks[slot].copy_(on_host.pin_memory() if self.ranks.is_cuda else on_host, non_blocking=True)
             self._slot_ranks[slot] = ranks
         if any(ranks):
             self._used.add(slot)
@@ -382,9 +388,19 @@ class HeadBank(LinearBank):
 
 
 def _keep(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """Contiguous in host memory of its own, from which a GPU can copy."""
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    return own.pin_memory() if beside.is_cuda else own
+    """In memory of its own; for a GPU `gather_parts` sees to that."""
+    return tensor if beside.is_cuda else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def gather_parts(parts: Iterable[PreparedPart], *, is_pinned: bool) -> None:
+    """Move the tensors of an adapter's parts into one buffer, which with ``is_pinned`` a GPU copies from: pinning
+    hundreds of them one by one takes longer than reading their file."""
+    owned = [(part, name, tensor) for part in parts for name in TENSORS if (tensor := getattr(part, name)) is not None]
+    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in owned)]
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
+    for (part, name, tensor), start in zip(owned, starts, strict=False):
+        place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        setattr(part, name, place.copy_(tensor))
 
 
 def refuse(module: str, what: str, fix: str) -> UnsupportedFeature:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import AdapterBank, PreparedPart
+from headrace.layers.lora.bank import AdapterBank, PreparedPart, gather_parts
 from headrace.layers.lora.contract import AdapterSite, AdapterSites, AdapterWeights
 
 PreparedAdapter = dict[str, list[PreparedPart]]
@@ -61,6 +61,8 @@ class AdapterBanks:
         prepared: PreparedAdapter = defaultdict(list)
         for part in adapter.parts:
             prepared[part.module] += self._banks[part.module].prepare(part)
+        if self.device.type == "cuda":
+            gather_parts((part for parts in prepared.values() for part in parts), is_pinned=True)
         return dict(prepared)
 
     def count_extra_bytes(self, adapter: PreparedAdapter) -> int:
