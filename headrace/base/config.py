@@ -221,6 +221,10 @@ class SchedulerConfig(Section):
         "max_queued",
         low=1
     )
+    max_queued_media_mib: int = option(
+        4096, "memory for images, videos and audio of requests that have not ended, in MiB; more are refused with 429",
+        low=1
+    )
     starvation_steps: int = option(
         256, "a waiting request that was overtaken this many times goes first, whatever the policy", low=1
     )

@@ -144,6 +144,12 @@ class Admission:
                 f"{num_waiting} requests are waiting, the limit is max_queued",
                 retry_after=self._pace.estimate_wait(num_waiting)
             )
+        if not self._running.media.has_room(request):
+            raise QueueFull(
+                f"the media of requests here take {self._running.media.num_bytes >> 20} MiB, the limit is "
+                "max_queued_media_mib; try again when some have ended",
+                retry_after=self._pace.estimate_wait(num_waiting)
+            )
         num_own = self._running.count_waiting(request.origin[:-1]) if request.origin[1:] else 0
         if num_own >= self._limits.per_client:
             raise QueueFull(

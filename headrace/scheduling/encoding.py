@@ -1,8 +1,8 @@
 """`EncoderAccount`: which encoder outputs are on the device, and which media a step encodes.
 
-The encoder has a budget of tokens a step of its own, beside that of the model; outputs are kept by content digest in a
-number of bytes. Refuses: tensors. An output is pinned while a running request has placeholders of it that are not
-planned yet.
+The encoder has a budget of tokens a step of its own, beside that of the model; outputs are kept by namespace and
+content digest in a number of bytes. Refuses: tensors. An output is pinned while a running request has placeholders of
+it that are not planned yet.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class EncoderLimits:
     model_tokens: int
 
 
+Key = tuple[str, bytes]
+"""The namespace of a request (``cache_salt``, adapter), and an item's content digest."""
+
+
 class _Output:
     """One item's output on the device; ``pins`` counts requests that still need it."""
 
@@ -36,11 +40,11 @@ class _Output:
 
 
 class EncoderAccount:
-    """The outputs by digest, least recently used first. ``facts`` is None for a model that takes text alone."""
+    """The outputs by `Key`, least recently used first. ``facts`` is None for a model that takes text alone."""
 
     def __init__(self, facts: MediaFacts | None, limits: EncoderLimits):
         self._facts, self._limits = facts, limits
-        self._outputs: dict[bytes, _Output] = {}
+        self._outputs: dict[Key, _Output] = {}
         self._pinned: dict[Request, dict[int, _Output]] = {}  # by the item's index
         self._num_tokens, self._next_key, self._left = 0, 0, limits.step_tokens
         self._encodes: list[Encode] = []
@@ -73,7 +77,7 @@ class EncoderAccount:
             return end
         left, room = self._left, self._limits.cache_tokens - self._count_pinned()
         for place in _places(request, begin, end):
-            known = self._outputs.get(place.digest)
+            known = self._outputs.get(_key(request, place))
             if known is None or not known.pins:
                 room -= place.num_tokens
             if known is None:
@@ -109,7 +113,7 @@ class EncoderAccount:
                 continue
             output = pinned.get(index)
             if output is None:
-                output = pinned[index] = self._find(place) or self._encode(request, index)
+                output = pinned[index] = self._find(_key(request, item.place)) or self._encode(request, index)
                 output.pins += 1
             self._uses.append(MediaUse(request.row, index, output.key))
             if place.end <= end:
@@ -145,29 +149,34 @@ class EncoderAccount:
     def _count_pinned(self) -> int:
         return sum(output.num_tokens for output in self._outputs.values() if output.pins)
 
-    def _find(self, place: MediaPlace) -> _Output | None:
-        output = self._outputs.pop(place.digest, None)
+    def _find(self, key: Key) -> _Output | None:
+        output = self._outputs.pop(key, None)
         if output is not None:
-            self._outputs[place.digest] = output  # used last
+            self._outputs[key] = output  # used last
             self.num_hits += 1
         return output
 
     def _encode(self, request: Request, index: int) -> _Output:
         item = request.media[index]
         count = item.place.num_tokens
-        for digest, old in list(self._outputs.items()):
+        for key, old in list(self._outputs.items()):
             if self._num_tokens + count <= self._limits.cache_tokens:
                 break
             if not old.pins:
                 self._drops.append(old.key)
-                self._num_tokens -= self._outputs.pop(digest).num_tokens
-        output = self._outputs[item.place.digest] = _Output(self._next_key, count)
+                self._num_tokens -= self._outputs.pop(key).num_tokens
+        output = self._outputs[_key(request, item.place)] = _Output(self._next_key, count)
         self._next_key += 1
         self._num_tokens += count
         self._left -= count
         self._encodes.append(Encode(output.key, item))
         self.num_encoded += 1
         return output
+
+
+def _key(request: Request, place: MediaPlace) -> Key:
+    """Users with different salts must not learn from the time of a request what others have sent."""
+    return request.namespace, place.digest
 
 
 def _places(request: Request, begin: int, end: int) -> Iterator[MediaPlace]:

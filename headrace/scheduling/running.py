@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from headrace.base.step import RowStart
 from headrace.scheduling.adapters import AdapterSlots
 from headrace.scheduling.encoding import EncoderAccount
+from headrace.scheduling.held_media import HeldMedia
 from headrace.scheduling.request import Request, State
 
 
@@ -21,10 +22,13 @@ class RunningSet:
     it starts requests in them. Sets of requests are dicts with None values, for O(1) removal in a fixed order.
     """
 
-    def __init__(self, num_rows: int, encoders: EncoderAccount, num_adapter_slots: int = 0):
+    def __init__(
+        self, num_rows: int, encoders: EncoderAccount, num_adapter_slots: int = 0, *, media_bytes: int = 1 << 32
+    ):
         self.num_rows = num_rows
         self.adapters = AdapterSlots(num_adapter_slots)
         self.encoders = encoders  # holds what running requests still need of encoders
+        self.media = HeldMedia(media_bytes)
         self.requests: dict[str, Request] = {}
         self.held: dict[Request, None] = {}  # added, but not to be queued before `Scheduler.release`
         self.prefilling: dict[Request, None] = {}  # in order of admission
@@ -59,6 +63,7 @@ class RunningSet:
     def register(self, request: Request) -> None:
         """A request has arrived."""
         self.requests[request.request_id] = request
+        self.media.enter(request)
         if request.origin:
             self._unfinished[request.origin[:-1]] += 1
 
@@ -110,6 +115,7 @@ class RunningSet:
         request.state = state
         if state == State.FINISHED:
             del self.requests[request.request_id]
+            self.media.leave(request)
             if request.origin:
                 self._forget_one(request.origin[:-1])
 

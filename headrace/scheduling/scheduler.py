@@ -83,7 +83,9 @@ class Scheduler:
         encoders = EncoderAccount(
             features.media, _encoder_limits(config, cache, features.media, max_step_tokens - max_running)
         )
-        self._running = RunningSet(layout.max_rows, encoders, features.num_adapter_slots)
+        self._running = RunningSet(
+            layout.max_rows, encoders, features.num_adapter_slots, media_bytes=config.max_queued_media_mib << 20
+        )
         self.adapters = self._running.adapters
         self._queue = WaitingQueue(
             # Late-bound: admission is built with the queue, below.
@@ -131,7 +133,7 @@ class Scheduler:
         """Queue a request, or hold it until `release` (its grammar is being compiled). ``adapter``: the number of its
         adapter, 0 for none; ``namespace`` then has that one's content. Raises, with no state changed, when it is
         invalid (`RequestError`), can never fit (`OutOfPages`) or the queue is full (`QueueFull`)."""
-        submitted = self.exchange.adapt(submitted)
+        submitted = self._running.media.share(self.exchange.adapt(submitted))
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -234,4 +235,20 @@ def test_hits_within_images(served: Any):
     different = run(engine, [other])[0]
     assert tokens_of(different) == expect(model, other)[0]
     assert different[-1].num_cached_tokens < 4
+    engine.close()
+
+
+def test_choices_and_bounds_on_what_waits(tmp_path: Path):
+    """Two choices of an image whose pixels only the first carries; another image beyond the bytes for them."""
+    model, count = make_llava(tmp_path)
+    engine = start_engine(tmp_path, max_queued_media_mib=1)
+    first, other = add_image(Prompt().text(3), count, 0), add_image(Prompt().text(4), count, 1)
+    bare = Prompt(first.ids, [msgspec.structs.replace(item, arrays={}) for item in first.items])
+    engine._scheduler._running.media.most_bytes = first.items[0].num_bytes
+    outputs = run(engine, [first, bare, other])
+    for each in outputs[:2]:
+        compare(each, expect(model, first))
+    assert outputs[2][-1].finish is not None and outputs[2][-1].finish.error is not None
+    assert outputs[2][-1].finish.error.kind == "queue_full"
+    assert engine._scheduler._running.media.num_bytes == 0
     engine.close()

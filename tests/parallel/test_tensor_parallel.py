@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from parallel.rank_processes import RankProcesses
-from service import random_models
+from service import random_models, tiny_vision
 
 from headrace import LLM, SamplingParams
 from headrace.service import build
@@ -32,6 +33,9 @@ PARAMS = [
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}, {"temperature": 0, "min_tokens": 3},
     )
 ]
+
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 128}
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -133,6 +137,29 @@ def test_experts_that_move_compute_what_they_did(
 
 def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compare_embeddings(ranks, "BertModel", tmp_path, monkeypatch)
+
+
+def test_images_are_encoded_on_every_rank(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pillow = pytest.importorskip("PIL.Image")
+    folder = tiny_vision.write_qwen(tmp_path / "qwen")
+    values = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    images = [pillow.fromarray(values), pillow.fromarray(values[:40, :40])]
+    prompts: list[Any] = [{"prompt": f"a{MARK}b{MARK}", "multi_modal_data": {"image": images}}, "text alone"]
+    options = {**CPU, "model": str(folder), "max_step_tokens": 16}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=1)
+
+    def answer() -> list[Any]:
+        with LLM(**options) as llm:
+            return [each.outputs[0] for each in llm.generate(prompts, params)]
+
+    alone = answer()
+    monkeypatch.setattr(build, "build_executor", ranks.builder(options))
+    for one, other in zip(alone, answer(), strict=True):
+        assert one.token_ids == other.token_ids
+        mine, theirs = ([each.logprob for each in output.logprobs or []] for output in (one, other))
+        assert mine and mine == pytest.approx(theirs, abs=1e-4)
 
 
 def compare_embeddings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from headrace.base.errors import RequestError
@@ -25,6 +26,7 @@ from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import MediaPlan
 from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
+from headrace.scheduling.held_media import HeldMedia
 from headrace.scheduling.request import Request
 
 TOKEN = 99
@@ -36,7 +38,7 @@ def make_item(offset: int, count: int, content: str) -> MediaItem:
     return MediaItem(place, {"pixel_values": MediaArray("float32", (1,), bytes(4))})
 
 
-def make_request(*parts: int | tuple[int, str], name: str = "r") -> Request:
+def make_request(*parts: int | tuple[int, str], name: str = "r", namespace: str = "") -> Request:
     """``parts``: so many tokens of text, or so many placeholders of an image."""
     ids: list[int] = []
     items = []
@@ -46,7 +48,7 @@ def make_request(*parts: int | tuple[int, str], name: str = "r") -> Request:
         else:
             items.append(make_item(len(ids), *part))
             ids += [TOKEN] * part[0]
-    ask = EngineRequest(name, ids, SamplingSpec(), StopSpec(4), media=items)
+    ask = EngineRequest(name, ids, SamplingSpec(), StopSpec(4), namespace=namespace, media=items)
     return Request(ask, seq=0, max_model_len=4096, deadline=None)
 
 
@@ -132,6 +134,40 @@ def test_media_that_do_not_belong_to_the_prompt_are_refused():
             account.check(bad)
     with pytest.raises(RequestError, match="text alone"):
         EncoderAccount(None, EncoderLimits(1, 1, 1)).check(good)
+
+
+def test_outputs_are_not_shared_between_salts():
+    account, encoded = make_account(), []
+    for salt in ("a", "a", "b"):
+        request = make_request(2, (3, "same"), namespace=salt)
+        account.begin_step()
+        account.take(request, 0, 5)
+        encoded.append(len(account.take_plan().encodes))
+    assert encoded == [1, 0, 1]
+
+
+def test_equal_media_are_held_once_and_within_bytes():
+    held, first = HeldMedia(8), make_request((2, "a"), (2, "b"))
+    assert held.has_room(first)
+    held.enter(first)
+    assert held.num_bytes == 8
+    ask = EngineRequest("r", [], SamplingSpec(), StopSpec(1), media=[make_item(0, 2, "a")])
+    assert held.share(ask).media[0].arrays is first.media[0].arrays
+    again, other = make_request((2, "a"), name="s"), make_request((2, "c"), name="t")
+    assert held.has_room(again) and not held.has_room(other)
+    held.enter(again)
+    held.leave(first)
+    assert held.num_bytes == 4 and held.has_room(other)
+    with pytest.raises(RequestError, match=r"send fewer.*"):
+        held.has_room(make_request((2, "a"), (2, "b"), (2, "c")))
+
+
+def test_further_choices_have_the_arrays_of_the_first():
+    held, item = HeldMedia(8), make_item(0, 2, "a")
+    bare = EngineRequest("r/1", [], SamplingSpec(), StopSpec(1), media=[msgspec.structs.replace(item, arrays={})])
+    assert held.share(bare).media[0].arrays == {}
+    held.share(msgspec.structs.replace(bare, request_id="r/0", media=[item]))
+    assert held.share(bare).media == [item] and held.share(bare).media == [item]
 
 
 PATCHES, IMAGES, SIZED = PatchPixels(5, 2), ImagePixels(3, 8, 4), SizedPixels(3, 4, 2)

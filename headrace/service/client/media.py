@@ -67,10 +67,16 @@ def place_items(
 
 
 def with_media(requests: list[EngineRequest], items: list[MediaItem], facts: ModelFacts) -> list[EngineRequest]:
-    """Requests with the media of their common prompt. Raises `RequestError` for placeholders without an item."""
+    """Requests with the media of their common prompt; only the first carries their arrays, and the engine gives them to
+    the others, which follow it. Raises `RequestError` for placeholders without an item."""
     if facts.media is not None or items:
         check_media(items, requests[0].prompt_token_ids, facts.media)
-    return [msgspec.structs.replace(request, media=items) for request in requests] if items else requests
+    if not items:
+        return requests
+    bare = [msgspec.structs.replace(item, arrays={}) for item in items]
+    return [
+        msgspec.structs.replace(request, media=bare if number else items) for number, request in enumerate(requests)
+    ]
 
 
 def _split(prompt: str, media: MediaFacts) -> Iterator[tuple[str | None, Sequence[str]]]:
