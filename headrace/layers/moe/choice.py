@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from headrace.base import env
-from headrace.kernels.coded_linear.choice import find_faults, time_on_gpu
+from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults, time_on_gpu
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.measured import MeasuredFile
-from headrace.kernels.moe import CODED_EXPERTS, RUN_EXPERTS
+from headrace.kernels.moe import CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import precompile
 from headrace.layers.moe.layer import MoeMlp
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 TOKENS = (1, 4, 16, 64, 256)
 """Steps that are measured. Experts stay in codes where that is faster on the average, relative to plain ones."""
+WARM_TOKENS = (1, 2, 4, 16, 17, *(1 << power for power in range(5, 14)))
+"""Steps with every tile of the kernels between them."""
 
 
 @torch.no_grad()
@@ -48,6 +50,8 @@ def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], fl
                 "experts of %s: %s (%.2f times as fast as plain for few tokens)", key.partition(": ")[2],
                 "kept in codes" if gains[key] > 1.0 else "dequantised", gains[key]
             )
+            if gains[key] > 1.0:
+                _warm_up(module, key)
         if gains[key] <= 1.0:
             for stack in stacks:
                 stack.restore()
@@ -57,28 +61,58 @@ def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], fl
 def _describe(module: MoeMlp) -> str:
     codes = module.experts.gate_up.codes
     width, inner = module.experts.gate_up.codes.in_features, module.experts.down.codes.in_features
-    device = codes.codes.device
+    device, query = codes.codes.device, _query(module)
+    # measured again by versions that have other kernels
+    names = " ".join(name for name in CODED_EXPERTS.names() if CODED_EXPERTS.reason_against(name, query) is None)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return (
         f"{machine}, torch {torch.__version__}: {module.experts.gate_up.num_stacked} x {width} x {inner} in "
         f"{codes.code.value}, scales of {codes.rows} x {codes.group}, {module.router.shape['top_k']} a token, "
-        f"{module.gate}"
+        f"{module.gate}, by {names}"
     )
+
+
+def _query(module: MoeMlp) -> KernelQuery:
+    device = module.experts.gate_up.codes.codes.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return KernelQuery(device.type, str(module.dtype).removeprefix("torch."), capability)
+
+
+def _bind_codes(module: MoeMlp) -> partial[torch.Tensor]:
+    """The kernel for experts in codes, which takes a step of `_draw_step`."""
+    gate_up, down = module.experts.gate_up, module.experts.down
+    return partial(
+        CODED_EXPERTS.choose(_query(module)), gate_up=(gate_up.codes, gate_up.own_bias),
+        down=(down.codes, down.own_bias), gate=module.gate
+    )
+
+
+def _warm_up(module: MoeMlp, about: str) -> None:
+    """Compile what steps of any size run with codes: nothing is to compile later."""
+    coded, codes = _bind_codes(module), module.experts.gate_up
+    device, top_k = codes.codes.codes.device, module.router.shape["top_k"]
+    if device.type != "cuda":
+        return
+    steps = [
+        _draw_step(module, num_tokens, device, module.dtype) for num_tokens in WARM_TOKENS
+        if is_few(num_tokens, top_k, codes.num_stacked, MOST_CODED_PAIRS_EACH)
+    ]
+
+    def run() -> None:
+        for step in steps:
+            coded(*step)
+
+    precompile(run, f"coded experts of all sizes {about}", device)
+    run()
 
 
 def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], float]) -> float:
     """The mean over `TOKENS` of plain experts' time over that of coded ones; infinite where plain ones do not fit."""
     gate_up, down = module.experts.gate_up, module.experts.down
-    device, dtype = gate_up.codes.codes.device, module.dtype
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    query = KernelQuery(device.type, str(dtype).removeprefix("torch."), capability)
-    coded = partial(
-        CODED_EXPERTS.choose(query), gate_up=(gate_up.codes, gate_up.own_bias), down=(down.codes, down.own_bias),
-        gate=module.gate
-    )
+    device, dtype, coded = gate_up.codes.codes.device, module.dtype, _bind_codes(module)
     try:
         plain = partial(
-            RUN_EXPERTS.choose(query), gate_up=(gate_up.unpack(dtype), gate_up.own_bias),
+            RUN_EXPERTS.choose(_query(module)), gate_up=(gate_up.unpack(dtype), gate_up.own_bias),
             down=(down.unpack(dtype), down.own_bias), gate=module.gate
         )
     except torch.OutOfMemoryError:
@@ -95,7 +129,7 @@ def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], flo
     gains = []
     for step in steps:
         expected, out = plain(*step).float(), coded(*step).float()
-        if not float((out - expected).norm()) <= 0.05 * float(expected.norm()):
+        if not float((out - expected).norm()) <= MOST_ERROR * float(expected.norm()):
             logger.warning("kernels for experts in codes give other numbers than plain ones; they are dequantised")
             return 0.0
         gains.append(time(partial(plain, *step)) / time(partial(coded, *step)))
