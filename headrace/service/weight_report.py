@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from headrace.kernels.coded_linear.codes import CodedMatrix
     from headrace.models.source import ModelSource
 
+EXPERTS = ".experts."
+"""In names of experts' weights."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -59,7 +61,7 @@ def describe_weights(config: EngineConfig) -> Iterator[WeightKind]:
         for name, weight in chain.read(tensors):
             if weight.dim() > 1:
                 kind = NUMBER.sub("*", name)
-                form, kernel, reason = _judge(weight, device, dtype)
+                form, kernel, reason = _judge(weight, device, dtype, is_expert=EXPERTS in f".{name}")
                 yield WeightKind(
                     kind.removesuffix(".weight"), modules.get(kind.rpartition(".")[0], 1), tuple(weight.shape), form,
                     kernel, reason
@@ -86,7 +88,9 @@ def _first_of_each(source: ModelSource) -> tuple[dict[str, int], Iterator[tuple[
     return {kind: len(modules) for kind, modules in members.items()}, iter(wanted)
 
 
-def _judge(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tuple[str, str, str]:
+def _judge(
+    weight: torch.Tensor, device: torch.device, dtype: torch.dtype, *, is_expert: bool
+) -> tuple[str, str, str]:
     """Form, kernel and reason of a weight as `SchemeChain` gives it."""
     from headrace.layers.quantization.blocks import BlockTensor, CodedTensor
 
@@ -96,7 +100,8 @@ def _judge(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tu
             return weight.blocks.kind, "own kernels, packed", "blocks are kept in 4 or 8 bits"
         from headrace.kernels.coded_linear.device_codes import read_codes
 
-        return weight.blocks.kind, *_judge_on_gpu(read_codes(weight.blocks, device), device, dtype)
+        judge = _judge_expert if is_expert else _judge_on_gpu
+        return weight.blocks.kind, *judge(read_codes(weight.blocks, device), device, dtype)
     if not isinstance(weight, CodedTensor):
         stored = str(weight.dtype).removeprefix("torch.")
         return stored, f"those of {plain}", "not quantised, or dequantised as --quantization or its format asks"
@@ -106,7 +111,28 @@ def _judge(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tu
 
         stored_weight, reason = store_in_panels(weight.matrix)
         return form, f"those of {plain}, dequantised" if stored_weight is None else "own kernels, packed", reason
-    return form, *_judge_on_gpu(weight.matrix, device, dtype)
+    return form, *(_judge_expert if is_expert else _judge_on_gpu)(weight.matrix, device, dtype)
+
+
+def _judge_expert(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Of one expert's matrix; all are multiplied together."""
+    import torch
+
+    from headrace.kernels.coded_linear.device_codes import pack_for_device
+    from headrace.kernels.moe import CODED_EXPERTS
+    from headrace.kernels.operation import KernelQuery
+
+    codes = pack_for_device(matrix.to(device))
+    fault = "its groups differ in size" if codes is None else codes.fault_of_stack(codes.out_features)
+    if fault is not None:
+        return "dequantised", fault
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    query = KernelQuery(device.type, str(dtype).removeprefix("torch."), capability)
+    name = next(name for name in CODED_EXPERTS.names() if CODED_EXPERTS.reason_against(name, query) is None)
+    return (
+        f"coded experts kernel {name}",
+        "kept in codes if steps of 1 to 256 tokens are measured to be faster so when the model is loaded"
+    )
 
 
 def _judge_on_gpu(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

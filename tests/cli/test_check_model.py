@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from layers.format_cases import CASES, LLAMA, QWEN_MOE, make_checkpoint
 
 from headrace.kernels import native
+from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4
+from headrace.service.weight_report import _judge_expert
 from headrace.serving.cli.main import main
 
 
@@ -51,3 +54,12 @@ def test_groups_that_no_kernel_takes(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]):
     assert main(["check", "/nowhere/model"]) != 0
     assert "/nowhere/model" in capsys.readouterr().err
+
+
+def test_experts_on_a_gpu_are_multiplied_together():
+    """Not by the products of other layers."""
+    cpu, weight = torch.device("cpu"), torch.randn(64, 256)
+    kernel, reason = _judge_expert(quantise_fp4(weight), cpu, torch.bfloat16)
+    assert kernel == "coded experts kernel reference" and "1 to 256 tokens" in reason
+    kernel, reason = _judge_expert(quantise_float(weight, rows=48, group=128), cpu, torch.bfloat16)
+    assert kernel == "dequantised" and "do not divide the 64" in reason

@@ -218,7 +218,7 @@ def _prefill_kernel(
     page_stride_k, page_stride_v, scale, softcap, PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     EV: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_EV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):
     # nothing is loaded before the wait: in the first layer the previous kernels may have written the plan as well
     wait_for_previous(PDL)
@@ -240,6 +240,8 @@ def _prefill_kernel(
         q_row = ((begin + token).to(tl.int64) * (K * G) + query_head)[:, None]
         dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
         q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
+        if FP8:
+            q = _as_half(q)
         position = kv_len - query_len + token  # the chunk is the end of its request
 
         first_position = kv_len - query_len + first
@@ -267,7 +269,7 @@ def _prefill_kernel(
                 v = _load_block(
                     v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False
                 )
-                acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
+                acc, top, total = _accumulate(logits, _widen(v, q.dtype, FP8), acc, top, total, PRECISION)
             start = unmasked
         for at in tl.range(start, end, BLOCK_N):
             k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
@@ -278,7 +280,7 @@ def _prefill_kernel(
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             logits = tl.where(seen, logits, MASKED)
             v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-            acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
+            acc, top, total = _accumulate(logits, _widen(v, q.dtype, FP8), acc, top, total, PRECISION)
 
         out = acc / total[:, None]
         tl.store(
@@ -541,8 +543,8 @@ def prefill(
     _prefill_kernel[(k_pages.shape[2], plan.blocks.shape[0])](
         q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
         head.sinks if head.sinks is not None else q, page_table.stride(0), **_geometry(q, k_pages, v_pages),
-        **head.constants(), BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens, PDL=pdl,
-        num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
+        **head.constants(), BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens,
+        FP8=k_pages.dtype == torch.float8_e4m3fn and q.is_cuda, PDL=pdl, num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
     )
 
 
