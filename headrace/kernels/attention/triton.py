@@ -544,7 +544,8 @@ def prefill(
         q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
         head.sinks if head.sinks is not None else q, page_table.stride(0), **_geometry(q, k_pages, v_pages),
         **head.constants(), BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens,
-        FP8=k_pages.dtype == torch.float8_e4m3fn and q.is_cuda, PDL=pdl, num_warps=plan.tile.num_warps, num_stages=plan.tile.num_stages, launch_pdl=pdl,
+        FP8=k_pages.dtype == torch.float8_e4m3fn and q.is_cuda, PDL=pdl, num_warps=plan.tile.num_warps,
+        num_stages=plan.tile.num_stages, launch_pdl=pdl,
     )
 
 
