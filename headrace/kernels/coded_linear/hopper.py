@@ -40,15 +40,13 @@ _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_g
 @dataclass(frozen=True)
 class Tile:
     """A program computes ``rows`` by ``outputs`` (of gate and of up, if gated). In shared memory, at most 227 KiB, is a
-    ring of ``stages`` tiles of ``blocks`` times `DEPTH` inputs. ``splits`` programs share the inputs and store a
-    partial sum each. Two blocks are for codes of 4 bits: memory is then read 128 bytes of a row at a time."""
+    ring of ``stages`` tiles of `DEPTH` inputs. ``splits`` programs share the inputs and store a partial sum each."""
 
     rows: int
     outputs: int
     stages: int
     splits: int = 1
     num_warps: int = 4
-    blocks: int = 1
 
 
 @gluon.jit
@@ -74,16 +72,12 @@ def _find_group(ends_ptr, tile, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def _fetch_weight(
-    weight_desc, bar, tiles, stage, row, k, pred, GATE: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """Start to copy outputs from ``row`` and bytes from ``k`` on to a stage, if ``pred``. ``bar`` tells its end."""
-    for block in gl.static_range(BLOCKS):
-        tile, at = tiles.index(stage * BLOCKS + block), k + block * WIDTH
-        if GATE > 0:  # see `_describe_weight`
-            _fetch_tile(weight_desc, [row // 8, 0, 0, at], bar, tile, pred=pred)
-        else:
-            _fetch_tile(weight_desc, [row, at], bar, tile, pred=pred)
+def _fetch_weight(weight_desc, bar, tile, row, k, pred, GATE: gl.constexpr):
+    """Start to copy outputs from ``row`` and bytes from ``k`` on to ``tile``, if ``pred``. ``bar`` tells its end."""
+    if GATE > 0:  # see `_describe_weight`
+        _fetch_tile(weight_desc, [row // 8, 0, 0, k], bar, tile, pred=pred)
+    else:
+        _fetch_tile(weight_desc, [row, k], bar, tile, pred=pred)
 
 
 @gluon.jit
@@ -117,25 +111,13 @@ def _decode(tile, words, operand: gl.constexpr, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _add_codes(
-    acc, tiles, x_tiles, at, words, more_words, mma: gl.constexpr, WIDE: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """``acc`` [WIDE, ROWS] plus the product of a stage of e2m1 codes and plain rows. The codes' numbers are in
-    registers; those of a second block are made while the first one is multiplied."""
+def _add_codes(acc, tile, x_tiles, at, words, mma: gl.constexpr, WIDE: gl.constexpr):
+    """``acc`` [WIDE, ROWS] plus the product of a stage of e2m1 codes, decoded in registers, and plain rows."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    first = 2 * BLOCKS * at
-    low, high = _decode(tiles.index(BLOCKS * at), words, operand, WIDE)
-    acc = warpgroup_mma(low, x_tiles.index(first).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(high, x_tiles.index(first + 1).permute((1, 0)), acc, is_async=True)
-    if BLOCKS == 1:
-        acc, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(acc, low, high))
-    else:
-        more_low, more_high = _decode(tiles.index(BLOCKS * at + 1), more_words, operand, WIDE)
-        acc = warpgroup_mma(more_low, x_tiles.index(first + 2).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma(more_high, x_tiles.index(first + 3).permute((1, 0)), acc, is_async=True)
-        acc, low, high, more_low, more_high = warpgroup_mma_wait(
-            num_outstanding=0, deps=(acc, low, high, more_low, more_high)
-        )
+    low, high = _decode(tile, words, operand, WIDE)
+    acc = warpgroup_mma(low, x_tiles.index(2 * at).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(high, x_tiles.index(2 * at + 1).permute((1, 0)), acc, is_async=True)
+    acc, low, high = warpgroup_mma_wait(num_outstanding=0, deps=(acc, low, high))
     return acc
 
 
@@ -197,29 +179,23 @@ def _product_kernel(
     M, N, K, G, depth, limit, alpha, up_offset, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, CODED: gl.constexpr, X_GROUPS: gl.constexpr, W_GROUPS: gl.constexpr,
     SHARED: gl.constexpr, SPLIT: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr,
-    IS_FP8: gl.constexpr, BLOCKS: gl.constexpr, num_warps: gl.constexpr,
+    IS_FP8: gl.constexpr, num_warps: gl.constexpr,
 ):
     PROMOTES: gl.constexpr = X_GROUPS or W_GROUPS
     WIDE: gl.constexpr = 2 * OUTPUTS if GATE > 0 else OUTPUTS
-    # a block of codes of 4 bits has half the bytes, and two pieces of x, in two bytes a number; the sums of its stage
-    # arrive at one barrier
-    PER_BLOCK: gl.constexpr = 2 if CODED else 1
-    PIECES: gl.constexpr = PER_BLOCK * BLOCKS
-    X_WIDTH: gl.constexpr = _DEPTH // PER_BLOCK
-    WIDTH: gl.constexpr = _DEPTH // PER_BLOCK
-    INPUTS: gl.constexpr = _DEPTH * BLOCKS
-    stage_bytes: gl.constexpr = BLOCKS * (WIDE * WIDTH + ROWS * _DEPTH * PER_BLOCK)
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, ROWS, X_WIDTH], x_desc.layout)
-    tiles = gl.allocate_shared_memory(
-        weight_desc.dtype, [STAGES * BLOCKS] + weight_desc.block_shape, weight_desc.layout  # noqa: RUF005 (no starred lists in Gluon)
-    )
+    # codes of 4 bits take half a byte an input, plain rows two, in two pieces; all of a stage arrives at one barrier
+    PIECES: gl.constexpr = 2 if CODED else 1
+    WIDTH: gl.constexpr = _DEPTH // PIECES
+    stage_bytes: gl.constexpr = WIDE * WIDTH + ROWS * _DEPTH * PIECES
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PIECES, ROWS, WIDTH], x_desc.layout)
+    tiles = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_shape, weight_desc.layout)  # noqa: RUF005 (no starred lists in Gluon)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(bars.index(stage), count=1)
     fence_async_shared()  # TMA must see the initialised barriers
     n0, split = gl.program_id(0) * OUTPUTS, gl.program_id(2)
     k0 = split * depth
-    steps = gl.cdiv(gl.minimum(depth, K - k0), INPUTS)
+    steps = gl.cdiv(gl.minimum(depth, K - k0), _DEPTH)
     if X == 0:
         # The last block of rows overlaps the one before, as TMA fills rows beyond the end slowly. Weights are asked for
         # before the wait: no kernel writes them; x after it.
@@ -228,8 +204,8 @@ def _product_kernel(
         for stage in gl.static_range(STAGES):
             mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
             _fetch_weight(
-                weight_desc, bars.index(stage), tiles, stage, n0, k0 // PER_BLOCK + stage * (WIDTH * BLOCKS),
-                stage < steps, GATE, WIDTH, BLOCKS
+                weight_desc, bars.index(stage), tiles.index(stage), n0, k0 // PIECES + stage * WIDTH, stage < steps,
+                GATE
             )
         wait_for_previous(True)
     else:
@@ -243,15 +219,13 @@ def _product_kernel(
         if X > 0:
             mbarrier.expect(bars.index(stage), stage_bytes, pred=stage < steps)
             _fetch_weight(
-                weight_desc, bars.index(stage), tiles, stage, row0 + n0, k0 // PER_BLOCK + stage * (WIDTH * BLOCKS),
-                stage < steps, GATE, WIDTH, BLOCKS
+                weight_desc, bars.index(stage), tiles.index(stage), row0 + n0, k0 // PIECES + stage * WIDTH,
+                stage < steps, GATE
             )
-        _fetch_rows(
-            x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * INPUTS, stage < steps, X_WIDTH, PIECES
-        )
+        _fetch_rows(x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * _DEPTH, stage < steps, WIDTH, PIECES)
     # the weight is the left operand (wgmma M is 64), so that few rows of x fill the instruction
     mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 32 // PER_BLOCK]
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 32 // PIECES]
     )
     r = gl.arange(0, WIDE, gl.SliceLayout(1, mma))
     m = m0 + gl.arange(0, ROWS, gl.SliceLayout(0, mma))
@@ -271,16 +245,11 @@ def _product_kernel(
         if X_GROUPS:
             x_scale = gl.load(x_scales_ptr + (group0 + step) * M + m, mask=is_row, other=0.0)
         if CODED or W_GROUPS:
-            scale = gl.load(scale_at + group0 + step * BLOCKS, mask=is_output, other=0)
-            more_scale = scale
-            if BLOCKS > 1:
-                more_scale = gl.load(
-                    scale_at + group0 + step * BLOCKS + 1, mask=is_output & (group0 + step * BLOCKS + 1 < G), other=0
-                )
+            scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)
         mbarrier.wait(bars.index(at), (step // STAGES) & 1)
         later = step + STAGES
         if CODED:
-            acc = _add_codes(acc, tiles, x_tiles, at, scale, more_scale, mma, WIDE, BLOCKS)
+            acc = _add_codes(acc, tiles.index(at), x_tiles, at, scale, mma, WIDE)
         elif PROMOTES:
             part = warpgroup_mma(
                 tiles.index(at).reshape([WIDE, _DEPTH]), x_tiles.index(at).permute((1, 0)), zeros, use_acc=False,
@@ -301,10 +270,9 @@ def _product_kernel(
         free, has_more = later % STAGES, (later >= STAGES) & (later < steps)
         mbarrier.expect(bars.index(free), stage_bytes, pred=has_more)
         _fetch_weight(
-            weight_desc, bars.index(free), tiles, free, row0 + n0, k0 // PER_BLOCK + later * (WIDTH * BLOCKS), has_more,
-            GATE, WIDTH, BLOCKS
+            weight_desc, bars.index(free), tiles.index(free), row0 + n0, k0 // PIECES + later * WIDTH, has_more, GATE
         )
-        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * INPUTS, has_more, X_WIDTH, PIECES)
+        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * _DEPTH, has_more, WIDTH, PIECES)
     if not CODED:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if not W_GROUPS:
@@ -371,8 +339,7 @@ def multiply(
     rows, x_scales = x if isinstance(x, Fp8Rows) else (x, x)
     (num_rows, inputs), codes, scales = rows.shape, weight.codes, weight.scales
     coded = codes.dtype == torch.uint8
-    assert coded or tile.blocks == 1, "8-bit rows have 128 bytes in one block"
-    width, step = DEPTH // 2 if coded else DEPTH, DEPTH * tile.blocks
+    width = DEPTH // 2 if coded else DEPTH
     num_experts, tiles = 0, ceil_div(num_rows, tile.rows)
     ends = order = factors = None
     if groups:
@@ -393,11 +360,11 @@ def multiply(
         _describe(rows, tile.rows, width), x_scales,
         _describe_weight(codes, tile.outputs, width, outputs if gated.kind else 0), scales, given(bias), given(ends),
         given(order), given(factors), out, given(out_scales), num_rows, outputs, inputs, scales.shape[1],
-        ceil_div(ceil_div(inputs, step), tile.splits) * step, *gated[1:], X=num_experts,
+        ceil_div(ceil_div(inputs, DEPTH), tile.splits) * DEPTH, *gated[1:], X=num_experts,
         BLOCK_X=next_power_of_2(max(1, num_experts)), ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
         CODED=coded, X_GROUPS=not coded and x_scales.dim() == 2, W_GROUPS=not coded and scales.shape[1] > 1,
         SHARED=weight.rows, SPLIT=tile.splits > 1, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
-        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, BLOCKS=tile.blocks, num_warps=tile.num_warps, launch_pdl=True,
+        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, num_warps=tile.num_warps, launch_pdl=True,
     )
     return out if out_scales is None else Fp8Rows(out, out_scales)
 
@@ -417,36 +384,44 @@ def _allocate(
 
 NUM_SMS = 132
 """Of an H100 or H200 (SXM)."""
+SHARED_BYTES = 227 * 1024
+"""Of an SM there, for the tiles of all its programs."""
 MOST_SPLITS = 4
+LARGE_OUTPUTS = 8192
 
 
 @cache
-def choose_tile(rows: int, outputs: int, inputs: int) -> Tile:
-    """For a plain product."""
-    if rows <= 32:
-        return Tile(32, 64, 8)
-    return Tile(64, 64, 8) if rows <= 64 or outputs < 8192 else Tile(64, 128, 6)
+def choose_tile(rows: int, outputs: int) -> Tile:
+    """For a plain product. This and the next two were measured on an H200, at 32, 64 and 256 rows."""
+    is_large = outputs >= LARGE_OUTPUTS
+    if rows <= 64:
+        block = 32 if rows <= 32 else 64
+        return Tile(block, 128, 6) if is_large else Tile(block, 64, 8)
+    return Tile(128, 64, 6) if outputs <= LARGE_OUTPUTS // 2 else Tile(128, 128, 4, num_warps=8)
 
 
 @cache
 def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile:
-    """For `FP8_SUMS`: split-K where outputs alone do not fill the device twice."""
-    tile = choose_tile(rows, outputs, inputs)
+    """For `FP8_SUMS`: split-K while all programs run at once and each has at least four tiles of inputs."""
+    tile = choose_tile(rows, outputs)
     programs, splits = ceil_div(rows, tile.rows) * ceil_div(outputs, tile.outputs), 1
-    while splits < MOST_SPLITS and splits * programs < NUM_SMS and 8 * splits * DEPTH <= inputs:
+    resident = NUM_SMS * (SHARED_BYTES // ((tile.rows + tile.outputs) * DEPTH * tile.stages))
+    while splits < MOST_SPLITS and 2 * splits * programs <= resident and 8 * splits * DEPTH <= inputs:
         splits *= 2
     return replace(tile, splits=splits)
 
 
 @cache
-def choose_gated_tile(rows: int, outputs: int) -> Tile:
+def choose_gated_tile(rows: int) -> Tile:
     """For `FP8_GATED`."""
-    return Tile(32, 64, 6) if rows <= 32 else Tile(64, 64, 6)
+    if rows > 64:
+        return Tile(128, 128, 3, num_warps=8)
+    return Tile(32 if rows <= 32 else 64, 128, 4, num_warps=8)
 
 
 def multiply_rows(rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """See `FP8_LINEAR`."""
-    tile = choose_tile(rows.num_rows, *weight.codes.shape)
+    tile = choose_tile(rows.num_rows, weight.out_features)
     out = multiply(rows, weight, bias, tile, dtype=dtype)
     assert isinstance(out, torch.Tensor)
     return out
@@ -463,8 +438,7 @@ def multiply_gated_rows(
     rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype, activation: str
 ) -> torch.Tensor:
     """See `FP8_GATED`."""
-    tile = choose_gated_tile(rows.num_rows, weight.out_features // 2)
-    out = multiply(rows, weight, bias, tile, gated=Gated(activation), dtype=dtype)
+    out = multiply(rows, weight, bias, choose_gated_tile(rows.num_rows), gated=Gated(activation), dtype=dtype)
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -129,13 +129,6 @@ MOST_CODED_PAIRS_EACH = 192
 products."""
 
 
-def find_most_coded_pairs(codes: DeviceCodes, capability: tuple[int, int]) -> int:
-    """`MOST_CODED_PAIRS_EACH` of these matrices: no bound for FP8 on Hopper, where products with FP8 rows are faster
-    than plain ones."""
-    is_fp8 = codes.codes.is_floating_point()
-    return 1 << 40 if is_fp8 and capability[0] == 9 else MOST_CODED_PAIRS_EACH
-
-
 def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_PAIRS_EACH) -> bool:
     """Whether a step is bound by reading the experts' matrices, not by arithmetic. Only then do the faster solutions of
     `RUN_EXPERTS` apply."""

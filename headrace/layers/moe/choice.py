@@ -18,7 +18,7 @@ from headrace.base import env
 from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults, time_on_gpu
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.measured import MeasuredFile
-from headrace.kernels.moe import CODED_EXPERTS, RUN_EXPERTS, find_most_coded_pairs, is_few
+from headrace.kernels.moe import CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import precompile
 from headrace.layers.moe.layer import MoeMlp
@@ -95,7 +95,7 @@ def _warm_up(module: MoeMlp, about: str) -> None:
         return
     steps = [
         _draw_step(module, num_tokens, device, module.dtype) for num_tokens in WARM_TOKENS
-        if is_few(num_tokens, top_k, codes.num_stacked, find_most_coded_pairs(codes.codes, _query(module).capability))
+        if is_few(num_tokens, top_k, codes.num_stacked, MOST_CODED_PAIRS_EACH)
     ]
 
     def run() -> None:

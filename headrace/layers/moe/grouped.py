@@ -14,10 +14,10 @@ from headrace.kernels.moe import (
     GATE_PAIRS,
     GROUP_PAIRS,
     GROUPED_LINEAR,
+    MOST_CODED_PAIRS_EACH,
     MOST_PAIRS_EACH,
     RUN_EXPERTS,
     SUM_PAIRS,
-    find_most_coded_pairs,
     is_few,
 )
 from headrace.layers.build import Build
@@ -63,7 +63,7 @@ class FusedExperts:
         )
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
-        self._run_codes, self._capability = CODED_EXPERTS.choose(query), build.capability
+        self._run_codes = CODED_EXPERTS.choose(query)
         for stack in (self._gate_up, self._down):
             stack.is_storable = not build.moves_experts
 
@@ -72,8 +72,7 @@ class FusedExperts:
         num_tokens, top_k = tokens.ids.shape
         stacks = (self._gate_up, self._down)
         plain = [weight for stack in stacks if (weight := plain_weight(stack)) is not None]
-        most_each = MOST_PAIRS_EACH if plain else find_most_coded_pairs(self._down.codes, self._capability)
-        if not is_few(num_tokens, top_k, tokens.num_experts, most_each):
+        if not is_few(num_tokens, top_k, tokens.num_experts, MOST_PAIRS_EACH if plain else MOST_CODED_PAIRS_EACH):
             return self._run_grouped(tokens)
         choices = (tokens.hidden, tokens.ids, tokens.weights)
         if not plain:
