@@ -132,31 +132,11 @@ def _load_block(
         return tl.load(pointers)
 
 
-# Four bytes of e4m3 to float16.
-_WIDEN = tl.constexpr("""{
-.reg .b16 low, high;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 $0, low;
-cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
-
-
 @triton.jit
 def _as_half(q):
     """q in float16, in which products with pages of 8-bit floats are: these become it in one instruction, and bfloat16
     in four. It is finer than bfloat16; larger queries than it holds are cut."""
     return tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-
-
-@triton.jit
-def _widen(v, DTYPE: tl.constexpr, FAST: tl.constexpr):
-    """Values in DTYPE. FAST: 8-bit floats become float16 before they are brought into the layout of a product's
-    operand, not after it, where each byte would be read from shared memory by itself."""
-    if FAST:
-        # not pure: Triton would move the change of layout before it
-        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [v], dtype=tl.float16, is_pure=False, pack=4)
-    else:
-        return v.to(DTYPE)
 
 
 @triton.jit
@@ -269,7 +249,7 @@ def _prefill_kernel(
                 v = _load_block(
                     v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False
                 )
-                acc, top, total = _accumulate(logits, _widen(v, q.dtype, FP8), acc, top, total, PRECISION)
+                acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
             start = unmasked
         for at in tl.range(start, end, BLOCK_N):
             k = _load_block(k_ptr, table, at, low, kv_len, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
@@ -280,7 +260,7 @@ def _prefill_kernel(
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             logits = tl.where(seen, logits, MASKED)
             v = _load_block(v_ptr, table, at, low, kv_len, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-            acc, top, total = _accumulate(logits, _widen(v, q.dtype, FP8), acc, top, total, PRECISION)
+            acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
 
         out = acc / total[:, None]
         tl.store(
@@ -417,7 +397,7 @@ def _decode_kernel(
             key = at + tl.arange(0, BLOCK_N)
             logits = tl.where((key < end) & (key >= begin), logits, MASKED)
             v = _load_block(v_ptr, table, at, begin, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-            acc, top, total = _accumulate(logits, _widen(v, q.dtype, FP8), acc, top, total, PRECISION)
+            acc, top, total = _accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
         if count == 1:
             out = acc / tl.where(total > 0, total, 1.0)[:, None]
             inside = valid[:, None] & (dim_v < EV)[None, :]
@@ -471,6 +451,11 @@ def _geometry(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> 
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         page_stride_k=k_pages.stride(0), page_stride_v=v_pages.stride(0),
     )
+
+
+def _rounds_to_half(q: torch.Tensor, k_pages: torch.Tensor) -> bool:
+    """See `_as_half`; queries in float32 stay what they are."""
+    return k_pages.dtype == torch.float8_e4m3fn and q.element_size() == 2
 
 
 @dataclass(frozen=True)
@@ -544,7 +529,7 @@ def prefill(
         q, k_pages, v_pages, out, plan.blocks, query_start, kv_lens, page_table,
         head.sinks if head.sinks is not None else q, page_table.stride(0), **_geometry(q, k_pages, v_pages),
         **head.constants(), BLOCK_M=plan.tile.rows, BLOCK_N=plan.tile.keys, TOKENS=plan.tokens,
-        FP8=k_pages.dtype == torch.float8_e4m3fn and q.is_cuda, PDL=pdl, num_warps=plan.tile.num_warps,
+        FP8=_rounds_to_half(q, k_pages), PDL=pdl, num_warps=plan.tile.num_warps,
         num_stages=plan.tile.num_stages, launch_pdl=pdl,
     )
 
@@ -625,6 +610,6 @@ def decode(
         head.sinks if head.sinks is not None else q, step.page_table.stride(0), num_requests=count, **geometry,
         **constants, BLOCK_M=tile.rows, BLOCK_N=tile.keys, IS_SPLIT=slots > count,
         BLOCK_R=1 if count == 1 or slots == count else max(16, next_power_of_2(count)), OPEN=is_open, **combining,
-        FP8=k_pages.dtype == torch.float8_e4m3fn and q.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        FP8=_rounds_to_half(q, k_pages), num_warps=tile.num_warps, num_stages=tile.num_stages,
         PDL=pdl, launch_pdl=pdl,
     )

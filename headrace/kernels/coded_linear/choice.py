@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from headrace.base import env
 from headrace.base.errors import PluginError
-from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR
+from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR, FP8_GATED, FP8_SUMS
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
-from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.linear import Norm
 from headrace.kernels.measured import MeasuredFile
@@ -198,6 +198,7 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[]
             try:
                 _compare(call(), expected)
                 _check_fused(name, x, weight, plain)
+                _check_rows(name, x, weight, expected)
                 found[name] = time(call)
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
@@ -223,6 +224,18 @@ def _check_fused(name: str, x: torch.Tensor, weight: DeviceCodes, plain: torch.T
         out, total = CODED_NORM_LINEAR.load(name)(x, residual, norm, weight, None)
         _compare(total, x + residual)
         _compare(out, F.linear(F.rms_norm(x + residual, (x.shape[1],), norm.weight, norm.eps), plain))
+
+
+def _check_rows(name: str, x: torch.Tensor, weight: DeviceCodes, expected: torch.Tensor) -> None:
+    """The same of what layers call instead, for rows in FP8: partial sums, and the product with an activation."""
+    if name not in FP8_SUMS.names():
+        return
+    rows = quantise_rows(x, weight.group if weight.num_groups > 1 else 0)
+    sums = FP8_SUMS.load(name)(rows, weight, x.dtype)
+    _compare(sums if sums.dim() == 2 else sums.sum(0), expected)
+    if weight.out_features % 16 == 0:
+        gate, up = expected.chunk(2, dim=1)
+        _compare(FP8_GATED.load(name)(rows, weight, None, x.dtype, "silu"), F.silu(gate) * up)
 
 
 def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:

@@ -412,9 +412,9 @@ def choose_sums_tile(rows: int, outputs: int, inputs: int) -> Tile:
 
 
 @cache
-def choose_gated_tile(rows: int) -> Tile:
-    """For `FP8_GATED`."""
-    if rows > 64:
+def choose_gated_tile(rows: int, *, has_groups: bool) -> Tile:
+    """For `FP8_GATED`. With groups, sums of 128 x 128 outputs would need more registers than there are."""
+    if rows > 64 and not has_groups:
         return Tile(128, 128, 3, num_warps=8)
     return Tile(32 if rows <= 32 else 64, 128, 4, num_warps=8)
 
@@ -438,7 +438,8 @@ def multiply_gated_rows(
     rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype, activation: str
 ) -> torch.Tensor:
     """See `FP8_GATED`."""
-    out = multiply(rows, weight, bias, choose_gated_tile(rows.num_rows), gated=Gated(activation), dtype=dtype)
+    tile = choose_gated_tile(rows.num_rows, has_groups=weight.num_groups > 1)
+    out = multiply(rows, weight, bias, tile, gated=Gated(activation), dtype=dtype)
     assert isinstance(out, torch.Tensor)
     return out
 
