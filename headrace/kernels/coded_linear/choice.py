@@ -198,7 +198,8 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[]
             try:
                 _compare(call(), expected)
                 _check_fused(name, x, weight, plain)
-                _check_rows(name, x, weight, expected)
+                for out, wanted in _call_rows(name, x, weight, expected):
+                    _compare(out, wanted)
                 found[name] = time(call)
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
@@ -226,16 +227,20 @@ def _check_fused(name: str, x: torch.Tensor, weight: DeviceCodes, plain: torch.T
         _compare(out, F.linear(F.rms_norm(x + residual, (x.shape[1],), norm.weight, norm.eps), plain))
 
 
-def _check_rows(name: str, x: torch.Tensor, weight: DeviceCodes, expected: torch.Tensor) -> None:
-    """The same of what layers call instead, for rows in FP8: partial sums, and the product with an activation."""
+def _call_rows(
+    name: str, x: torch.Tensor, weight: DeviceCodes, expected: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What layers call instead for rows in FP8, and what it should give: partial sums, and products with an
+    activation."""
     if name not in FP8_SUMS.names():
-        return
+        return []
     rows = quantise_rows(x, weight.group if weight.num_groups > 1 else 0)
     sums = FP8_SUMS.load(name)(rows, weight, x.dtype)
-    _compare(sums if sums.dim() == 2 else sums.sum(0), expected)
+    found = [(sums if sums.dim() == 2 else sums.sum(0), expected)]
     if weight.out_features % 16 == 0:
         gate, up = expected.chunk(2, dim=1)
-        _compare(FP8_GATED.load(name)(rows, weight, None, x.dtype, "silu"), F.silu(gate) * up)
+        found.append((FP8_GATED.load(name)(rows, weight, None, x.dtype, "silu"), F.silu(gate) * up))
+    return found
 
 
 def find_candidates(query: KernelQuery, num_rows: int) -> list[str]:
@@ -249,8 +254,9 @@ def _compile(calls: list[Call], dtype: torch.dtype) -> None:
 
     def run() -> None:
         for weight, rows, name in calls:
+            x = torch.zeros(rows, weight.in_features, dtype=dtype, device=device)
             with suppress(*find_faults()):
-                CODED_LINEAR.load(name)(torch.zeros(rows, weight.in_features, dtype=dtype, device=device), weight, None)
+                _call_rows(name, x, weight, CODED_LINEAR.load(name)(x, weight, None))
 
     device = calls[0][0].codes.device
     about = [(str(describe_codes(weight, dtype, (0, 0))), rows, name) for weight, rows, name in calls]
