@@ -193,8 +193,8 @@ def _expand_add_norm_kernel(
         x += tl.sum(b.to(tl.float32) * reduced, axis=0)
         for first_rank in range(RANKS, rank, RANKS):
             more = tl.load(b_at + first_rank * D, mask=inside[None, :], other=0.0)
-            reduced = _add_up(sums_at + first_rank, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32)
-            x += tl.sum(more.to(tl.float32) * tl.trans(reduced), axis=0)
+            others = _add_up(sums_at + first_rank, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32)
+            x += tl.sum(more.to(tl.float32) * tl.trans(others), axis=0)
     x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
     total = (x + before).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, total, mask=inside)

@@ -156,6 +156,6 @@ SELECT_ENTRIES.add(
 )
 SELECT_ENTRIES.add(
     "cuda", "headrace.kernels.sparse_attention.selection:select_entries",
-    supports=requires(device="cuda", capability=(9, 0)), priority=5,
+    supports=requires(device="cuda", capability=(9, 0)), priority=20,
     doc="own CUDA C++: radix selection, a block a token; in order, of equal scores the first",
 )

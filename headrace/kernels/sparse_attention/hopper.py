@@ -97,10 +97,10 @@ def choose_splits(items: int, pieces: int, programs: int) -> int:
 def attend_slots(
     queries: Queries, window: SeenSlots, entries: SeenSlots | None, *, sinks: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """See `ATTEND_SLOTS`; ``window`` has a row for each token. Other numbers of heads than `HEADS` are passed on."""
+    """See `ATTEND_SLOTS`; ``window`` has a row for each token."""
     q = queries.q
     kernel = find_kernel(q.device)
-    if kernel is None or q.shape[1] != HEADS:
+    if kernel is None:
         return triton.attend_slots_pdl(queries, window, entries, sinks=sinks, scale=scale)
     (num_tokens, num_heads, head_dim), programs = q.shape, count_programs(q.device)
     assert q.is_contiguous() and window.rows is None and queries.cos_sin.is_contiguous()
@@ -118,7 +118,8 @@ def attend_slots(
         q.data_ptr(), queries.positions.data_ptr(), queries.cos_sin.data_ptr(), sinks.data_ptr(), out.data_ptr(), sums,
         stats, queries.norm_eps, scale, num_tokens, num_heads, splits,
     )
-    kernel.launch(items * splits, THREADS, call, _describe(window), _describe(entries), is_dependent=True)
+    num_blocks = min(items * splits, programs)
+    kernel.launch(num_blocks, THREADS, call, _describe(window), _describe(entries), is_dependent=True)
     if parts is not None:
         triton.combine(parts, queries, sinks, out, pdl=True)
     return out

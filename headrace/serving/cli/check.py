@@ -57,6 +57,7 @@ LIBRARIES = (
     Library("av", "video", "14", "video in requests"),
     Library("torchvision", "video", "0.26", "processors of video"),
     Library("nixl-cu13", "nixl", "1.5", "KV pages between servers by NIXL (--disaggregation-transfer-backend nixl)"),
+    Library("pyzmq", "kv-events", "26", "events of stored and removed KV pages for other routers (--kv-events-config)"),
     Library("mooncake-transfer-engine-non-cuda", "mooncake", "0.3.13", "KV pages between servers by Mooncake"),
     Library("opentelemetry-sdk", "otel", "1.28", "traces of requests (--otlp-endpoint)"),
     Library("opentelemetry-exporter-otlp-proto-http", "otel", "1.28", "exports traces to a collector"),

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -169,12 +170,16 @@ async def test_who_had_no_turn_may_try_again(monkeypatch):
         await asyncio.sleep(2)
 
     async with serving(answer) as address:
-        media = reader(media_timeout_s=0.3)
-        first, second = await asyncio.gather(
-            *(media.read_url(address, WHERE) for _ in range(2)), return_exceptions=True
-        )
-    assert isinstance(first, MediaError) and "more than 0.3 seconds" in first.message
-    assert isinstance(second, QueueFull) and second.retry_after
+        media = reader(media_timeout_s=0.5)
+        first = asyncio.create_task(media.read_url(address, WHERE))
+        await asyncio.sleep(0.02)  # it has the only turn
+        patient = media._fetcher._config
+        monkeypatch.setattr(media._fetcher, "_config", replace(patient, media_timeout_s=0.1))
+        with pytest.raises(QueueFull) as caught:
+            await media.read_url(address, WHERE)
+        assert caught.value.retry_after
+        with pytest.raises(MediaError, match=r"more than 0\.5 seconds"):
+            await first
 
 
 async def test_nobody_listens():
