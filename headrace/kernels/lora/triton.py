@@ -25,9 +25,10 @@ STEP_INPUTS = {16: 256, 32: 128}
 """Inputs that shrink multiplies at a time, by rows of a block."""
 STAGES = 4
 """Of these that are being read at a time."""
-SPLITS = {16: 8, 32: 4}
-"""Most partial sums of a row, by rows of a block. One program alone takes longer to read ``a`` than some products take
-in all; beside a product that has all multiprocessors it would delay it by as much."""
+SPLITS, FEW_ROWS = 8, 32
+"""Most partial sums of a row, and rows of a step up to which there are several: one program alone takes longer to read
+``a`` than a product of few rows takes in all. With more rows they only add work: 64 took 152 us a layer with 8 and 146
+with one, 2,048 took 1,603 and 1,536 (H200)."""
 WARPS = {16: 4, 32: 8}
 """Of a program of expand, by rows of a block: with 60 to 100 registers, so that many programs run at a time. What
 bounds it is how long a program takes, not bytes."""
@@ -232,7 +233,8 @@ def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) ->
     _, num_parts, most_ranks, num_inputs = bank.a.shape
     chunks, num_blocks = num_parts * (most_ranks // RANK_CHUNK), rows.blocks.shape[1]
     inputs = STEP_INPUTS[rows.block_rows]
-    steps = ceil_div(ceil_div(num_inputs, inputs), SPLITS[rows.block_rows])  # of a partial sum
+    most = SPLITS if rows.num_rows <= FEW_ROWS else 1
+    steps = ceil_div(ceil_div(num_inputs, inputs), most)  # of a partial sum
     splits = ceil_div(num_inputs, inputs * steps)
     sums = torch.empty((splits, rows.num_rows, num_parts * most_ranks), dtype=torch.float32, device=x.device)
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
