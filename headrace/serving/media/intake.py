@@ -5,13 +5,14 @@ decoding in worker processes. Refuses: prompts and protocols.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.base.config import EngineConfig
-from headrace.base.errors import MediaError, UnsupportedFeature
+from headrace.base.errors import MediaError, QueueFull, UnsupportedFeature
 from headrace.base.media import MediaKind
 from headrace.base.messages import ModelFacts
 from headrace.service.media.wire import Job, PreparedItem, Setup
@@ -21,6 +22,8 @@ from headrace.serving.media.sources import MediaReader
 MOST_WORKERS = 4
 MOST_OF_ONE = 4
 """Items of a request that are fetched or prepared at a time: those of others have their turns between."""
+HELD_RETRY_S = 5.0
+"""Seconds after which a clip may be sent again that had no room."""
 NOUNS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -74,12 +77,39 @@ class MediaIntake:
         self._config = config
         self._reader = MediaReader(config.media)
         self._workers: MediaWorkers | None = None
+        self._held: Counter[int] = Counter()  # by `id` of a clip, which its holders keep alive
+        self._held_bytes = 0
 
     async def prepare_clip(self, data: bytes, param: str, facts: ModelFacts) -> PreparedItem:
         """A clip of any length, to be heard window by window; see `Preparer`. Raises as `prepare` does."""
         check_media([MediaRef("audio", "", param)], facts, self._config)
         found = await self._reader.take(data, param)
         return await self._open().prepare(Job("audio", found.data, found.sha256, param, {"windows": True}))
+
+    @contextlib.contextmanager
+    def hold(self, clip: PreparedItem) -> Iterator[None]:
+        """Within, a clip counts among those whose windows are heard one after the other: the engine has but one window
+        of each. Raises `MediaError` for one that never fits, and `QueueFull`."""
+        key, size, most = id(clip), clip.num_bytes, self._config.scheduler.max_queued_media_mib
+        if size > most << 20:
+            raise MediaError(
+                f"the clip takes {size >> 20} MiB once it is prepared, and at most {most} MiB are held "
+                "(--max-queued-media-mib); split it", param="file",
+            )
+        if key not in self._held and self._held_bytes + size > most << 20:
+            raise QueueFull(
+                f"the clips that are being written down take {self._held_bytes >> 20} MiB, the limit is "
+                "max_queued_media_mib; try again when some have ended", retry_after=HELD_RETRY_S
+            )
+        self._held_bytes += 0 if key in self._held else size
+        self._held[key] += 1
+        try:
+            yield
+        finally:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+                self._held_bytes -= size
 
     async def start(self, facts: ModelFacts) -> None:
         """Start the worker processes, which load the model's processor."""

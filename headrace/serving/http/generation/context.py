@@ -43,7 +43,7 @@ MOST_NAMED = 8
 """Adapters that an error lists."""
 DEFAULT_MODEL = "default"
 """Names the served model, whatever it is called."""
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "transcribe-")
 T = TypeVar("T", bound=msgspec.Struct)
 W = TypeVar("W")
 

@@ -58,7 +58,7 @@ class GenerationRequest:
     as leave room for the output.
     ``deadline_s``: seconds. ``adapter``: the one to use, empty for none.
     ``grammar_field`` returns the request field that holds the grammar, and ``prompt_field`` is that of the prompts, for
-    errors.
+    errors. ``is_continued``: the client's request has begun already, so that it goes on while the server drains.
     """
 
     request_id: str
@@ -75,6 +75,7 @@ class GenerationRequest:
     grammar_field: Callable[[], str] | None = None
     prompt_field: str = "prompt"
     adapter: str = ""
+    is_continued: bool = False
 
     def ids(self) -> list[str]:
         """The id of each prompt's engine request."""
@@ -322,8 +323,9 @@ async def open_generation(
 
 async def _submit_all(http_request: Request, request: GenerationRequest, *, is_detached: bool) -> Generation:
     context = context_of(http_request)
-    # before any work; `submit` would refuse, too, but only after `_encode_prompts`
-    context.check_available()
+    if not request.is_continued:
+        # before any work; `submit` would refuse, too, but only after `_encode_prompts`
+        context.check_available()
     state = http_request.scope.setdefault("state", {})
     # for the response header that `RequestLedger` adds
     state["request_id"] = state.get("request_id") or request.request_id
@@ -337,7 +339,8 @@ async def _submit_all(http_request: Request, request: GenerationRequest, *, is_d
     prompts = await _encode_prompts(http_request, context, request)
     await _mark_breakers(http_request, context, request.params)
     client = client_of(http_request.scope, has_keys=context.server.api_key is not None)
-    context.check_available()  # again: encoding may have taken long
+    if not request.is_continued:
+        context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
         for index, (request_id, prompt, params) in enumerate(

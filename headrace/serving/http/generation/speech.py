@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.base.errors import Conflict, RequestError, UnsupportedFeature
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, SpeechFacts, WindowFrames, digest_of
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
@@ -152,18 +152,19 @@ class Transcriber:
         """The segments of each window, in order; ``tell`` is given text as it is written, of a task that is final.
         Raises typed errors, and `ClientDisconnect`."""
         seek = 0
-        while seek < self.num_frames:
-            size, item = min(self._window.frames, self.num_frames - seek), self._cut(seek)
-            silence = await self._listen(item)
-            found = await self._try(item, silence, tell)
-            if found.is_silent and not self.task.is_final:
-                seek += size
-                continue
-            segments, advance = self._divide(found, seek, size)
-            if tell is not None:
-                self._tell(tell, "".join(segment.text for segment in segments))  # what is incomplete stays so
-            yield segments
-            seek += advance
+        with self.context.media.hold(self.clip):
+            while seek < self.num_frames:
+                size, item = min(self._window.frames, self.num_frames - seek), self._cut(seek)
+                silence = await self._listen(item)
+                found = await self._try(item, silence, tell)
+                if found.is_silent and not self.task.is_final:
+                    seek += size
+                    continue
+                segments, advance = self._divide(found, seek, size)
+                if tell is not None:
+                    self._tell(tell, "".join(segment.text for segment in segments))  # what is incomplete stays so
+                yield [segment for segment in segments if segment.text.strip()]
+                seek += advance
 
     def _cut(self, seek: int) -> MediaItem:
         """The window from a frame on; behind the clip there are frames of silence."""
@@ -233,22 +234,27 @@ class Transcriber:
         prompt = MediaPrompt([*[self._token_id] * self._window.num_tokens, *ids], [item])
         self._num_asked += 1
         asked = GenerationRequest(
-            request_id=f"{self.task.request_id}-{self._num_asked}", prompts=[prompt], params=[params],
+            request_id=self.task.request_id, stream_ids=[f"{self.task.request_id}-{self._num_asked}"],
+            prompts=[prompt], params=[params],
             namespace=self.task.namespace, priority=self.task.priority, prompt_field="file",
+            is_continued=self._num_asked > 1,
         )
-        token_ids, logprobs = list[int](), list[TokenLogprobs]()
+        token_ids, logprobs, reason = list[int](), list[TokenLogprobs](), None
         async with await open_generation(self.request, asked) as generation:
             async for _, delta in generation.deltas():
                 error = delta_error(delta)
                 if error is not None:
                     raise error
                 token_ids += delta.token_ids
+                reason = delta.finish_reason or reason
                 logprobs += delta.logprobs or []
                 if tell is not None:
                     sure = self._decode(token_ids[: self._find_sure(token_ids)])
                     self._tell(tell, sure.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character's other bytes may follow
             if generation.is_disconnected:
                 raise ClientDisconnect
+        if reason == "abort":  # a part of the text would look like the whole
+            raise Conflict("the request was aborted before its clip was written down")
         return token_ids, logprobs
 
     def _find_sure(self, token_ids: Sequence[int]) -> int:
@@ -281,22 +287,17 @@ class Transcriber:
             begin = end
         if cuts and not is_complete:
             advance = (ids[begin - 1] - first) * FRAMES_PER_STAMP
-            return _spoken(segments), advance if 0 < advance <= size else size
+            return segments, advance if 0 < advance <= size else size
         if not cuts:
             times = [i - first for i, is_own in zip(ids, is_time, strict=True) if is_own]
             last = times[-1] if times and times[-1] > 0 else size / FRAMES_PER_STAMP
             segments.append(self._segment(found, seek, ids, 0, last))
-        return _spoken(segments), size
+        return segments, size
 
     def _segment(self, found: WindowText, seek: int, ids: list[int], start: float, end: float) -> Segment:
         frames = (min(seek + at * FRAMES_PER_STAMP, self.num_frames) for at in (start, end))
         begin_s, end_s = (frame / FRAMES_PER_SECOND for frame in frames)
         return Segment(seek, begin_s, end_s, ids, self._decode(ids), found)
-
-
-def _spoken(segments: list[Segment]) -> list[Segment]:
-    """Those with text."""
-    return [segment for segment in segments if segment.text.strip()]
 
 
 def find_language(stated: str | None, marks: SpeechMarks, facts: SpeechFacts) -> str:

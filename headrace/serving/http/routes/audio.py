@@ -143,10 +143,10 @@ class SpeechStream(Response):
     was already taken. Owns the task that writes."""
 
     def __init__(
-        self, transcriber: Transcriber, writing: asyncio.Task[None], pieces: Pieces, first: str | None
+        self, usage: wire.SoundUsage, writing: asyncio.Task[None], pieces: Pieces, first: str | None
     ):
         super().__init__()
-        self._transcriber, self._writing, self._pieces, self._first = transcriber, writing, pieces, first
+        self._usage, self._writing, self._pieces, self._first = usage, writing, pieces, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         piece: str | BaseException | None = self._first
@@ -160,7 +160,7 @@ class SpeechStream(Response):
                 await self._send(send, wire.TranscriptDelta(piece))
                 piece = await self._pieces.get()
             if piece is None:
-                await self._send(send, wire.TranscriptDone(text.strip(), _usage(self._transcriber)))
+                await self._send(send, wire.TranscriptDone(text.strip(), self._usage))
             elif isinstance(piece, HeadraceError):
                 await self._send(send, describe_error(piece))
             elif not isinstance(piece, ClientDisconnect):
@@ -194,7 +194,7 @@ async def start_stream(transcriber: Transcriber) -> SpeechStream:
         raise
     if isinstance(first, BaseException):
         raise first
-    return SpeechStream(transcriber, writing, pieces, first)
+    return SpeechStream(_usage(transcriber), writing, pieces, first)
 
 
 async def _stop(writing: asyncio.Task[None]) -> None:

@@ -22,7 +22,8 @@ MOST_HEADER = 4096
 MOST_TEXT = 1 << 16
 """Bytes of a part without a file."""
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
-_NAME = re.compile(r'\bname="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_NAME = re.compile(r';\s*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
+DISPOSITION = "content-disposition:"
 
 
 class FormBody(JsonBody[T]):
@@ -98,12 +99,18 @@ def split_form(body: bytes, boundary: bytes) -> Iterator[tuple[str, bytes]]:
         end = body.find(mark, max(start + 2, at))
         if start < 0 or end < 0 or body[at : at + 2] != b"\r\n":
             raise RequestError("the body is a broken or truncated form")
-        name = _NAME.search(body[at:start].decode("utf-8", "replace"))
-        if name is None:
-            raise RequestError("a part of the form has no name")
-        yield name[1], body[start + 4 : end]
+        yield _read_name(body[at:start].decode("utf-8", "replace")), body[start + 4 : end]
         at = end + len(mark)
     raise RequestError(f"the form has more than {MOST_PARTS} parts")
+
+
+def _read_name(headers: str) -> str:
+    """A part's name, in quotes or, as .NET writes it, without; other headers may have parameters of that name."""
+    for line in headers.split("\r\n"):
+        name = _NAME.search(line) if line.lower().startswith(DISPOSITION) else None
+        if name is not None:
+            return name[1] if name[2] is None else name[2]
+    raise RequestError("a part of the form has no name")
 
 
 def _read_text(name: str, value: bytes) -> str:
