@@ -169,11 +169,53 @@ async def test_a_greeting_is_answered_when_the_writes_of_the_same_epoch_have_end
     first.send(Want(3, "7", b"p", 0, 64))
     assert await asyncio.to_thread(writing.wait, 10)
     second = await greet(port)
-    with pytest.raises(TimeoutError):
-        await second.receive(decode_from_prefill, 0.05)
+    for line in (second, first):  # the end of a line says that nothing is written any more
+        with pytest.raises(TimeoutError):
+            while True:
+                assert isinstance(await line.receive(decode_from_prefill, 0.05), Alive)
     may_end.set()
     assert isinstance(await second.receive(decode_from_prefill, 5.0), Hello)
     first.close()
     second.close()
+    server.close()
+    region.close()
+
+
+async def test_a_later_link_that_was_greeted_fences_an_earlier_one_and_stays(monkeypatch: pytest.MonkeyPatch):
+    """Another greeting would end the later link, with all that is fetched over it."""
+    monkeypatch.setattr(fetching, "FENCE_S", 0.3)
+    monkeypatch.setattr(fetching, "BREAK_S", 0.0)
+    heard: list[FromAgent] = []
+    lines: list[PeerLine] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = PeerLine(reader, writer, "decode agent")
+        await line.receive(decode_from_decode, 5.0)
+        lines.append(line)
+        if len(lines) == 2:  # the first greeting of the fence: the network again
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            line.close()
+            return
+        line.send(HELLO)
+        await line.receive(decode_from_decode, 5.0)
+        if len(lines) == 1:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            line.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    region = Region.create(4096)
+    fetches = Fetches(HELLO, region, heard.append)
+    spec = TransferSpec("7", "127.0.0.1", server.sockets[0].getsockname()[1])
+    fetches.fetch(Fetch(3, spec, b"p", 0, 64))
+    async with asyncio.timeout(10):
+        while len(lines) < 2:
+            await asyncio.sleep(0.005)
+        fetches.fetch(Fetch(4, spec, b"p", 64, 64))
+        while len(heard) < 2:
+            await asyncio.sleep(0.005)
+    assert isinstance(heard[0], Lost) and heard[1] == Released(3)
+    assert len(lines) == 3 and len(heard) == 2, "the second fetch goes on"
+    for line in lines:
+        line.close()
     server.close()
     region.close()

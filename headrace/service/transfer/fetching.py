@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from headrace.base.errors import TransferFailed
 from headrace.base.transfer import (
@@ -60,6 +61,7 @@ class Fetches:
         self.checksums = Checksums()
         self._links: dict[tuple[str, int], _Link] = {}
         self._by_ticket: dict[int, _Link] = {}
+        self._greetings: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._broken: dict[tuple[str, int], tuple[float, str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -90,6 +92,14 @@ class Fetches:
         """A fetch is over."""
         self._by_ticket.pop(ticket, None)
 
+    def latest_link(self, address: tuple[str, int]) -> _Link | None:
+        """The one that is used for new fetches."""
+        return self._links.get(address)
+
+    def greeting_lock(self, address: tuple[str, int]) -> asyncio.Lock:
+        """To be held while a peer is greeted, which ends what was asked for over earlier links."""
+        return self._greetings.setdefault(address, asyncio.Lock())
+
     def note_broken(self, link: _Link, reason: str) -> None:
         """Use a link for nothing new, and its peer for nothing for a while."""
         if self._links.get(link.address) is link:
@@ -105,7 +115,7 @@ class _Link:
 
     def __init__(self, fetches: Fetches, address: tuple[str, int]):
         self.address, self.name = address, f"prefill agent {address[0]}:{address[1]}"
-        self._fetches = fetches
+        self._fetches, self._greeting = fetches, fetches.greeting_lock(address)
         self._line: PeerLine | None = None
         self._open: dict[int, _Fetching] = {}
         self._is_broken = False
@@ -133,7 +143,8 @@ class _Link:
         """From the connection to its end."""
         reason, is_broken = "the connection ended", False
         try:
-            line = self._line = await self._connect()
+            async with self._greeting:
+                line = self._line = await self._connect()
             for fetching in list(self._open.values()):
                 self._ask(fetching.fetch)
             await self._listen(line)
@@ -157,9 +168,18 @@ class _Link:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_FENCE_S)
 
+    @property
+    def is_greeted(self) -> bool:
+        """Whether the peer has answered."""
+        return self._line is not None
+
     async def _is_fenced(self) -> bool:
         try:
-            (await self._connect()).close()
+            async with self._greeting:
+                latest = self._fetches.latest_link(self.address)
+                if latest is not None and latest.is_greeted:  # later than this one, which another greeting would end
+                    return True
+                (await self._connect()).close()
         except LineBroken:  # the network again
             return False
         except (TransferFailed, ConnectionRefusedError):  # it has answered, if only to refuse; nobody listens

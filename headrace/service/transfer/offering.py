@@ -86,7 +86,7 @@ class Offers:
         self._tickets: dict[int, _Room] = {}
         self._asked: dict[str, asyncio.Future[_Room]] = {}  # rooms that were wanted before they were offered
         self._failed: dict[str, str] = {}  # rooms that failed before they were wanted, latest last
-        self._links: dict[int, _Link] = {}  # by the epoch of their decode agents
+        self._links: dict[_Link, int] = {}  # with the epochs of their decode agents
 
     def take(self, message: Offer | Filled | Completed | Cancel) -> None:
         """A message of the engine."""
@@ -127,23 +127,22 @@ class Offers:
                 await asyncio.wait_for(writer.drain(), HELLO_S)
             writer.close()
             return
-        link = self._links[epoch] = _Link(self, line, destination)
+        link = _Link(self, line, destination)
+        self._links[link] = epoch
         try:
             await link.run()
         except TransferFailed as error:
             logger.info("%s", error)
         finally:
             line.close()
-            if self._links.get(epoch) is link:
-                del self._links[epoch]
+            del self._links[link]
 
     async def _greet(self, line: PeerLine) -> tuple[int, Destination]:
         hello = await line.receive(decode_from_decode, HELLO_S, MAX_HELLO_BYTES)
         if not isinstance(hello, Hello):
             raise TransferFailed("the first message must be a greeting")
-        earlier = self._links.get(hello.epoch)
-        if earlier is not None:  # its connection broke on the other side: whatever is answered, it writes no more
-            await earlier.end()
+        for earlier in [link for link, epoch in self._links.items() if epoch == hello.epoch]:
+            await earlier.end()  # the other side gave it up: whatever is answered, it writes no more
         if (hello.version, hello.backend) != (self._hello.version, self._hello.backend):
             raise TransferFailed(
                 f"it has version {hello.version} and transfer backend {hello.backend}, here it is "
@@ -230,21 +229,20 @@ class _Link:
         self._deliveries: dict[int, _Delivery] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # a destination takes one write at a time
+        self._listening: asyncio.Task[None] | None = None
+        self._is_given_up = False
         self._has_ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the peer is gone. Leaves no write behind."""
+        """Until the peer is gone, or `end`. Leaves no write behind."""
         beat = asyncio.create_task(self._beat())
+        self._listening = asyncio.create_task(self._listen())
         try:
-            while True:
-                message = await self._line.receive(decode_from_decode)
-                if isinstance(message, Want):
-                    self._begin(message)
-                elif isinstance(message, Stop):
-                    self._stop(message.ticket)
-                else:
-                    raise TransferFailed(f"{self._line.name} greeted twice")
+            await asyncio.wait([self._listening])
+            if not self._is_given_up:
+                self._listening.result()
         finally:
+            self._listening.cancel()
             beat.cancel()
             for delivery in self._deliveries.values():
                 delivery.stop()
@@ -254,9 +252,22 @@ class _Link:
             self._has_ended.set()
 
     async def end(self) -> None:
-        """Break the line, and return when nothing is written any more."""
-        self._line.close()
+        """Return when nothing is written any more. The line is not closed before: its peer takes the end of it to mean
+        just that."""
+        self._is_given_up = True
+        if self._listening is not None:
+            self._listening.cancel()
         await self._has_ended.wait()
+
+    async def _listen(self) -> None:
+        while not self._is_given_up:
+            message = await self._line.receive(decode_from_decode)
+            if isinstance(message, Want):
+                self._begin(message)
+            elif isinstance(message, Stop):
+                self._stop(message.ticket)
+            else:
+                raise TransferFailed(f"{self._line.name} greeted twice")
 
     async def _beat(self) -> None:
         while True:
