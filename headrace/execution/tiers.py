@@ -62,6 +62,7 @@ class DeviceTiers:
             self.peers = PeerLane(device, *share_peer_pages(model))
             self._add("peer", self.peers)
         self._attach(copier)
+        self._source = model.loaded.source  # of the weights by which stored pages are named
         self._storage = self._open_storage(model) if model.layout.has_storage else None
 
     def _add(self, place: str, lane: GpuHostLane | HostLane | PeerLane) -> None:
@@ -82,8 +83,10 @@ class DeviceTiers:
     def join(self, model: DeviceModel) -> None:
         """Move pages of the model's runner from now on."""
         assert model.runner is not None
-        if self._storage is not None:
-            self._storage.rename(describe_pages(model))  # the weights may be others
+        if self._storage is not None and model.loaded.source is not self._source:
+            # Loaded anew. Weights that stayed in memory keep their name: their files may be others by now, or gone.
+            self._storage.rename(describe_pages(model))
+            self._source = model.loaded.source
         self._attach(PageCopier(model.runner.pools, self._device))
 
     def open_region(self, handle: bytes, epoch: int) -> None:
