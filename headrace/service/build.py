@@ -22,7 +22,7 @@ from headrace.execution.executor import LocalExecutor, build_executor
 from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Features, Scheduler
-from headrace.service.coordination import RequestCoordinator
+from headrace.service.coordination import Gate
 from headrace.service.engine import Engine
 from headrace.service.executor import Executor, Pace, Progress
 
@@ -81,7 +81,7 @@ def build_rank_0(
 
 def assemble_engine(
     executor: Executor, pace: Pace | None = None,
-    join: Callable[[Scheduler], Sequence[RequestCoordinator]] = lambda scheduler: (),
+    join: Callable[[Scheduler], Sequence[Gate]] = lambda scheduler: (),
 ) -> Engine:
     """The scheduler and engine over an executor, with the coordinators that ``join`` returns beside those of the
     registry."""
@@ -99,7 +99,7 @@ def assemble_engine(
     return engine
 
 
-def open_event_gates(config: EngineConfig, scheduler: Scheduler) -> list[RequestCoordinator]:
+def open_event_gates(config: EngineConfig, scheduler: Scheduler) -> list[Gate]:
     """What publishes KV events, if they are wanted; raises `ConfigError`."""
     options = config.cache.kv_events
     if options is None:

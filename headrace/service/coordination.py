@@ -52,6 +52,13 @@ class RequestCoordinator(Protocol):
         """Wait briefly for something to become ready; called when the engine has nothing else to do."""
 
 
+class Gate(RequestCoordinator, Protocol):
+    """A coordinator that an engine is given, with what it has beside the process's memory."""
+
+    def close(self) -> None:
+        """Give that up."""
+
+
 COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator")
 """Every one that loads is used. A request passes them one after the other, highest priority first: hooks, then
 grammars, then those of other packages."""

@@ -22,7 +22,7 @@ from headrace.base.hooks import Hooks
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput
 from headrace.base.step import Arrival, StepPlan, StepResult
 from headrace.service.adapters import AdapterGate, AdapterRegistry
-from headrace.service.coordination import RequestCoordinator, WaitingRoom, create_coordinators
+from headrace.service.coordination import Gate, WaitingRoom, create_coordinators
 from headrace.service.executor import Executor, Pace, PendingStep
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ class Engine:
     are checked and the loop goes on. A step for which the device has no memory ends nobody: all running requests
     resume, in smaller steps. Whatever `step` raises itself means that the engine can no longer be trusted and must be
     thrown away; an executor whose failures cannot be contained raises `EngineBroken`. ``gates``: coordinators beside
-    those of the registry.
+    those of the registry, which are closed with it.
     """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, hooks: Hooks | None = None, pace: Pace | None = None,
-        gates: Sequence[RequestCoordinator] = (),
+        gates: Sequence[Gate] = (),
     ):
         self.executor, self.pace = executor, pace or Pace()
         self._scheduler = scheduler
@@ -94,6 +94,7 @@ class Engine:
             *create_coordinators(executor, self._hooks), AdapterGate(self.adapters, scheduler.adapters, executor),
             *gates,
         ])
+        self._gates = gates
         self._in_flight: deque[tuple[StepPlan, PendingStep, float]] = deque()
         """Plans, their results to come, and when they were launched (`time.monotonic`)."""
         self._last_result_at = 0.0
@@ -206,6 +207,9 @@ class Engine:
         with contextlib.suppress(EngineBroken):
             while self._in_flight:  # of a step whose sampling is not launched yet, other ranks wait for an end
                 self._commit([])
+        for gate in self._gates:
+            with contextlib.suppress(EngineBroken):  # by ranks that have died
+                gate.close()
         self.executor.close()
 
     def _execute(self, plan: StepPlan) -> bool:

@@ -137,6 +137,10 @@ class EventGate:
     def pause(self) -> None:
         """See `RequestCoordinator`."""
 
+    def close(self) -> None:
+        """See `headrace.service.coordination.Gate`."""
+        self._publisher.close()
+
 
 def import_zmq() -> Any:
     """The module ``zmq``; raises `ConfigError`."""

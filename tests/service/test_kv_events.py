@@ -160,6 +160,17 @@ def test_a_subscriber_knows_what_the_cache_holds(tmp_path: Path):
     engine.close()
 
 
+def test_a_closed_engine_publishes_no_more_and_leaves_its_port(tmp_path: Path):
+    folder, own, _ = tiers.save("Llama", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://*:{taken.getsockname()[1]}"
+    text = msgspec.json.encode({"endpoint": endpoint}).decode()
+    for _ in range(2):
+        engine = build_engine(engine_config(model=folder, skip_tokenizer=True, **own, kv_events_config=text))
+        complete(engine, [7] * 40)
+        engine.close()
+
+
 def test_options_are_checked():
     assert read_event_options(None) is None and read_event_options('{"publisher": "null"}') is None
     assert read_event_options('{"enable_kv_cache_events": false}') is None

@@ -199,7 +199,9 @@ def test_no_page_of_other_weights_comes_back_and_sleep_keeps_pages_moving(tmp_pa
 def test_weights_that_stayed_in_memory_keep_their_pages_when_their_files_are_gone(tmp_path: Path):
     folder, options, prompts = save("Llama", tmp_path / "first")
     engine = build_engine(
-        engine_config(model=folder, skip_tokenizer=True, **options, host_cache_gb=GB, disk_cache=str(tmp_path / "cache"))
+        engine_config(
+            model=folder, skip_tokenizer=True, **options, host_cache_gb=GB, disk_cache=str(tmp_path / "cache")
+        )
     )
     expected = complete(engine, prompts)
     engine.drain()
