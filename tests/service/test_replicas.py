@@ -231,7 +231,8 @@ class HalfReplica:
     (LoadAdapter("sql", "bad", replaces=True, previous="old"), ("load_adapter", "sql", "old")),
     (LoadAdapter("sql", "bad"), ("unload_adapter", "sql", None)),
     (LoadAdapter("sql", "bad", replaces=True), None),
-], ids=["in place", "new", "in place of tensors"])
+    (LoadAdapter("sql", "bad", replaces=True, previous="bad"), None),
+], ids=["in place", "new", "in place of tensors", "from the same files"])
 async def test_an_adapter_that_some_cannot_load_is_undone_on_the_others(call: LoadAdapter, undone: Any):
     replicas = [HalfReplica("replica 0"), HalfReplica("replica 1", AdapterError("torn", param="lora_path"))]
     with pytest.raises(AdapterError, match="replica 1: torn" + ("; undone" if undone else "$")):

@@ -98,7 +98,8 @@ def _undo(method: Method, config: EngineConfig) -> Method | None:
             return StopProfile()
         case LoadAdapter(name, replaces=False):
             return UnloadAdapter(name)
-        case LoadAdapter(name, replaces=True, previous=previous) if previous:  # a pin stays with the name
+        case LoadAdapter(name, path, replaces=True, previous=previous) if previous not in ("", path):
+            # A pin stays with the name. Files that were written anew in their place are lost.
             return LoadAdapter(name, previous, replaces=True)
         case ReplaceWeights():
             return ReplaceWeights(config.model.model, config.model.load_format)
