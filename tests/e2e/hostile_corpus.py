@@ -487,6 +487,9 @@ def schema_cases(document: dict[str, Any]) -> Iterator[Case]:
         body = operations.get("post", {}).get("requestBody")
         if body is None or path in NEVER:
             continue
+        if "application/json" not in body["content"]:
+            yield from _form_cases(path, body["content"]["multipart/form-data"]["schema"], components)
+            continue
         schema = body["content"]["application/json"]["schema"]
         fields = components[schema["$ref"].rsplit("/", 1)[1]]["properties"]
         good = {"max_tokens": 2, **_least(fields)} if "max_tokens" in fields else _least(fields)
@@ -499,6 +502,17 @@ def schema_cases(document: dict[str, Any]) -> Iterator[Case]:
                     f"{path} {name}={value[:20]}", target,
                     (f"{{{json.dumps(name)}: {value}" + (", " + text[1:] if rest else "}")).encode(), "either"
                 )
+
+
+def _form_cases(path: str, schema: dict[str, Any], components: dict[str, Any]) -> Iterator[Case]:
+    fields = (components[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema)["properties"]
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    for name in fields:
+        for value in (*WRONG, "x" * 10_000, "\0"):
+            part = f'--b\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+            for end in ("--b--\r\n", "", "--b"):  # the last two are cut off
+                named = f"{path} {name}={value[:20]}{end[:2]}"
+                yield Case(named, path, (part + end).encode(), "either", headers=headers)
 
 
 def _least(fields: dict[str, Any]) -> dict[str, Any]:
