@@ -1,8 +1,8 @@
 """Processes that compile Triton kernels into the cache on disk: a third of a compilation holds Python's lock, so
 threads of one process gain little beyond three.
 
-`CompileWorkers` starts them when there is work and hands out jobs; ``python -m headrace.kernels.compile_workers`` is
-one. A job names a kernel by its module, so those of modules that a new process cannot import are compiled elsewhere.
+`CompileWorkers` starts them when there is work and hands out jobs. A job names a kernel by its module, so those of
+modules that a new process cannot import are compiled elsewhere.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60
 """After so long without a job a worker ends."""
+JOB_SECONDS = 300
+"""So does one whose job, or whose start, takes longer: whoever waits for it then compiles by itself."""
 MOST_WORKERS = 12
 LEAST_CORES = 4
 """With fewer, loading torch again costs more than it gains."""
@@ -148,22 +150,25 @@ def count_workers() -> int:
 
 
 def _start(lock: int) -> subprocess.Popen[bytes]:
+    # it finds modules where this process does, and none in the working folder
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(
-        [sys.executable, "-m", "headrace.kernels.compile_workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, pass_fds=(lock,),
+        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        pass_fds=(lock,),
     )
 
 
-def _serve() -> None:
+def serve() -> None:
     """Answer each line of the standard input, a job, by a line: ``done`` or ``failed``."""
+    signal.alarm(JOB_SECONDS)  # ends the process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints shall not answer
     import torch  # noqa: F401  # takes seconds, and is needed by every job
 
     while True:
-        signal.alarm(IDLE_SECONDS)  # ends the process
+        signal.alarm(IDLE_SECONDS)
         message = sys.stdin.buffer.readline()
-        signal.alarm(0)
+        signal.alarm(JOB_SECONDS)
         if not message:
             return
         try:
@@ -172,7 +177,3 @@ def _serve() -> None:
         # The caller compiles it itself, and reports the error. Any other error ends this process, to the same effect.
         except (ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError):
             answers.write(b"failed\n")
-
-
-if __name__ == "__main__":
-    _serve()

@@ -10,7 +10,9 @@ import ctypes
 import hashlib
 import logging
 import os
+import secrets
 import time
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from importlib.util import find_spec
@@ -64,13 +66,23 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
         return path.read_bytes()
     began = time.perf_counter()
     code = _compile(nvrtc, source, name, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # written aside and renamed, which is atomic: processes may compile the same source at once
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(code)
-    partial.replace(path)
+    _store(path, code)
     logger.info("compiled %s.cu in %.1f s", name, time.perf_counter() - began)
     return code
+
+
+def _store(path: Path, code: bytes) -> None:
+    # Written aside and renamed, which is atomic: processes may compile the same source at once, in containers that
+    # share the cache even under the same process id.
+    partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(code)
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("own CUDA C++ is compiled at every start, as it cannot be cached: %s", error)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _compile(nvrtc: ctypes.CDLL, source: bytes, name: str, options: tuple[str, ...]) -> bytes:

@@ -148,8 +148,11 @@ def precompile(run: Callable[[], None], about: str, device: torch.device) -> int
         wanted = found.compiling.values()
     for failed in filter(None, [future.exception() for future in wanted]):
         logger.warning("a kernel could not be precompiled: %s: %s", type(failed).__name__, failed)
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError as error:
+        logger.warning("every start looks for kernels again, as Triton's cache cannot be written: %s", error)
     took = time.perf_counter() - began
     logger.info("%d kernels found in %.1f s and compiled in %.1f s", len(wanted), ran - began, took)
     return len(wanted)

@@ -137,6 +137,17 @@ def test_it_runs_once_for_each_model(gpu: PretendedDriver):
     assert ran == ["a model", "another"]
 
 
+def test_a_cache_that_cannot_be_written_is_only_slower(
+    gpu: PretendedDriver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "headrace").touch()  # in place of a folder
+    ran = []
+    for _ in range(2):
+        assert precompile(lambda: ran.append(1), "a model", CUDA) == 0
+    assert len(ran) == 2 and "cannot be written" in caplog.text
+
+
 def test_a_dry_run_that_fails_compiles_what_it_had_found(
     gpu: PretendedDriver, scale: Any, caplog: pytest.LogCaptureFixture
 ):

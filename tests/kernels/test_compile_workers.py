@@ -1,0 +1,62 @@
+"""Processes that compile kernels: what they import from, and that none is waited for without end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.kernels import cuda_source
+from headrace.kernels.compile_workers import CompileWorkers
+
+SERVE = """
+import sys, time, types
+sys.modules["torch"] = types.ModuleType("torch")
+from headrace.kernels import compile_workers
+compile_workers.JOB_SECONDS, compile_workers.run_job = 1, lambda message: time.sleep(60)
+compile_workers.serve()
+"""
+
+
+def test_a_job_that_hangs_ends_its_process():
+    done = subprocess.run([sys.executable, "-c", SERVE], input=b"a job\n", capture_output=True, timeout=60)
+    assert done.stdout == b"" and done.returncode == -signal.SIGALRM
+
+
+def test_processes_import_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("queue", "msgspec", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    workers = CompileWorkers(1, tmp_path / "lock")
+    assert workers.start()
+    worker = workers._idle.get()
+    assert worker.stdin is not None and worker.stdout is not None
+    worker.stdin.write(b"no job\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == b"failed\n"
+    worker.stdin.close()
+    assert worker.wait(30) == 0
+
+
+def test_own_cuda_runs_where_it_cannot_be_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Nvrtc:
+        def nvrtcVersion(self, major: object, minor: object) -> None:
+            pass
+
+    (tmp_path / "cache").touch()  # in place of a folder
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
+    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
+    assert "cannot be cached" in caplog.text
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "other"))
+    assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
+    monkeypatch.setattr(cuda_source, "_compile", lambda *_: pytest.fail("it is cached"))
+    assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
+    assert [path.suffix for path in (tmp_path / "other" / "cuda").iterdir()] == [".cubin"]
