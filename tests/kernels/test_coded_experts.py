@@ -3,6 +3,7 @@ more pairs than a tile has rows, sizes that are no multiples of tiles, choices w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.moe import CODED_EXPERTS, Gate, reference
 from headrace.kernels.operation import KernelQuery
 
@@ -102,3 +104,29 @@ def test_experts_of_real_shapes(form: str, num_tokens: int, num_experts: int, to
     sizes = (num_tokens, num_experts, top_k, width, inner)
     tolerance = 6e-2 if form == "fp8 block" and num_tokens > 16 else 1e-2  # many rows are rounded to FP8
     assert compare(form, sizes, CLAMPED, "cuda", torch.bfloat16, has_bias=True, run=run) < tolerance
+
+
+def test_few_tokens_run_in_triton_where_own_cuda_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from headrace.kernels.moe import coded_few
+
+    def fail(*_: Any) -> None:
+        raise CudaSourceError("cuFuncSetAttribute: invalid argument")
+
+    monkeypatch.setattr(coded_few, "takes", lambda *_: True)
+    monkeypatch.setattr(coded_few.cuda, "find_kernel", fail)
+    monkeypatch.setitem(CODED_EXPERTS._loaded, "triton_pdl", lambda x, *_: x)
+    coded_few._can_compile.cache_clear()
+    gate_up, down = (stack("mxfp4", torch.randn(2, *shape), "cpu") for shape in ((128, 32), (32, 64)))
+    x, ids = torch.randn(1, 32), torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(2):
+        assert coded_few.run_experts(x, ids, torch.ones(1, 1), (gate_up, None), (down, None), SILU) is x
+    assert caplog.text.count("invalid argument") == 1
+
+
+def test_hopper_takes_rows_that_begin_at_multiples_of_16_bytes():
+    from headrace.kernels.moe.hopper import takes
+
+    codes = stack("mxfp4", torch.randn(2, 16, 192), "cpu")
+    assert [takes(replace(codes, in_features=inputs)) for inputs in (192, 184, 180)] == [True, True, False]

@@ -12,6 +12,7 @@ import torch
 from headrace.kernels.coded_linear.device_codes import pack_for_device
 from headrace.kernels.coded_linear.forms import STACK_PLAN, CodedWeight
 from headrace.kernels.coded_linear.quantise import quantise_fp4
+from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.moe import CODED_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.moe.choice import TOKENS, keep_faster_experts
@@ -68,3 +69,16 @@ def test_experts_with_other_numbers_are_dequantised(tmp_path: Path, monkeypatch:
     layer = build_coded()
     keep_faster_experts(layer, lambda call: 1.0)
     assert layer.experts.gate_up.stored is None
+
+
+def test_experts_whose_kernels_do_not_run_are_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        raise CudaSourceError("cuModuleLoadData: no kernel image")
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setitem(CODED_EXPERTS._loaded, "reference", fail)
+    layer = build_coded()
+    keep_faster_experts(layer, lambda call: 1.0)
+    assert layer.experts.gate_up.stored is None and "no kernel image" in caplog.text

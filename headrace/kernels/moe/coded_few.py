@@ -7,14 +7,20 @@ T tokens, k choices, D hidden size, F expert intermediate size.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from headrace.kernels.coded_linear import cuda, reason_against_cuda
 from headrace.kernels.coded_linear.choice import describe_codes
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
+
+logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 4
 """With more, tokens share experts too often. Of other codes than MXFP4 `coded` was measured to be faster."""
@@ -36,6 +42,18 @@ def _is_described(weight: DeviceCodes) -> bool:
     return not reason_against_cuda(describe_codes(weight, torch.bfloat16, _find_capability(weight.codes.device)))
 
 
+@cache
+def _can_compile(gate_up: cuda.Form, down: cuda.Form, device: torch.device) -> bool:
+    """Whether both kernels can be compiled and loaded; if not, with a warning."""
+    try:
+        for form, what in ((gate_up, cuda.GATE_UP), (down, cuda.DOWN)):
+            cuda.find_kernel(form, what, cuda.FINE, device)
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("experts of few tokens run in Triton: %s", error)
+        return False
+    return True
+
+
 @cache_once
 def _find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -45,7 +63,9 @@ def run_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
 ) -> torch.Tensor:
     """See `CODED_EXPERTS`."""
-    if not takes(x, ids, gate_up[0], down[0]):
+    if not takes(x, ids, gate_up[0], down[0]) or not _can_compile(
+        cuda.describe_form(gate_up[0]), cuda.describe_form(down[0]), x.device
+    ):
         is_hopper = _find_capability(x.device)[0] == 9
         return CODED_EXPERTS.load("gluon_pdl" if is_hopper else "triton_pdl")(x, ids, weights, gate_up, down, gate)
     (num_tokens, width), inner, ids = x.shape, down[0].in_features, ids.contiguous()

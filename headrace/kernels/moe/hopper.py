@@ -75,7 +75,7 @@ def takes(codes: DeviceCodes) -> bool:
     if codes.order is not None or codes.zeros is not None:
         return False
     if codes.code is Code.E2M1:
-        return codes.has_powers and codes.rows == 1
+        return codes.has_powers and codes.rows == 1 and codes.in_features % 8 == 0  # rows of x in steps of 16 bytes
     return (
         codes.code is Code.E4M3 and codes.in_features % 16 == 0 and not codes.has_pairs
         and (codes.scales.shape[1] == 1 or codes.group == DEPTH)

@@ -128,7 +128,12 @@ def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], flo
     precompile(run, f"coded experts {about}", device)
     gains = []
     for step in steps:
-        expected, out = plain(*step).float(), coded(*step).float()
+        expected = plain(*step).float()
+        try:
+            out = coded(*step).float()
+        except find_faults() as error:
+            logger.warning("kernels for experts in codes do not run here; they are dequantised: %s", error)
+            return 0.0
         if not float((out - expected).norm()) <= MOST_ERROR * float(expected.norm()):
             logger.warning("kernels for experts in codes give other numbers than plain ones; they are dequantised")
             return 0.0
