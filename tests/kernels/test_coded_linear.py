@@ -415,6 +415,15 @@ def test_own_cuda_products(kind: str):
     assert taken or kind in ("nvfp4", "nf4")
 
 
+def test_own_cuda_launches_nothing_for_no_rows():
+    from headrace.kernels.coded_linear import cuda
+
+    weight = make("int4-32", 32, 128)[0]
+    x = torch.empty(0, 128)
+    assert cuda.multiply(x, weight, None).shape == (0, 32)
+    assert cuda.multiply_gated(x, weight, None, "silu").shape == (0, 16)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_cuda_products_fit_shared_memory(kind: str):
     """Whatever they say that they take."""

@@ -7,7 +7,6 @@ M rows of x, N outputs, K inputs, T tokens, k choices of a token, X experts.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -123,7 +122,7 @@ class Form(NamedTuple):
 
 
 def describe_form(weight: DeviceCodes) -> Form:
-    """The form of a weight that satisfies `headrace.kernels.coded_linear.reason_against_rows`."""
+    """The form of a weight that satisfies `headrace.kernels.coded_linear.reason_against_cuda`."""
     code = {Code.E4M3: 1, Code.E2M1: 2}.get(weight.code)
     if code is None:
         code = 0 if weight.is_short else 3 if weight.codes.dtype == torch.int8 else 4
@@ -154,13 +153,6 @@ def _count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def compile_ahead(weight: DeviceCodes) -> None:
-    """Compile what `multiply` and the others launch for such a weight, in parallel. Raises as `find_kernel`."""
-    form, device = describe_form(weight), weight.codes.device
-    with ThreadPoolExecutor(len(SHAPES)) as pool:
-        list(pool.map(lambda shape: compile_source("coded_rows", _find_options(form, ONE, shape, device)), SHAPES))
-
-
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
     before: Addition | None = None, gate: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
@@ -168,6 +160,8 @@ def launch(
 ) -> torch.Tensor:
     """``out`` [M, N] of x [M, K]; of chosen experts [T * k, N], or [T, N] with factors. ``gate``: of `GATES`, with its
     limit, alpha and up_offset; 0 for none."""
+    if not len(x):
+        return out
     form, (rows, inputs) = describe_form(weight), x.shape
     what = ONE if chosen is None else GATE_UP if chosen.factors is None else DOWN
     shape = shape or choose_shape(weight, what)
