@@ -189,12 +189,14 @@ class MoeSpec:
 @dataclass(frozen=True)
 class LayerSpec:
     """What may differ from layer to layer: the attention window in tokens (0: all), the rotary embedding (None: no
-    rotation), the MLP and the attention (None: the decoder's)."""
+    rotation), the MLP and the attention (None: the decoder's). ``follows``: it needs what an earlier layer has left, so
+    no pipeline stage begins with it."""
 
     window: int
     rope: RopeSpec | None
     mlp: MlpKind | None = None
     attention: AttentionKind | None = None
+    follows: bool = False
 
 
 @dataclass(frozen=True)

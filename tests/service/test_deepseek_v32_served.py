@@ -12,7 +12,9 @@ import transformers
 
 from headrace import LLM, SamplingParams
 from headrace.base.errors import ConfigError
+from headrace.layers.build import Build
 from headrace.models.catalog import find_family
+from headrace.parallel.layout import Stage
 
 NEW_TOKENS = 6
 CONFIG: dict[str, Any] = {
@@ -96,6 +98,19 @@ def test_which_layers_have_an_indexer(options: dict[str, Any], selects: list[boo
 def test_values_that_cannot_be_served_are_named(options: dict[str, Any], named: str):
     with pytest.raises(ConfigError, match=named):
         find_family("GlmMoeDsaForCausalLM").read_config(given(**options))
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_no_stage_begins_with_a_layer_that_has_no_indexer(start: int):
+    """It would attend to all tokens: what the layer before selects does not come with the hidden states."""
+    family = find_family("GlmMoeDsaForCausalLM")
+    spec = family.read_config(given(indexer_types=["full", "shared", "full"]))
+    build = Build(torch.device("cpu"), torch.float32, stage=Stage(start, None), moe_experts="reference")
+    if start == 2:
+        family.model_class(spec)(spec, family.names, build)
+        return
+    with pytest.raises(ConfigError, match="begins with layer 0"):
+        family.model_class(spec)(spec, family.names, build)
 
 
 def test_a_token_costs_one_row_a_layer():

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from headrace.base.errors import ConfigError
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import Features, ForwardBatch
@@ -38,9 +39,19 @@ HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints have and no model needs."""
 
 
+def _check_begin(spec: DecoderSpec, start: int) -> None:
+    if start and spec.layers[start].follows:
+        earlier = max(i for i in range(start) if not spec.layers[i].follows)
+        raise ConfigError(
+            f"a pipeline stage begins with layer {start}, which needs what an earlier layer selects; set "
+            f"pipeline_layers so that it begins with layer {earlier}, or with another that selects by itself",
+            param="pipeline_layers",
+        )
+
+
 class Decoder(ServedModel):
     """The model class of all families whose decoder a `DecoderSpec` describes; see `ServedModel` for the order of
-    calls."""
+    calls. Raises `ConfigError` for a stage that cannot begin where it does."""
 
     captures_features = supports_stages = True
 
@@ -51,6 +62,7 @@ class Decoder(ServedModel):
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
         self._scales_cache = build.scales_cache
         vocabulary, own = spec.vocabulary, build.stage.layers(spec.num_layers)
+        _check_begin(spec, own.start)
         # one table per distinct rope spec, shared by its layers
         tables: dict[RopeSpec, RotaryTable] = {
             rope: RotaryTable(rope, length=build.max_model_len or spec.max_model_len, device=build.device)

@@ -84,7 +84,8 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     selects = [True] * len(layers) if not is_glm else _read_indexers(fields, len(layers))
     without = replace(attention, selects=False)
     layers = tuple(
-        layer if own else replace(layer, attention=without) for layer, own in zip(layers, selects, strict=True)
+        layer if own else replace(layer, attention=without, follows=True)
+        for layer, own in zip(layers, selects, strict=True)
     )
     return read_decoder(fields, add_experts(fields, layers, read_sigmoid_routing(fields)), attention=attention)
 
