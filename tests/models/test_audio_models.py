@@ -238,3 +238,5 @@ def test_published_shapes(vocab_size: int, token_id: int, mels: int, is_multilin
     assert read_config(config).max_model_len == 1536 + 448
     with pytest.raises(ConfigError, match="decoder_attention_heads"):
         read_config({**config, "decoder_attention_heads": 7})
+    with pytest.raises(ConfigError, match="suppress_tokens must be a list"):
+        read_media({**config, "suppress_tokens": 5})

@@ -23,7 +23,9 @@ from media_rig import (
     tokens_of,
 )
 
+from headrace.base.errors import ConfigError
 from headrace.base.media import TiledPixels
+from headrace.models.llava.family import NEXT, read_media
 
 TEXT = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -201,6 +203,12 @@ def expect(model: Any, prompt: Prompt, num_tokens: int = 8) -> tuple[list[int], 
 def prompts(count: int) -> list[Prompt]:
     two = add_image(add_image(Prompt().text(5, 6, 7), count, 1).text(8, 9), count, 2).text(10, 11, 12)
     return [add_image(Prompt().text(3), count, 0).text(4, 5, 6, 7), two, Prompt().text(*range(1, 20))]
+
+
+@pytest.mark.parametrize("given", [5, [[336]], [336], {"336": 672}, [[336, "672"]], [[336, 400]]])
+def test_resolutions_that_are_none(given: Any):
+    with pytest.raises(ConfigError, match="image_grid_pinpoints"):
+        read_media({"architectures": [NEXT], "vision_config": {}, "text_config": {}, "image_grid_pinpoints": given})
 
 
 @pytest.mark.parametrize("step_tokens", [17, 256])

@@ -131,7 +131,8 @@ def _read_tiles(config: dict[str, Any], image: ImageSpec | SizedImageSpec) -> Ti
                 param="vision_aspect_ratio",
             )
         most = int(number)
-    resolutions = [(pair[0], pair[1]) for pair in given]
+    are_pairs = isinstance(given, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in given)
+    resolutions = [(pair[0], pair[1]) for pair in given] if are_pairs else []
     lengths = [length for pair in resolutions for length in pair]
     are_tiled = all(type(each) is int and 0 < each <= MOST_SIDE and each % size == 0 for each in lengths)
     if not are_tiled or not 0 < len(resolutions) <= MOST_RESOLUTIONS:

@@ -100,14 +100,19 @@ def read_media(config: dict[str, Any]) -> MediaFacts:
 
 def _read_speech(config: dict[str, Any], spec: WhisperSpec) -> SpeechFacts:
     fields = Fields(config)
-    banned, first = (
-        [i for i in config.get(name) or () if type(i) is int and 0 <= i < spec.vocab_size]
-        for name in ("suppress_tokens", "begin_suppress_tokens")
-    )
+    banned, first = (_read_ids(config, name, spec) for name in ("suppress_tokens", "begin_suppress_tokens"))
     return SpeechFacts(
         spec.num_positions, banned, first, fields.count("max_initial_timestamp_index", 50),
         fields.flag("is_multilingual", spec.vocab_size >= MULTILINGUAL),
     )
+
+
+def _read_ids(config: dict[str, Any], name: str, spec: WhisperSpec) -> list[int]:
+    """Those of the vocabulary; files also have -1 for a set that transformers once had built in."""
+    found = config.get(name) or []
+    if not isinstance(found, list):
+        raise ConfigError(f"config.json: {name} must be a list of token ids, got {found!r:.200}", param=name)
+    return [i for i in found if type(i) is int and 0 <= i < spec.vocab_size]
 
 
 LAYER, OWN = "model.decoder.layers.{i}", "layers.{i}"
