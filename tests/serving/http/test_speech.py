@@ -14,6 +14,7 @@ from starlette.requests import Request
 from headrace.base.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.base.errors import Conflict, EngineUnavailable, MediaError, QueueFull, RequestError
 from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace, SpeechFacts, WindowFrames
+from headrace.base.messages import ErrorInfo
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
@@ -79,7 +80,8 @@ class Scribe:
             request_id="transcribe-a", language="en", temperature=0.5, has_times=True, is_final=told is not None
         )
         context = SimpleNamespace(facts=lambda: FACTS, tokenizer=Bytes, media=self._intake)
-        transcriber = Transcriber(None, context, make_clip(frames), task)
+        client = SimpleNamespace(receive=asyncio.Event().wait)
+        transcriber = Transcriber(client, context, make_clip(frames), task)
         tell = None if told is None else told.append
         return "".join([segment.text async for window in transcriber.write(tell) for segment in window])
 
@@ -114,6 +116,14 @@ async def test_an_aborted_window_is_no_end(monkeypatch, intake):
     with pytest.raises(Conflict, match="aborted"):
         await scribe.write(3 * FRAMES)
     assert len(scribe.asked) == 2
+
+
+async def test_what_has_begun_waits_while_the_queue_is_full(monkeypatch, intake):
+    full = ChoiceDelta(0, "", [], finish_reason="error", error=ErrorInfo.of(QueueFull("full", retry_after=0.01)))
+    scribe = Scribe(monkeypatch, intake, [said(0, "a", 5), full, full, said(0, "b", 5)])
+    assert await scribe.write(2 * FRAMES) == "ab"
+    with pytest.raises(QueueFull):
+        await Scribe(monkeypatch, intake, [full]).write(FRAMES)
 
 
 async def test_streams_keep_what_follows_an_empty_segment(monkeypatch, intake):

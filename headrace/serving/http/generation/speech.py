@@ -4,6 +4,7 @@ where the last complete segment ends. Refuses: forms and response formats.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import Conflict, RequestError, UnsupportedFeature
+from headrace.base.errors import Conflict, QueueFull, RequestError, UnsupportedFeature
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, SpeechFacts, WindowFrames, digest_of
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
@@ -21,6 +22,7 @@ from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.generation.run import GenerationRequest, delta_error, open_generation
 from headrace.serving.http.protocol.audio import LANGUAGES
+from headrace.serving.http.transport.threads import while_connected
 
 FRAMES_PER_SECOND, FRAMES_PER_STAMP = 100, 2
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -28,6 +30,8 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 MOST_COMPRESSION, LEAST_LOGPROB, MOST_SILENCE = 2.4, -1.0, 0.6
 """Beyond these a window's text is repetitive, improbable, or nobody speaks; those of the paper, section 4.5."""
 ENGLISH = "en"
+RETRY_S = 1.0
+"""Seconds until a window is sent again that found the queue full, where the error names none."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,20 @@ class Transcriber:
     async def _ask(
         self, item: MediaItem, ids: Sequence[int], params: SamplingParams, tell: Callable[[str], None] | None
     ) -> tuple[list[int], list[TokenLogprobs]]:
-        """Tokens behind a window and a prompt, and their logprobs."""
+        """Tokens behind a window and a prompt, and their logprobs. What has begun waits while the queue is full: the
+        windows before would be lost."""
+        while True:
+            try:
+                return await self._ask_once(item, ids, params, tell)
+            except QueueFull as error:
+                if self._num_asked == 1:
+                    raise
+                pause = asyncio.ensure_future(asyncio.sleep(error.retry_after or RETRY_S))
+                await while_connected(self.request, pause)
+
+    async def _ask_once(
+        self, item: MediaItem, ids: Sequence[int], params: SamplingParams, tell: Callable[[str], None] | None
+    ) -> tuple[list[int], list[TokenLogprobs]]:
         prompt = MediaPrompt([*[self._token_id] * self._window.num_tokens, *ids], [item])
         self._num_asked += 1
         asked = GenerationRequest(
