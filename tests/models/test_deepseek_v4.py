@@ -300,6 +300,15 @@ def test_missing_tensors_are_named(oracle: Any):
             build_harness(published_config(), published)
 
 
+@pytest.mark.parametrize("expert", [-1, 1000])
+def test_hash_tables_name_experts_that_exist(oracle: Any, expert: int):
+    published = publish(oracle.state_dict())
+    table = published["layers.0.ffn.gate.tid2eid"] = published["layers.0.ffn.gate.tid2eid"].clone()
+    table[5, 0] = expert
+    with pytest.raises(WeightError, match=r"layers\.0\.ffn\.gate\.tid2eid"):
+        build_harness(published_config(), published)
+
+
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,12 @@ class HashRouter(nn.Module):
         self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
         ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
         self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
+        self._num_experts = spec.num_experts
+
+    @property
+    def has_sound_table(self) -> bool:
+        """Whether the table names experts alone: kernels read weights at any number. Waits for the device."""
+        return bool(((self.table >= 0) & (self.table < self._num_experts)).all())
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._route(self.logits(x), self.table, token_ids)

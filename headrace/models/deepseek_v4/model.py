@@ -148,6 +148,13 @@ class DeepseekV4Model(ServedModel):
         plain = self._schemes.read(take_stored(self._rename(tensors), self._blocks[0].mlp.experts, stored, found))
         fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)
         check_found(stored, found)
+        for i, block in zip(self._own, self._blocks, strict=True):
+            router = block.mlp.router
+            if isinstance(router, HashRouter) and not router.has_sound_table:
+                raise WeightError(
+                    f"{HASH_TABLE.replace('{i}', str(i))} names experts that the model does not have; it has "
+                    f"{block.mlp.num_experts}"
+                )
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Map names to those of the published checkpoints and split stacked experts; the multi-token prediction layers
