@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -129,3 +131,18 @@ def test_memory_is_committed_beforehand_and_unchanged():
     region.close()
     region.populate(0, 4096)  # of a thread that has not heard of it yet
     assert view[5] == 7, "what refers to it keeps it"
+
+
+def test_committing_memory_holds_up_no_other_thread():
+    region, size = Region.create(256 << 20), 256 << 20
+    thread = threading.Thread(target=region.populate, args=(0, size))
+    began, num_turns = time.monotonic(), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    elapsed = time.monotonic() - began
+    region.close()
+    if elapsed < 0.02:
+        pytest.skip("a kernel that does not commit memory beforehand, or does so in no time")
+    assert num_turns >= 5

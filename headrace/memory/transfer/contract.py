@@ -7,6 +7,7 @@ Refuses: deciding what is written where, and checksums: agents do both (service/
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
@@ -96,10 +97,11 @@ class Region:
 
     def populate(self, begin: int, num_bytes: int) -> None:
         """See `AnyRegion`."""
-        mapped = self._map
-        if mapped is not None:  # closed by another thread
-            with contextlib.suppress(OSError, ValueError):  # a kernel before 5.14; closed just now
-                mapped.madvise(POPULATE_WRITE, begin, num_bytes)
+        data = self.data  # keeps the mapping if another thread closes the region meanwhile
+        if data.size:
+            address = ctypes.c_void_p(int(data.ctypes.data) + begin)
+            # `mmap.madvise` would hold up all other threads of Python. A kernel before 5.14 refuses, which is no matter.
+            ctypes.CDLL(None).madvise(address, ctypes.c_size_t(num_bytes), POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap it here; others keep it. What still refers to ``data`` keeps the mapping, too."""
