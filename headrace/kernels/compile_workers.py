@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -152,10 +153,13 @@ def count_workers() -> int:
 def _start(lock: int) -> subprocess.Popen[bytes]:
     # it finds modules where this process does, and none in the working folder
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-    return subprocess.Popen(
+    worker = subprocess.Popen(
         [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         pass_fds=(lock,),
     )
+    # it ends by itself, when nobody may be asking: no zombie shall stay
+    Thread(target=worker.wait, name="compile-worker", daemon=True).start()
+    return worker
 
 
 def serve() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_a_job_that_hangs_ends_its_process():
     assert done.stdout == b"" and done.returncode == -signal.SIGALRM
 
 
-def test_processes_import_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("queue", "msgspec", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
@@ -39,7 +42,11 @@ def test_processes_import_nothing_from_the_working_folder(tmp_path: Path, monkey
     worker.stdin.flush()
     assert worker.stdout.readline() == b"failed\n"
     worker.stdin.close()
-    assert worker.wait(30) == 0
+    until = time.monotonic() + 30
+    while worker.returncode is None:  # without asking
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert worker.returncode == 0
 
 
 def test_own_cuda_runs_where_it_cannot_be_cached(
