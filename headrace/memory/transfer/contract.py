@@ -100,7 +100,7 @@ class Region:
         data = self.data  # keeps the mapping if another thread closes the region meanwhile
         if data.size:
             address = ctypes.c_void_p(int(data.ctypes.data) + begin)
-            # `mmap.madvise` would hold up all other threads of Python. A kernel before 5.14 refuses, which is no matter.
+            # `mmap.madvise` would hold up all other threads of Python. Kernels before 5.14 refuse, which is no matter.
             ctypes.CDLL(None).madvise(address, ctypes.c_size_t(num_bytes), POPULATE_WRITE)
 
     def close(self) -> None:
