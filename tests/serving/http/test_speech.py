@@ -8,6 +8,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from fake_apps import httpx
 from fake_client import FakeClient
 from starlette.requests import Request
 
@@ -177,3 +178,17 @@ def test_an_abandoned_clip_is_released(intake):
         assert not intake._held and not intake._held_bytes
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("origin, options, status", [
+    (None, {}, 400), ("http://server", {}, 400), ("http://evil.example", {}, 403), ("null", {}, 403),
+    ("http://page.example", {"cors_origins": "http://page.example"}, 400),
+])
+async def test_forms_of_other_sites_pages_are_refused(origin, options, status):
+    """Nothing is served here that writes sound down: what passes is a 400."""
+    app = create_app(FakeClient(), ServerConfig(**options))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        headers = {} if origin is None else {"origin": origin}
+        for name in ("transcriptions", "translations"):
+            answer = await http.post(f"/v1/audio/{name}", files={"file": ("a.wav", b"x")}, headers=headers)
+            assert answer.status_code == status, answer.text

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.base.errors import HeadraceError, UnsupportedFeature
-from headrace.serving.http.generation.context import read_request
+from headrace.serving.http.generation.context import context_of, read_request
 from headrace.serving.http.generation.sampling import pick_request_id
 from headrace.serving.http.generation.speech import (
     FRAMES_PER_SECOND,
@@ -26,6 +26,7 @@ from headrace.serving.http.generation.speech import (
 from headrace.serving.http.generation.stream import DONE, HEADERS, SSE, frame
 from headrace.serving.http.protocol import audio as wire
 from headrace.serving.http.protocol.errors import describe_error
+from headrace.serving.http.transport.access import check_form_origin
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, post
 from headrace.serving.http.transport.errors import INTERNAL_ERROR, JsonResponse
 from headrace.serving.http.transport.forms import FormBody
@@ -42,6 +43,7 @@ TIMED = ("srt", "vtt", "verbose_json")
 
 async def transcribe(request: Request) -> Response:
     """A clip to text in its language."""
+    check_form_origin(request.headers, context_of(request).server)
     _, body = await read_request(request, TRANSCRIPTION_BODY)
     if "word" in (body.timestamp_granularities or ()):
         raise UnsupportedFeature(
@@ -59,6 +61,7 @@ async def transcribe(request: Request) -> Response:
 
 async def translate(request: Request) -> Response:
     """A clip to text in English."""
+    check_form_origin(request.headers, context_of(request).server)
     _, body = await read_request(request, TRANSLATION_BODY)
     transcriber = await _open(request, body, is_translation=True)
     return await _respond(transcriber, body.response_format or "json")

@@ -170,6 +170,17 @@ def read_proxies(given: str) -> list[str] | str:
     return proxies
 
 
+def check_form_origin(headers: Headers, server: AccessConfig) -> None:
+    """Raise `Forbidden` for a form that a page of another site may have sent: browsers ask the server before they send
+    JSON or a key for a page, but not before they send a form."""
+    origin, allowed = headers.get("origin"), [each.strip() for each in server.cors_origins.split(",")]
+    if origin is None or server.api_key is not None or "*" in allowed or origin in allowed:
+        return
+    is_own = headers.get("sec-fetch-site") == "same-origin"  # which pages cannot set
+    if not is_own and origin.partition("://")[2].lower() != headers.get("host", "none").lower():
+        raise Forbidden(f"Origin {origin[:100]!r} is not this server's; allow it with --cors-origins")
+
+
 class HostGate:
     """Refuses requests that a page of another site may have sent by DNS rebinding, on every route. For servers on a
     loopback address without keys, where nothing else tells such a page from the machine's own user."""
