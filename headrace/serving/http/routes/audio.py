@@ -208,10 +208,10 @@ async def _stop(writing: asyncio.Task[None]) -> None:
 ENDPOINTS = (
     post(
         "/v1/audio/transcriptions", transcribe, "openai", "Write a clip of sound down.", wire.Transcript,
-        body=TRANSCRIPTION_BODY, event=wire.TranscriptEvent, errors=GENERATION_ERRORS
+        body=TRANSCRIPTION_BODY, event=wire.TranscriptEvent, errors=(403, 409, *GENERATION_ERRORS)
     ),
     post(
         "/v1/audio/translations", translate, "openai", "Write a clip of sound down in English.", wire.Transcript,
-        body=TRANSLATION_BODY, errors=GENERATION_ERRORS
+        body=TRANSLATION_BODY, errors=(403, 409, *GENERATION_ERRORS)
     ),
 )

@@ -237,6 +237,6 @@ class NativeEvents(Events):
 ENDPOINTS = (
     post(
         "/generate", generate, "native", "Continue one prompt or a batch (SGLang's API).", Generated | list[Generated],
-        body=BODY, event=Generated, errors=(429, 503, 504)
+        body=BODY, event=Generated, errors=(404, 429, 503, 504)
     ),
 )
