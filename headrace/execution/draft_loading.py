@@ -41,6 +41,8 @@ from headrace.models.drafters.contract import (
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights
 from headrace.models.weights.safetensors_file import read_header
+from headrace.parallel.experts import ExpertRanks
+from headrace.parallel.group import Group
 from headrace.parallel.layout import Stage
 from headrace.parallel.ranks import Ranks
 
@@ -130,6 +132,12 @@ def describe_speculation(config: EngineConfig, loaded: LoadedModel, *, can_verif
     return Speculation("suffix" if options.method == "auto" else options.method)
 
 
+def _divide_experts(config: EngineConfig, ranks: Ranks) -> ExpertRanks:
+    # Among replicas they are not divided: a drafter does not run behind each step of all of them.
+    is_divided = config.parallel.enable_expert_parallel and ranks.experts is None
+    return ExpertRanks(ranks.tensor if is_divided else Group())
+
+
 def load_draft(
     choice: DraftChoice, config: EngineConfig, target: LoadedModel, device: torch.device, progress: Progress
 ) -> LoadedDraft:
@@ -144,7 +152,7 @@ def load_draft(
     build = Build(
         device=device, dtype=target.dtype, max_model_len=target.max_model_len, moe_experts=config.device.moe_experts,
         schemes=choose_schemes(source, model_config, target.dtype, device, keeps_blocks=keeps), keeps_blocks=keeps,
-        tensor=target.ranks.tensor,
+        tensor=target.ranks.tensor, experts=_divide_experts(config, target.ranks),
     )
     query = DraftQuery(
         source, None if is_dummy else _tensor_names(source),

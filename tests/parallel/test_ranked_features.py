@@ -59,10 +59,10 @@ class Pair:
         with LLM(**options) as llm:
             return run(llm)
 
-    def two(self, run: Callable[[LLM], T], **options: Any) -> T:
-        """The same, divided."""
+    def two(self, run: Callable[[LLM], T], own: dict[str, Any] | None = None, **options: Any) -> T:
+        """The same, divided. ``own``: options of the ranks alone."""
         with self._monkeypatch.context() as patch:
-            patch.setattr(build, "build_executor", self._ranks.builder(options))
+            patch.setattr(build, "build_executor", self._ranks.builder({**options, **(own or {})}))
             return self.one(run, **options)
 
 
@@ -145,7 +145,8 @@ def test_drafts(pair: Pair, folders: dict[str, Path], kind: str):
             drafted.append(llm.stats().speculation)
             return outputs
 
-        compare(alone, pair.two(run, **options, speculative_config=config))
+        divided = {"enable_expert_parallel": True} if method["method"] == "mtp" else {}
+        compare(alone, pair.two(run, divided, **options, speculative_config=config))
         assert drafted[0].num_drafts > 10 and drafted[0].num_accepted_tokens > 0, method
 
 
