@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ class MeasuredFile:
         """Write new choices."""
         if not self._has_new:
             return
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        partial = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # read again: another process may have added its measurements since
             partial.write_text(json.dumps({**_read(self._path), **self._known}, indent=0))
-            # atomic: other processes may write the same file
+            # atomic: other processes may write the same file; those of other containers may have this one's pid
             partial.replace(self._path)
             self._has_new = False
         except OSError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, PluginError, TransferFailed
 from headrace.memory.transfer.contract import TRANSFER_BACKENDS, Copy, Region, create_backend, split_backend
+from headrace.memory.transfer.door import Door, take_descriptor
 
 SIZE = 1 << 20
 NEEDS = {"nixl": ("nixl_cu13", "nixl"), "mooncake": ("mooncake",)}
@@ -96,9 +99,29 @@ def test_memory_that_cannot_be_mapped_fails_the_connection_and_is_given_back(reg
     monkeypatch.setattr("mmap.mmap", lambda *_: (_ for _ in ()).throw(OSError("out of address space")))
     with pytest.raises(TransferFailed, match="out of address space"):
         here.connect(there.handle())
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > open_before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the door's thread closes its end of the line a little later
     assert len(os.listdir("/proc/self/fd")) == open_before
     here.close()
     there.close()
+
+
+def test_a_door_outlasts_a_lack_of_descriptors(regions, monkeypatch):
+    accept, failures = socket.socket.accept, iter([OSError(errno.EMFILE, "too many open files")] * 2)
+
+    def fail_twice(listener):
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_twice)
+    door = Door(regions[0])
+    descriptor, size = take_descriptor(door.handle)
+    os.close(descriptor)
+    assert size == SIZE
+    door.close()
 
 
 def test_backend_options():

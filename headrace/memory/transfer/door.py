@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 
 import msgspec
 
@@ -18,6 +19,7 @@ from headrace.base.errors import ConfigError, TransferFailed
 from headrace.memory.transfer.contract import AnyRegion
 
 TIMEOUT_S = 2.0
+PAUSE_S = 0.1
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -39,6 +41,7 @@ class Door:
         except OSError as error:
             raise ConfigError(f"transfers between processes of one host need Linux: {error}") from error
         self._listener.listen()
+        self._is_closed = False
         threading.Thread(target=self._hand_out, name="region-door", daemon=True).start()
 
     @property
@@ -48,6 +51,7 @@ class Door:
 
     def close(self) -> None:
         """Nobody gets the descriptor any more."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
         self._listener.close()
@@ -56,8 +60,11 @@ class Door:
         while True:
             try:
                 line, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(PAUSE_S)  # no descriptor is left: others may give theirs back
+                continue
             with line, contextlib.suppress(OSError):
                 line.settimeout(TIMEOUT_S)
                 found = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
