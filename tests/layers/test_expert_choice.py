@@ -82,3 +82,4 @@ def test_experts_whose_kernels_do_not_run_are_dequantised(
     layer = build_coded()
     keep_faster_experts(layer, lambda call: 1.0)
     assert layer.experts.gate_up.stored is None and "no kernel image" in caplog.text
+    assert not (tmp_path / "coded_experts.json").exists(), "what does not run now is tried at the next start"

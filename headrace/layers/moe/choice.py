@@ -45,7 +45,8 @@ def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], fl
         if key not in gains:
             known = measured.find(key)
             gains[key] = known if isinstance(known, float) else _measure(module, key, time or time_on_gpu)
-            measured.put(key, gains[key])
+            if gains[key] > 0.0:  # what did not run may run at the next start
+                measured.put(key, gains[key])
             logger.info(
                 "experts of %s: %s (%.2f times as fast as plain for few tokens)", key.partition(": ")[2],
                 "kept in codes" if gains[key] > 1.0 else "dequantised", gains[key]
