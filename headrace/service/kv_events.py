@@ -76,6 +76,11 @@ class EventPublisher:
         endpoint = shift_endpoint(endpoint, self._replica)
         if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
             line.bind(endpoint)
+            if endpoint.startswith("tcp://"):
+                logger.warning(
+                    "%s tells anyone who reaches it what prompts and outputs consist of: keep others away from it, or "
+                    "set an ipc:// endpoint or that of a subscriber in kv_events_config", endpoint
+                )
         else:
             line.connect(endpoint)
         return line

@@ -160,7 +160,7 @@ def test_a_subscriber_knows_what_the_cache_holds(tmp_path: Path):
     engine.close()
 
 
-def test_a_closed_engine_publishes_no_more_and_leaves_its_port(tmp_path: Path):
+def test_a_closed_engine_publishes_no_more_and_leaves_its_port(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder, own, _ = tiers.save("Llama", tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://*:{taken.getsockname()[1]}"
@@ -169,6 +169,7 @@ def test_a_closed_engine_publishes_no_more_and_leaves_its_port(tmp_path: Path):
         engine = build_engine(engine_config(model=folder, skip_tokenizer=True, **own, kv_events_config=text))
         complete(engine, [7] * 40)
         engine.close()
+    assert "tells anyone who reaches it" in caplog.text
 
 
 def test_options_are_checked():
