@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from benchmarks.vision import run
+from benchmarks.vision import run, time_encoder
 from headrace.base.config import engine_config
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, WindowFrames, digest_of
 from headrace.base.messages import EngineRequest
@@ -51,21 +49,6 @@ def count_flops(layers: int) -> float:
     return block * layers + 2 * POSITIONS * 3 * (2 * MELS * SIZE + SIZE**2)
 
 
-def time_encoder(engine: Engine, count: int) -> float:
-    """Seconds of one call of the encoder for so many windows already on the device."""
-    model = engine.executor._model._loaded.model
-    items = [item for _ in range(count) for item in model.media.example(1)]
-    with torch.inference_mode():
-        for _ in range(2):
-            model.media.encode(items)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(5):
-            model.media.encode(items)
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / 5
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=16)
@@ -82,7 +65,7 @@ def main() -> None:
         max_step_tokens=options.step_tokens, max_encoder_tokens=options.step_tokens,
     ))
     for count in (1, 4, 8):
-        seconds = time_encoder(engine, count)
+        seconds = time_encoder(engine, count, 1)
         speed = count * count_flops(options.layers) / seconds / 1e12
         print(f"encoder, {count:2} windows: {seconds * 1e3:7.2f} ms, {speed:5.0f} TFLOP/s")
     run(engine, [make_request(f"warm{i}", 10_000 + i, engine, 8) for i in range(options.requests)])

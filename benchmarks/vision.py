@@ -76,10 +76,10 @@ def count_flops() -> float:
     return products + attention + merged + 2 * patches * 1176 * size
 
 
-def time_encoder(engine: Engine, num_images: int) -> float:
-    """Seconds of one call of the encoder for so many images already on the device."""
+def time_encoder(engine: Engine, count: int, num_tokens: int) -> float:
+    """Seconds of one call of the encoder for so many items of ``num_tokens`` each, already on the device."""
     model = engine.executor._model._loaded.model
-    items = [item for _ in range(num_images) for item in model.media.example(GRID[1] * GRID[2] // MERGE**2)]
+    items = [item for _ in range(count) for item in model.media.example(num_tokens)]
     with torch.inference_mode():
         for _ in range(2):
             model.media.encode(items)
@@ -105,7 +105,7 @@ def main() -> None:
         max_running_requests=max(64, options.requests), graphs="lazy", encoder_cache_mib=1024,
     ))
     for count in (1, 4, 16):
-        seconds = time_encoder(engine, count)
+        seconds = time_encoder(engine, count, GRID[1] * GRID[2] // MERGE**2)
         speed = count * count_flops() / seconds / 1e12
         print(f"encoder, {count:2} images: {seconds * 1e3:7.2f} ms, {speed:5.0f} TFLOP/s")
     run(engine, [make_request("warm", make_image(10_000), 8)])

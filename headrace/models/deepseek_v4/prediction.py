@@ -6,11 +6,11 @@ T tokens, S streams, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
-from headrace.base.errors import ConfigError, WeightError
+from headrace.base.errors import ConfigError
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import FeatureSpec, ForwardBatch
 from headrace.layers.draft import DraftModel
@@ -24,7 +24,7 @@ from headrace.models.deepseek_v4.hyper_connections import Streams
 from headrace.models.deepseek_v4.model import Collapse, V4Block, check_found, take_stored
 from headrace.models.deepseek_v4.naming import DRAFT_MODULE, DRAFT_NAMES, MATRICES
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec, layer_cache_specs
-from headrace.models.drafters.contract import DraftQuery
+from headrace.models.drafters.contract import DraftQuery, choose_module
 
 OTHER_STAGES = "dspark_block_size"
 """Key of checkpoints whose ``mtp`` tensors are drafters of another kind, in stages."""
@@ -68,22 +68,9 @@ class V4Prediction(DraftModel):
         stored = {}
         if isinstance(experts, Mxfp4ExpertWeights):
             stored = experts.places(f"{DRAFT_MODULE}.ffn.experts", MATRICES)
-        plain = self._schemes.read(take_stored(self._choose_own(tensors), experts, stored, found))
+        plain = self._schemes.read(take_stored(choose_module(tensors, self.prefix), experts, stored, found))
         fill_targets(find_targets(self, DRAFT_NAMES, 0), plain)
         check_found(stored, found)
-
-    def _choose_own(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's tensors; raises `WeightError` at the end if there was none."""
-        is_there = False
-        for name, tensor in tensors:
-            if name.startswith(self.prefix):
-                is_there = True
-                yield name, tensor
-        if not is_there:
-            raise WeightError(
-                f"the checkpoint has no tensors {self.prefix}*: its multi-token prediction module was left out when "
-                "it was saved; choose another speculative method, or the original checkpoint"
-            )
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """See `DraftModel`."""

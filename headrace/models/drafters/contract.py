@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace.base.errors import ConfigError, PluginError
+import torch
+
+from headrace.base.errors import ConfigError, PluginError, WeightError
 from headrace.base.registry import PLUGIN_API, Registry
 from headrace.layers.batch import FeatureSpec
 from headrace.layers.build import Build
@@ -164,3 +166,18 @@ def choose_draft_kind(source: ModelSource, *, has_checkpoint: bool) -> str | Non
         if kind.has_checkpoint is has_checkpoint and kind.fits(source):
             return name
     return None
+
+
+def choose_module(tensors: Iterable[tuple[str, torch.Tensor]], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint's own prediction module, whose names begin with ``prefix``; raises `WeightError` at
+    the end if there was none."""
+    is_there = False
+    for name, tensor in tensors:
+        if name.startswith(prefix):
+            is_there = True
+            yield name, tensor
+    if not is_there:
+        raise WeightError(
+            f"the checkpoint has no tensors {prefix}*: its multi-token prediction module was left out when it was "
+            "saved; choose another speculative method, or the original checkpoint"
+        )

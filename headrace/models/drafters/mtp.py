@@ -9,11 +9,11 @@ T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
-from headrace.base.errors import ConfigError, WeightError
+from headrace.base.errors import ConfigError
 from headrace.base.registry import load_target
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import FeatureSpec, ForwardBatch
@@ -28,7 +28,7 @@ from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
-from headrace.models.drafters.contract import DraftKind, DraftQuery
+from headrace.models.drafters.contract import DraftKind, DraftQuery, choose_module
 from headrace.models.source import ModelSource
 
 NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -76,22 +76,9 @@ class MtpModel(DraftModel):
             if "{i}" in theirs
         }
         modules |= {self.prefix + theirs: ours for theirs, ours in PARTS.items()}
-        plain = names.rename(self._schemes.read(self._choose_own(tensors)))
+        plain = names.rename(self._schemes.read(choose_module(tensors, self.prefix)))
         apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
         fill_targets(find_targets(self, modules, 0), apart, harmless=("rotary_emb.inv_freq", *SHARED))
-
-    def _choose_own(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's tensors; raises `WeightError` at the end if there was none."""
-        is_there = False
-        for name, tensor in tensors:
-            if name.startswith(self.prefix):
-                is_there = True
-                yield name, tensor
-        if not is_there:
-            raise WeightError(
-                f"the checkpoint has no tensors {self.prefix}*: its multi-token prediction module was left out when it "
-                "was saved; choose another speculative method, or the original checkpoint"
-            )
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """See `DraftModel`."""

@@ -118,15 +118,14 @@ class StepCosts:
             self._extras.append(seconds - apart - self._scale * knot.seconds)
             self._extra_noted = self._num_notes
         else:
-            is_new = self._note_size(size, seconds, apart, has_drafts).weight < MEMORY
+            is_new = self._note_size(size, knot, seconds, apart, has_drafts).weight < MEMORY
         if self._num_notes % REFRESH == 0:
             self._drop_stale()
         if self._num_notes % REFRESH == 0 or is_new:
             self._refresh()
 
-    def _note_size(self, size: int, seconds: float, apart: float, has_drafts: bool) -> _Knot:
-        """Move the curve and the size's own knot towards a measured step; returns the knot."""
-        knot = self._knots.get(size)
+    def _note_size(self, size: int, knot: _Knot | None, seconds: float, apart: float, has_drafts: bool) -> _Knot:
+        """Move the curve and the size's own knot, new if it has none, towards a measured step; returns the knot."""
         if has_drafts:
             apart += self.extra_s
         elif knot is not None and not knot.is_plain and size not in self._table:
