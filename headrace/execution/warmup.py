@@ -17,7 +17,7 @@ from headrace.base.cache import NULL_PAGE
 from headrace.base.errors import ModelError
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import Penalties, SamplingSpec
-from headrace.base.step import PageAppend, RowStart, StepPlan
+from headrace.base.step import PageAppend, RowDraft, RowStart, StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder
 from headrace.execution.graphs import GraphSizes
@@ -113,7 +113,10 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
         0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None
     )
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
-    decodes = [] if is_pooling else [StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1], last_tokens=[0])]
+    guess = RowDraft(0, PROMPT_LEN, [0])  # verified by no step: placing it has a kernel of its own
+    decodes = [] if is_pooling else [
+        StepPlan(OWN_STEP, 1, [0], [PROMPT_LEN], [1], [1], last_tokens=[0], drafts=[guess])
+    ]
     for plan in (prefill, *decodes, StepPlan(OWN_STEP, 0, [], [], [], [], releases=[0])):
         result = runner.execute(plan).result()
         if result.failed_rows:

@@ -14,6 +14,7 @@ from headrace.base.sampling import SamplingSpec
 from headrace.execution import warmup
 from headrace.execution.executor import build_executor
 from headrace.execution.graphs import GraphSizes, bucket_sizes
+from headrace.execution.rows import Rows
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -63,6 +64,9 @@ def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(
         warmup, "run_tiny_steps", lambda *args, **options: ran.append(options["sampling"]) or real(*args, **options)
     )
+    placed: list[int] = []
+    monkeypatch.setattr(Rows, "place_drafts", lambda self, guesses, count: placed.append(count))
     executor = build_executor(engine_config(model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16))
     assert ran == [SamplingSpec(), *warmup.SAMPLED_WAYS]
+    assert placed, "a drafted step comes while a request waits"
     executor.close()

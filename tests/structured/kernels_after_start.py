@@ -1,6 +1,6 @@
 """Run by `test_cuda_compiled_ahead` in a process and with a Triton cache of its own: ``python kernels_after_start.py
-MODEL`` prints, as JSON, the kernels compiled before the first request and the pairs of request and kernel compiled
-after it."""
+MODEL OPTIONS`` prints, as JSON, the kernels compiled before the first request and the pairs of request and kernel
+compiled after it. OPTIONS are more of the engine's, as JSON. Prompts repeat themselves, so that text is drafted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
     yield [40, 41], {"n": 3, "temperature": 0.7}
 
 
-def main(model: str) -> None:
+def make_prompt(rng: random.Random, length: int) -> list[int]:
+    few = [rng.randrange(3, 300) for _ in range(7)]
+    return (few * (length // 7 + 1))[:length]
+
+
+def main(model: str, options: dict[str, Any]) -> None:
     compiled: list[str] = []
 
     def note(*, metadata: dict[str, Any], cache_hit: bool, src: Any = None, **_: Any) -> None:
@@ -52,17 +57,18 @@ def main(model: str) -> None:
 
     knobs.compilation.listener = note
     rng = random.Random(0)
-    with LLM(model, load_format="dummy", device="cuda", seed=3) as llm:
+    with LLM(model, load_format="dummy", device="cuda", seed=3, **options) as llm:
         before, after = compiled.copy(), []
         for lengths, kind in kinds():
             compiled.clear()
             params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **kind})
             llm.generate(
-                prompt_token_ids=[[rng.randrange(3, 300) for _ in range(n)] for n in lengths], sampling_params=params
+                prompt_token_ids=[make_prompt(rng, n) for n in lengths], sampling_params=params
             )
             after += [(f"{lengths} {kind}", name) for name in compiled]
-    print(json.dumps({"before": before, "after": after}))
+        num_drafts = llm.stats().speculation.num_draft_tokens
+    print(json.dumps({"before": before, "after": after, "num_drafts": num_drafts}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -36,14 +36,19 @@ SHAPES = {
 }
 
 
+OPTIONS = {"qwen3": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "gemma3": {}}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_requests_of_all_kinds_wait_for_no_compiler(name: str, tmp_path: Path):
     write_tiny_model(tmp_path, {**BASE, **SHAPES[name]})
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(CHILD), str(tmp_path), json.dumps(OPTIONS[name])], env=environment, capture_output=True,
+        text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert len(told["before"]) > 10, "the cache was not empty, or nobody takes note of what is compiled"
     assert told["after"] == []
+    assert told["num_drafts"] > 100 or not OPTIONS[name]
