@@ -115,6 +115,49 @@ async def test_a_lease_behind_a_broken_line_is_released_when_the_peer_has_answer
     region.close()
 
 
+async def test_a_peer_that_is_never_heard_of_again_keeps_no_lease_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """As one whose host is off. While another peer sends pages it may keep its own for longer."""
+    monkeypatch.setattr(fetching, "SILENCE_S", 0.2)
+    heard: list[FromAgent] = []
+    is_silent = True
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = PeerLine(reader, writer, "decode agent")
+        await line.receive(decode_from_decode, 5.0)
+        line.send(HELLO)
+        while not is_silent:
+            line.send(Alive(0.0))
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(60)
+
+    region = Region.create(4096)
+    servers = [await asyncio.start_server(serve, "127.0.0.1", 0) for _ in range(2)]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    fetches = Fetches(HELLO, region, heard.append)
+    fetches.fetch(Fetch(3, TransferSpec("7", "127.0.0.1", ports[0]), b"p", 0, 64))
+    fetches.check_held()
+    async with asyncio.timeout(10):
+        while not heard:
+            await asyncio.sleep(0.005)
+        assert heard == [Lost(3, heard[0].reason)]
+        fetches.check_held()
+        monkeypatch.setattr(fetching, "HELD_S", 0.05)
+        await asyncio.sleep(0.06)
+        with pytest.raises(TransferFailed, match=f"nothing was heard of prefill agent 127.0.0.1:{ports[0]}"):
+            fetches.check_held()
+        is_silent = False
+        fetches.fetch(Fetch(4, TransferSpec("8", "127.0.0.1", ports[1]), b"p", 64, 64))
+        await asyncio.sleep(0.1)
+        fetches.check_held()
+        monkeypatch.setattr(fetching, "LONGEST_HELD_S", 0.1)
+        with pytest.raises(TransferFailed, match="memory that it may write to is given up"):
+            fetches.check_held()
+    assert heard == [Lost(3, heard[0].reason)]
+    for server in servers:
+        server.close()
+    region.close()
+
+
 async def test_a_lease_behind_a_broken_line_is_released_when_nobody_listens_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fetching, "FENCE_S", 0.01)
     heard: list[FromAgent] = []

@@ -106,7 +106,7 @@ class Agent:
         self._fetches = Fetches(self._hello, region, self._line.send)
 
     async def run(self, line: socket.socket) -> None:
-        """Serve until the engine is gone."""
+        """Serve until the engine is gone; raises `TransferFailed` when its region must be given up."""
         loop = asyncio.get_running_loop()
         line.setblocking(False)
         await loop.create_unix_connection(lambda: self._line, sock=line)
@@ -115,6 +115,7 @@ class Agent:
         while True:
             self._line.send(Alive())
             self._watch.silent_s()
+            self._fetches.check_held()
             await asyncio.sleep(BEAT_S)
 
     async def _listen(self) -> int:

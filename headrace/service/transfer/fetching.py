@@ -4,6 +4,9 @@ A lease whose pages will not come is `Lost` at once, so that its request can go 
 has said that it writes no more, or is gone: a late write must not reach the pages of another request. A connection that
 breaks says neither, as a network may split for a while: then the peer is greeted again until it answers, which ends
 what the epoch of this agent had asked for before, or nobody listens there any more.
+
+A peer that is never heard of again, as its host is off, would keep its leases for ever. After `HELD_S` the agent must
+end (`check_held`): the engine starts another one with a new region, and late writes to the old one reach nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ BREAK_S = 2.0
 """How long a prefill agent that could not be used is not asked again."""
 FENCE_S, LONGEST_FENCE_S = 1.0, 10.0
 """Pauses between greetings of a peer whose connection broke."""
+HELD_S, LONGEST_HELD_S = 60.0, 300.0
+"""How long a peer that is not heard of may keep leases: where nothing else is being fetched, and in any case."""
 
 
 @dataclass(eq=False)
@@ -88,6 +93,17 @@ class Fetches:
         if link is not None:
             link.give_up(ticket, "", is_silent=True)
 
+    def check_held(self) -> None:
+        """Raise `TransferFailed` if a peer that is not heard of has kept leases for too long."""
+        links = set(self._by_ticket.values())
+        held = [link for link in links if link.broken_at is not None]
+        longest_s = max((time.monotonic() - (link.broken_at or 0.0) for link in held), default=0.0)
+        if longest_s > (HELD_S if len(held) == len(links) else LONGEST_HELD_S):
+            raise TransferFailed(
+                f"nothing was heard of {', '.join(sorted(link.name for link in held))} for {longest_s:.0f} s; memory "
+                "that it may write to is given up"
+            )
+
     def forget(self, ticket: int) -> None:
         """A fetch is over."""
         self._by_ticket.pop(ticket, None)
@@ -118,7 +134,8 @@ class _Link:
         self._fetches, self._greeting = fetches, fetches.greeting_lock(address)
         self._line: PeerLine | None = None
         self._open: dict[int, _Fetching] = {}
-        self._is_broken = False
+        self.broken_at: float | None = None
+        """Since when it is used for nothing new, by `time.monotonic`."""
 
     def add(self, fetch: Fetch) -> None:
         """Fetch over this link, now or when it is connected."""
@@ -209,7 +226,7 @@ class _Link:
 
     async def _listen(self, line: PeerLine) -> None:
         timeout_s: float | None = SILENCE_S
-        while self._open or not self._is_broken:
+        while self._open or self.broken_at is None:
             try:
                 message = await line.receive(decode_from_prefill, timeout_s)
             except TimeoutError:
@@ -262,7 +279,7 @@ class _Link:
         self._line.send(Want(fetch.ticket, fetch.spec.room, fetch.prompt, fetch.begin, fetch.num_bytes))
 
     def _break(self, reason: str) -> None:
-        self._is_broken = True
+        self.broken_at = self.broken_at or time.monotonic()
         self._fetches.note_broken(self, reason)
         for ticket in list(self._open):
             self.give_up(ticket, f"{self.name}: {reason}")
