@@ -143,8 +143,13 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, tied ones once."""
+        """Parameters of this rank, tied ones once."""
         return count_elements(self.model)
+
+    def count_all_parameters(self) -> int:
+        """Parameters of all ranks together: what is on several counts once."""
+        whole = Build(torch.device("meta"), self.dtype, self.max_model_len)
+        return count_elements(self.model if self.ranks.world.size == 1 else self.family.build_model(self.spec, whole))
 
     @property
     def num_bytes(self) -> int:
@@ -467,7 +472,7 @@ def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: Mo
         model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
         dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len,
         vocab_size=loaded.vocab_size, eos_ids=read_eos_ids(loaded.source, loaded.vocab_size),
-        num_parameters=loaded.num_parameters, page_size=layout.page_size, num_kv_tokens=tokens,
+        num_parameters=loaded.count_all_parameters(), page_size=layout.page_size, num_kv_tokens=tokens,
         default_sampling={name: default.value for name, default in sampling.items()},
         sampling_sources={name: default.source for name, default in sampling.items()},
         parsers=FamilyParsers(loaded.family.tool_parser, loaded.family.reasoning_parser),

@@ -124,6 +124,13 @@ def test_requests_of_all_kinds(pair: Pair, folders: dict[str, Path], options: di
 
 
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+def test_the_model_has_as_many_parameters(pair: Pair, folders: dict[str, Path], kind: str):
+    stated = {"model": str(folders[kind]), **BASE}
+    alone = pair.one(lambda llm: llm.facts.num_parameters, **stated)
+    assert pair.two(lambda llm: llm.facts.num_parameters, **stated) == alone > 1000
+
+
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
 def test_drafts(pair: Pair, folders: dict[str, Path], kind: str):
     """Tokens of two ranks that draft are those of one that does not."""
     methods: list[dict[str, Any]] = [{"method": "mtp"}]
