@@ -121,7 +121,9 @@ class Assembly:
         the largest; what the driver takes for each graph comes on top. The same for lazy and eager capture."""
         if not self.has_graphs:
             return 0
-        num_graphs = len(self.graph_sizes()) * (1 if self.loaded.model.adapters is None else 2)
+        sizes, model = self.graph_sizes(), self.loaded.model
+        num_graphs = len(sizes) * (1 if model.adapters is None else 2)
+        num_graphs += len(sizes.with_media) if model.media is not None and model.media.captured is not None else 0
         return captured + num_graphs * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 
     def layout_of(self, plan: CachePlan) -> CacheLayout:

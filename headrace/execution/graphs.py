@@ -61,6 +61,11 @@ class GraphSizes:
     decodes: list[int]
     tokens: list[int]
 
+    @property
+    def with_media(self) -> list[int]:
+        """Bucket sizes in tokens of steps with placeholders, for models that have such steps."""
+        return [size for size in self.tokens if size <= MAX_SPAN]
+
     def __len__(self) -> int:
         return len(self.decodes) + len(self.tokens)
 
@@ -260,15 +265,15 @@ class DecodeGraphPath:
 class MixedGraph(Capture[torch.Tensor]):
     """Steps with prefill of one bucket of T tokens. It reads what `InputBuilder.fill` wrote to the static tensors, and
     returns hidden states [T, D], which the next run of any bucket may overwrite. ``adapter_rows``: as in `DecodeGraph`.
-    """
+    ``has_media``: some of the tokens may be placeholders."""
 
     def __init__(
         self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
-        adapters: AdapterInputs | None = None,
+        adapters: AdapterInputs | None = None, *, has_media: bool = False,
     ):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
-        self._adapters = adapters
+        self._adapters, self._has_media = adapters, has_media
         self.adapter_rows = None if adapters is None else adapters.make_static(size)
 
     def record(self) -> None:
@@ -280,6 +285,8 @@ class MixedGraph(Capture[torch.Tensor]):
         batch, proposer = self._inputs.padded_batch(self.size), self._proposer
         if self._adapters is not None and self.adapter_rows is not None:
             batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
+        if self._has_media:
+            self._inputs.media.view_static(batch, self.size)
         if proposer is None:
             return self._model.forward(batch)
         batch.features = proposer.ask_features(self.size)
@@ -288,7 +295,8 @@ class MixedGraph(Capture[torch.Tensor]):
 
 class MixedGraphPath:
     """Any step but text pairs: replays the smallest graph that holds its tokens. Leaves to the plain path steps larger
-    than every bucket, and those whose attention needs a kernel chosen for their lengths (see `find`)."""
+    than every bucket, and those whose attention needs a kernel chosen for their lengths (see `find`). With
+    ``has_media`` the graphs are those of steps with placeholders, behind which no drafter runs."""
 
     covers = (
         StepFeature.PREFILL | StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS
@@ -298,11 +306,14 @@ class MixedGraphPath:
 
     def __init__(
         self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder,
-        drafting: DraftGraphs | None = None, *, has_adapters: bool = False
+        drafting: DraftGraphs | None = None, *, has_adapters: bool = False, has_media: bool = False
     ):
         self._buckets, self._model, self._inputs, self._drafting = buckets, model, inputs, drafting
+        self._has_media = has_media
         if has_adapters:
             self.covers = with_adapters(self.covers)
+        if has_media:
+            self.covers = (self.covers | StepFeature.MEDIA) & ~StepFeature.DRAFTING
 
     def find(self, shape: StepShape) -> MixedGraph | None:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
@@ -326,6 +337,8 @@ class MixedGraphPath:
 
     def _launch(self, step: Step, graph: MixedGraph, sent: Sent) -> StepOutput:
         self._inputs.fill(step.shape, sent, graph.size)
+        if self._has_media:
+            self._inputs.fill_media(step, sent, graph.size)
         if graph.adapter_rows is not None:
             graph.adapter_rows.copy_(sent["adapter_rows"])
         hidden = graph.run()[: step.shape.num_tokens]  # [size, D], padding behind the step's tokens
@@ -369,6 +382,12 @@ class CapturedSteps:
         """Fastest first."""
         if inputs.adapters is not None:
             self._add_adapters(sizes, model, inputs, recorder, inputs.adapters)
+        media_sizes = sizes.with_media
+        if inputs.media.make_static(max(media_sizes, default=0)):
+            # A repeated image leaves the end of a page to compute, some of which may be placeholders.
+            media = Buckets(media_sizes, lambda size: MixedGraph(size, model, inputs, recorder, has_media=True))
+            self._kinds.append(media)
+            self.paths.append(MixedGraphPath(media, model, inputs, has_media=True))
 
     def _add_adapters(
         self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records, adapters: AdapterInputs

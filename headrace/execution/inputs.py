@@ -166,6 +166,10 @@ class InputBuilder:
         self._write(shape, sent)
         self._pad(shape.num_tokens, len(shape.rows), size)
 
+    def fill_media(self, step: Step, sent: dict[str, torch.Tensor], size: int) -> None:
+        """`fill` what a graph captured for ``size`` tokens with placeholders reads beside the rest."""
+        self.media.fill_static(step, sent, self.static.rope_positions, size)
+
     def clear(self, size: int) -> None:
         """Write nothing but padding, for a graph captured over ``size`` tokens."""
         self.static.token_ids[:size].zero_()

@@ -15,8 +15,27 @@ from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload, to_device
 from headrace.layers.attention.contract import MediaBlock
 from headrace.layers.batch import ForwardBatch, MediaVectors
-from headrace.layers.media import EncoderInput
+from headrace.layers.media import CapturedVectors, EncoderInput
 from headrace.layers.model import ServedModel
+
+
+class StaticMedia:
+    """What captured steps read of media, of ``most`` tokens at most: ``vectors`` [most, W], zero but where ``mask``
+    [most, 1] is set, and ``axes`` [3, most] int64, which tokens of models with several axes of positions are rotated
+    by. The stream orders writes behind the steps that read them."""
+
+    def __init__(self, most: int, room: CapturedVectors, device: torch.device):
+        self.vectors = torch.zeros((most, room.size), dtype=room.dtype, device=device)
+        self.mask = torch.zeros((most, 1), dtype=torch.bool, device=device)
+        self.axes = torch.zeros((3, most), dtype=torch.int64, device=device)
+
+    def write(self, size: int, indices: torch.Tensor | None, vectors: list[torch.Tensor]) -> None:
+        """Put vectors [N, W] in the places ``indices`` [N] of a step captured for ``size`` tokens."""
+        self.vectors[:size].zero_()
+        self.mask[:size].zero_()
+        if indices is not None:
+            self.vectors.index_copy_(0, indices, torch.cat(vectors))
+            self.mask.index_fill_(0, indices, True)
 
 
 class MediaState:
@@ -32,6 +51,7 @@ class MediaState:
         self._positions: dict[int, np.ndarray] = {}  # by row, [3, prompt_len + 1], of rows with media
         self._places: dict[int, list[MediaPlace]] = {}
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._static: StaticMedia | None = None
         self.offsets: torch.Tensor | None = None
         if self._rope_length:
             self.offsets = torch.zeros(rows.tensors.last_token.shape[0], dtype=torch.int64, device=device)
@@ -45,6 +65,7 @@ class MediaState:
             self._places.pop(row, None)
             if start.media:
                 self._rows.flags_np[row] |= HAS_MEDIA
+                self._rows.media_end_np[row] = max(place.end for place in start.media)
                 self._places[row] = start.media
                 if self.offsets is not None and self._model is not None:
                     # one more than the prompt has: output goes on from there
@@ -98,12 +119,39 @@ class MediaState:
     def fill(self, batch: ForwardBatch, step: Step, sent: dict[str, torch.Tensor]) -> None:
         """Give a batch the vectors of its placeholders, and positions in three axes where it needs them."""
         if step.plan.media.uses:
-            parts = [self._outputs[key][begin:end] for _, slices in self._find(step) for key, begin, end in slices]
-            batch.media = MediaVectors(sent["media_indices"], torch.cat(parts), self._find_blocks(step))
+            batch.media = MediaVectors(
+                sent["media_indices"], torch.cat(self._collect(step)), self._find_blocks(step)
+            )
         if "axes" in sent and batch.rope_positions is not None:
-            axes, count = sent["axes"].view(3, -1), step.shape.num_decodes
-            axes[:, :count] = batch.rope_positions[:count]
-            batch.rope_positions = axes
+            batch.rope_positions = _with_decodes(sent["axes"], batch.rope_positions, step)
+
+    def make_static(self, most: int) -> bool:
+        """Make room for captured steps with media of at most ``most`` tokens; False where there are none."""
+        room = None if self._model is None else self._model.captured
+        if room is None or not most:
+            return False
+        self._static = StaticMedia(most, room, self._device)
+        return True
+
+    def fill_static(self, step: Step, sent: dict[str, torch.Tensor], rotated_by: torch.Tensor, size: int) -> None:
+        """`fill` for a step that was captured for ``size`` tokens; ``rotated_by`` [T or more] is that of decodes."""
+        static = self._static
+        assert static is not None, "make_static comes first"
+        static.write(size, sent.get("media_indices"), self._collect(step))
+        if "axes" in sent:
+            static.axes[:, : step.shape.num_tokens] = _with_decodes(sent["axes"], rotated_by, step)
+
+    def view_static(self, batch: ForwardBatch, size: int) -> None:
+        """Let a batch of ``size`` tokens, which is captured, read what `fill_static` writes."""
+        static = self._static
+        assert static is not None, "make_static comes first"
+        batch.media = MediaVectors(None, static.vectors[:size], mask=static.mask[:size])
+        if self.offsets is not None:
+            batch.rope_positions = static.axes[:, :size]
+
+    def _collect(self, step: Step) -> list[torch.Tensor]:
+        """The vectors of the step's placeholders, in the order of its uses."""
+        return [self._outputs[key][begin:end] for _, slices in self._find(step) for key, begin, end in slices]
 
     def find_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """What tokens at ``positions`` [T] of ``rows`` [T] are rotated by, outside of prompts with media."""
@@ -169,3 +217,10 @@ class MediaState:
             offset = int(known[0, -1]) - (known.shape[1] - 1)
             axes[:, first + inside.shape[1] : first + end - begin] = plain[inside.shape[1] :] + offset
         return np.minimum(axes, self._rope_length - 1)
+
+
+def _with_decodes(axes: torch.Tensor, rotated_by: torch.Tensor, step: Step) -> torch.Tensor:
+    """Axes [3 * T] of a step as [3, T], in which decodes, which come first, are rotated by what the device knows."""
+    found, count = axes.view(3, -1), step.shape.num_decodes
+    found[:, :count] = rotated_by[:count]
+    return found

@@ -53,7 +53,8 @@ class RowTokens:
 class Rows:
     """``tensors``: what the device owns of max_rows + 1 rows, the last being the null row of the page tables. The
     host's ``*_np`` arrays are [max_rows] or [max_rows, columns]: ``reals_np`` has temperature, top_p and min_p,
-    ``integers_np`` top_k and seed, ``adapter_slots_np`` the slot of the row's adapter, -1 for none.
+    ``integers_np`` top_k and seed, ``adapter_slots_np`` the slot of the row's adapter, -1 for none. ``media_end_np``:
+    the position behind the last placeholder of rows with media.
 
     The device's part is not set at a start: a row's first step is a prefill, whose sampling writes it.
     ``computed_len_np`` and ``last_token_np`` [max_rows + 1]: what the device owns where the host can read it (on a CPU,
@@ -68,6 +69,7 @@ class Rows:
         self._accept = ACCEPT.choose(row_query(device))
         self.prompt_len_np = np.zeros(max_rows, dtype=np.int64)
         self.flags_np = np.zeros(max_rows, dtype=np.int64)
+        self.media_end_np = np.zeros(max_rows, dtype=np.int64)
         self.reals_np = np.zeros((max_rows, 3), dtype=np.float64)
         self.integers_np = np.zeros((max_rows, 2), dtype=np.int64)
         self.adapter_slots_np = np.full(max_rows, -1, dtype=np.int64)

@@ -49,7 +49,7 @@ class StepFeature(IntFlag):
     ADAPTER_EXTRAS = auto()
     """A row's adapter changes more than products by low-rank additions."""
     MEDIA = auto()
-    """A span that is no decode is of a row with media."""
+    """A span that is no decode begins before the end of its row's media. Behind it all axes of positions are one."""
     ROPE_OFFSETS = auto()
     """A row's tokens are rotated by other numbers than their positions."""
 
@@ -241,7 +241,8 @@ def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeat
         features |= StepFeature.ADAPTERS
     if (flags & HAS_ADAPTER_EXTRAS).any():
         features |= StepFeature.ADAPTER_EXTRAS
-    if (flags[shape.num_decodes :] & HAS_MEDIA).any():
+    with_media = np.flatnonzero(flags[shape.num_decodes :] & HAS_MEDIA) + shape.num_decodes
+    if len(with_media) and (shape.begins[with_media] < rows.media_end_np[shape.rows[with_media]]).any():
         features |= StepFeature.MEDIA
     if (flags & HAS_ROPE_OFFSET).any():
         features |= StepFeature.ROPE_OFFSETS

@@ -105,11 +105,29 @@ class StepContext:
 class MediaVectors:
     """Encoder outputs of a step: ``vectors`` [N, W] take the places ``indices`` [N] int64 among the T tokens. W is the
     hidden size, or several times that for models that add further parts behind their first layers. ``blocks``: tokens
-    that attend in both directions."""
+    that attend in both directions. In a captured step, which has room for any number of placeholders, ``indices`` is
+    None, ``vectors`` [T, W] are zero but where ``mask`` [T, 1] says that a placeholder is."""
 
-    indices: torch.Tensor
+    indices: torch.Tensor | None
     vectors: torch.Tensor
     blocks: list[MediaBlock] = field(default_factory=list)
+    mask: torch.Tensor | None = None
+
+    def replace_embeddings(self, x: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, D] with the vectors in their places; ``x`` may be overwritten."""
+        part = self.vectors[:, : x.shape[1]]
+        if self.indices is not None:
+            return x.index_copy_(0, self.indices, part)
+        assert self.mask is not None, "a captured step has one"
+        return torch.where(self.mask, part, x)
+
+    def add_part(self, number: int, x: torch.Tensor) -> None:
+        """Add part ``number`` of the vectors, each of D elements, to x [T, D], in place."""
+        part = self.vectors[:, number * x.shape[1] : (number + 1) * x.shape[1]]
+        if self.indices is None:
+            x.add_(part)
+        else:
+            x.index_add_(0, self.indices, part)
 
 
 @dataclass(slots=True)

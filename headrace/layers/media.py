@@ -24,12 +24,22 @@ class EncoderInput:
         return self.arrays[ARRAYS[self.place.kind]]
 
 
+@dataclass(frozen=True)
+class CapturedVectors:
+    """What captured steps hold for each token: a vector of ``size`` elements of ``dtype``."""
+
+    size: int
+    dtype: torch.dtype
+
+
 class MediaModel(ABC):
     """The encoders of a model. ``rope_length``: above 0, `find_positions` says what tokens of requests with media are
-    rotated by, numbers below it. ``is_whole``: placeholders of an item attend to one another in both directions."""
+    rotated by, numbers below it. ``is_whole``: placeholders of an item attend to one another in both directions.
+    ``captured``: for models whose steps with placeholders may be captured as CUDA graphs."""
 
     rope_length: int = 0
     is_whole: bool = False
+    captured: CapturedVectors | None = None
 
     @abstractmethod
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import pytest
 from headrace.execution.captures import Buckets, Capture, NoRecorder, Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
 from headrace.parallel.links import Handover
+from tests.execution.pretended_graphs import NO_MEDIA
 
 
 class Recorder:
@@ -52,7 +53,8 @@ def log() -> list[str]:
 @pytest.fixture
 def captured(log: list[str]) -> CapturedSteps:
     """Steps whose buckets keep a log."""
-    steps = CapturedSteps(GraphSizes([], []), None, SimpleNamespace(handover=Handover(), adapters=None), None)
+    inputs = SimpleNamespace(handover=Handover(), adapters=None, media=NO_MEDIA)
+    steps = CapturedSteps(GraphSizes([], []), None, inputs, None)
     steps._kinds = tuple(Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
     return steps
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +17,18 @@ from headrace import LLM
 from headrace.base.step import StepPlan
 from headrace.execution.executor import LocalExecutor
 from headrace.execution.graphs import DecodeGraphPath, GraphSizes, MixedGraphPath
-from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import StepPath
 from headrace.execution.runner import Runner
-from headrace.layers.attention.contract import AttentionInputs
-from headrace.layers.attention.reference import ReferenceAttention
+from tests.execution.pretended_graphs import PretendedRecorder, open_attention
 
 HEAD = {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-
-
-class OpenAttention(ReferenceAttention):
-    """Reads from the device how long the spans of a captured step are, which a CPU can."""
-
-    def prepare(self, inputs: AttentionInputs) -> None:
-        if inputs.has_dynamic_lengths:
-            lengths, ends = inputs.query_start.diff().tolist(), inputs.kv_lens.tolist()
-            assert len(lengths) == len(ends) == len(inputs.page_table)
-            count = sum(length > 0 for length in lengths)
-            assert 0 not in lengths[:count], "padding comes last"
-            inputs = replace(
-                inputs, has_dynamic_lengths=False, query_lens_cpu=lengths[:count], kv_lens_cpu=ends[:count],
-                kv_lens=inputs.kv_lens[:count], max_query_len=max(lengths), max_kv_len=max(ends, default=0),
-            )
-        super().prepare(inputs)
-
-    def attend(self, q: torch.Tensor, *about: Any) -> torch.Tensor:
-        return super().attend(q, *about).nan_to_num(0.0)  # rows of padding are not written
-
-
-class PretendedRecorder:
-    """A graph is the work itself."""
-
-    def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        return work
 
 
 def capture_all(runner: Runner, executor: LocalExecutor) -> Counter[str]:
     """Let every step of the runner run as one that is captured, and count the paths of those that draft."""
     proposer = runner._proposer
     assert proposer is not None
-    runner._backends = [OpenAttention(backend.geometry, torch.device("cpu")) for backend in runner._backends]
-    runner._inputs = InputBuilder(runner.layout, runner._rows, runner._tables, runner._backends, 64, runner._media)
+    open_attention(runner, 64)
     runner.draft_with(proposer.draft, hidden_size=32, dtype=torch.float32, max_tokens=64)
     runner.capture(GraphSizes([4, 64], [8, 40, 64]), PretendedRecorder())
     taken: Counter[str] = Counter()

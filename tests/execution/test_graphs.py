@@ -10,6 +10,7 @@ import pytest
 from headrace.execution.graphs import MAX_SPAN, TOKEN_SIZES, CapturedSteps, GraphSizes, step_sizes
 from headrace.execution.step import StepShape
 from headrace.parallel.links import Handover
+from tests.execution.pretended_graphs import NO_MEDIA
 
 
 def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
@@ -22,7 +23,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None)
+    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None, media=NO_MEDIA)
     return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 

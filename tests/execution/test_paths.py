@@ -50,7 +50,7 @@ def test_paths_of_decodes_cover_no_prefill():
     assert DecodeGraphPath.covers == sampled | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
 
 
-def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_media():
+def test_graphs_of_mixed_steps_know_one_text_a_row_and_no_adapters_or_placeholders():
     left = [feature for feature in EVERY if feature not in MixedGraphPath.covers]
     assert left == [
         StepFeature.TEXT_PAIRS, StepFeature.ADAPTERS, StepFeature.ADAPTER_EXTRAS, StepFeature.MEDIA

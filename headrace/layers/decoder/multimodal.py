@@ -19,7 +19,7 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.decoder import HARMLESS, Decoder
 from headrace.layers.loading import Targets, find_targets
-from headrace.layers.media import EncoderInput, MediaModel, grid_positions
+from headrace.layers.media import CapturedVectors, EncoderInput, MediaModel, grid_positions
 from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.residual import Residual
@@ -47,9 +47,11 @@ class Tower(nn.Module):
 class OneTower(MediaModel):
     """A model with one encoder."""
 
-    def __init__(self, tower: Tower, spec: MultimodalSpec, rope_length: int):
+    def __init__(self, tower: Tower, spec: MultimodalSpec, rope_length: int, dtype: torch.dtype):
         self._tower, self._spec, self.rope_length = tower, spec, rope_length
         self.is_whole = spec.is_whole
+        if not spec.is_whole:  # their attention reads from the host which tokens see each other
+            self.captured = CapturedVectors(spec.hidden_size * spec.encoder.num_parts, dtype)
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `MediaModel`."""
@@ -80,7 +82,8 @@ class MultimodalDecoder(Decoder):
         self._axial = next((table for table in tables.values() if len(table.axes)), None)
         if self._axial is not None:
             assert len(tables) == 1, "layers of a model with several axes of positions rotate alike"
-        self.media = OneTower(self.encoder, spec, 0 if self._axial is None else self._axial.cos_sin.shape[0])
+        rope_length = 0 if self._axial is None else self._axial.cos_sin.shape[0]
+        self.media = OneTower(self.encoder, spec, rope_length, build.dtype)
 
     def _fit_tensors(
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
@@ -104,16 +107,12 @@ class MultimodalDecoder(Decoder):
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
         x = super()._enter(batch)
-        if batch.media is not None:
-            x.index_copy_(0, batch.media.indices, batch.media.vectors[:, : x.shape[1]])
-        return x
+        return x if batch.media is None else batch.media.replace_embeddings(x)
 
     def _after_layer(self, i: int, residual: Residual, batch: ForwardBatch) -> None:
         # DeepStack, arXiv:2406.04334: part i + 1 of the vectors is added behind layer i
         if batch.media is not None and i + 1 < self.spec.encoder.num_parts:
-            size = self.spec.hidden_size
-            part = batch.media.vectors[:, (i + 1) * size : (i + 2) * size]
-            residual.add_pending().index_add_(0, batch.media.indices, part)
+            batch.media.add_part(i + 1, residual.add_pending())
 
 
 def _flatten(tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets) -> Iterator[tuple[str, torch.Tensor]]:

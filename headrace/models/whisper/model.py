@@ -163,6 +163,7 @@ class Whisper(ServedModel):
         """See `ServedModel`; rows of placeholders are zero."""
         group = batch.groups[self._blocks[0].attention.group]
         if batch.media is not None:
+            assert batch.media.indices is not None, "steps with windows are not captured"
             self._write(batch.media.vectors, group.inputs.slots.index_select(0, batch.media.indices))
         step = self._divide(group.inputs)
         if step is None:
