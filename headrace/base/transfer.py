@@ -97,10 +97,14 @@ def digest_prompt(token_ids: list[int], namespace: str) -> bytes:
     return blake2b(ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
 
 
+LEASE_S = 30.0
+"""How long complete pages wait for somebody who wants them."""
+
+
 class AgentOptions(msgspec.Struct, frozen=True):
     """How an engine starts its transfer agent: on its command line, as JSON. ``descriptor``: of the region of
     ``num_bytes``, in memory of GPU number ``device``, or of the host (-1); ``port`` 0: any free one; ``host`` empty: it
-    listens nowhere, as in a decode engine."""
+    listens nowhere, as in a decode engine. ``lease_s``: seconds that complete pages wait for a peer."""
 
     facts: PeerFacts
     backend: str
@@ -110,6 +114,7 @@ class AgentOptions(msgspec.Struct, frozen=True):
     descriptor: int = -1
     epoch: int = 0
     device: int = -1
+    lease_s: float = LEASE_S
 
 
 # -- engine to agent ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.service.engine import Engine
 from headrace.service.ranks.starting import build_ranked_engine
+from headrace.service.transfer import build as transfer
 from headrace.service.transfer.gate import TransferGate
 
 NUM_TOKENS = 6
@@ -97,7 +98,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Side]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Side]]:
+    monkeypatch.setattr(transfer, "LEASE_S", 6.0)  # pages of requests that were aborted are waited for
     with ExitStack() as undo:
         def make(folder: str, options: dict[str, Any], mode: str = "", backend: str = "shared-memory") -> Side:
             role = {"disaggregation_mode": mode, "disaggregation_transfer_backend": backend} if mode else {}

@@ -102,7 +102,9 @@ class Agent:
         self._hello = Hello(options.facts, options.epoch, name, backend.handle())
         self._watch = EngineWatch(os.getppid())
         self._line = EngineLine(self._take)
-        self._offers = Offers(self._hello, region, backend, self._line.send, self._watch.silent_s)
+        self._offers = Offers(
+            self._hello, region, backend, self._line.send, self._watch.silent_s, lease_s=options.lease_s
+        )
         self._fetches = Fetches(self._hello, region, self._line.send)
 
     async def run(self, line: socket.socket) -> None:

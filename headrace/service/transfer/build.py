@@ -10,7 +10,7 @@ import msgspec
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
-from headrace.base.transfer import AgentOptions, GroupShape, PeerFacts
+from headrace.base.transfer import LEASE_S, AgentOptions, GroupShape, PeerFacts
 from headrace.execution.executor import LocalExecutor
 from headrace.execution.tiers import device_region_bytes
 from headrace.memory.peer_lane import PeerLane
@@ -96,6 +96,7 @@ def _describe_agent(own: LocalExecutor, peers: PeerLane, fingerprint: str) -> Ag
         describe_pages(own, peers, fingerprint), config.disaggregation.disaggregation_transfer_backend,
         min(num_bytes, most) if most else num_bytes, config.transfer_host if is_prefill else "",
         config.disaggregation.disaggregation_bootstrap_port, device=(peers.device.index or 0) if most else -1,
+        lease_s=LEASE_S,
     )
 
 

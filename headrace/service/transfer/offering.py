@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from headrace.base.errors import TransferFailed
 from headrace.base.transfer import (
+    LEASE_S,
     Alive,
     Cancel,
     Completed,
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 OFFER_S = 5.0
 """How long a decode agent may ask for a room before it is offered: a router sends both requests at once."""
-LEASE_S = 30.0
-"""How long complete pages wait for somebody who wants them."""
 MOST_WAITING = 1 << 14
 MOST_FAILED = 1 << 10
 
@@ -73,14 +72,15 @@ class _Delivery:
 
 
 class Offers:
-    """``report`` tells the engine. ``silence``: seconds for which the engine has shown no sign of life."""
+    """``report`` tells the engine. ``silence``: seconds for which the engine has shown no sign of life.
+    ``lease_s``: how long complete pages wait for somebody who wants them."""
 
     def __init__(
         self, hello: Hello, region: AnyRegion, backend: TransferBackend, report: Callable[[FromAgent], None],
-        silence: Callable[[], float],
+        silence: Callable[[], float], *, lease_s: float = LEASE_S,
     ):
         self._hello, self._region, self._backend = hello, region, backend
-        self._report, self._silence = report, silence
+        self._report, self._silence, self._lease_s = report, silence, lease_s
         self._checksums = Checksums()
         self._rooms: dict[str, _Room] = {}
         self._tickets: dict[int, _Room] = {}
@@ -111,7 +111,7 @@ class Offers:
                     del self._failed[next(iter(self._failed))]
                 self._end(room, room.failure)
             else:
-                asyncio.get_running_loop().call_later(LEASE_S, self._expire, room)
+                asyncio.get_running_loop().call_later(self._lease_s, self._expire, room)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One link, from its greeting to its end."""
@@ -213,7 +213,7 @@ class Offers:
 
     def _expire(self, room: _Room) -> None:
         if not room.is_taken and room.offer.ticket in self._tickets:
-            self._end(room, f"nobody fetched the pages within {LEASE_S:g} s")
+            self._end(room, f"nobody fetched the pages within {self._lease_s:g} s")
 
     def _end(self, room: _Room, reason: str) -> None:
         if self._tickets.pop(room.offer.ticket, None) is not None:
