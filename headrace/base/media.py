@@ -21,6 +21,8 @@ MediaKind = Literal["image", "video", "audio"]
 DIGEST_BYTES = 32
 ARRAYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The names that processors give the arrays of pixels, and of frames."""
+LEVELS, NUM_LEVELS = "pixel_levels", 256
+"""The name of what bytes of pixels stand for, float32 [channels, 256]; the channels divide dim 1 of the pixels."""
 MOST_NUMBER = 1e6
 """Of `MediaPlace.numbers`, which positions are computed from."""
 MOST_SIDE = 1 << 16
@@ -380,15 +382,27 @@ def _check_arrays(item: MediaItem, facts: MediaFacts) -> None:
     layout = facts.frames if place.kind == "audio" else facts.pixels
     if not all(0 <= number <= MOST_NUMBER for number in place.numbers.values()):  # neither is a NaN
         raise RequestError(f"numbers of media are from 0 to {MOST_NUMBER:g}, got {place.numbers}", param="media")
+    pixels, levels = item.arrays.get(name), item.arrays.get(LEVELS)
+    is_bytes = pixels is not None and pixels.dtype == "uint8"
+    if is_bytes != (levels is not None) or (pixels and levels and not _are_levels(levels, pixels)):
+        raise RequestError(
+            f"bytes of pixels come with float32 {LEVELS} of shape [channels, {NUM_LEVELS}], other pixels without",
+            param="media",
+        )
     if layout is None:
         return
-    pixels = item.arrays.get(name)
     if pixels is None or not layout.fits(place, pixels.shape):
         raise RequestError(
             f"this model cannot take a {place.kind} with {name} of shape {pixels and list(pixels.shape)}, grid "
             f"{list(place.grid)} and {place.num_tokens} placeholders; do preprocessor_config.json and config.json "
             "belong to the same checkpoint?", param="media",
         )
+
+
+def _are_levels(levels: MediaArray, pixels: MediaArray) -> bool:
+    if levels.dtype != "float32" or len(levels.shape) != 2 or levels.shape[1] != NUM_LEVELS or len(pixels.shape) < 2:
+        return False
+    return levels.shape[0] > 0 and pixels.shape[1] % levels.shape[0] == 0
 
 
 def key_ids(tokens: array[int], begin: int, end: int, media: Sequence[MediaPlace]) -> array[int]:

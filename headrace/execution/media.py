@@ -12,7 +12,7 @@ from headrace.base.media import MediaPlace
 from headrace.base.step import Encode, MediaUse, RowStart
 from headrace.execution.rows import HAS_MEDIA, HAS_ROPE_OFFSET, Rows
 from headrace.execution.step import Step, StepFeature, StepShape
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload, copy_to_device
 from headrace.layers.attention.contract import MediaBlock
 from headrace.layers.batch import ForwardBatch, MediaVectors
 from headrace.layers.media import CapturedVectors, EncoderInput
@@ -95,8 +95,7 @@ class MediaState:
     def _send(self, each: Encode) -> dict[str, torch.Tensor]:
         arrays = {}
         for name, array in each.item.arrays.items():
-            values = np.frombuffer(array.data, dtype=array.dtype).reshape(array.shape)
-            arrays[name] = to_device(values.copy(), self._device)  # torch takes no read-only memory
+            arrays[name] = copy_to_device(np.frombuffer(array.data, array.dtype).reshape(array.shape), self._device)
         return arrays
 
     def drop(self, keys: list[int]) -> None:

@@ -45,6 +45,15 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of an array, which may be read-only, on the device; it does not wait for the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(array.copy())
+    staged = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, pin_memory=True)
+    np.copyto(np.asarray(staged), array)
+    return staged.to(device, non_blocking=True)
+
+
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the host, readable once the device has passed this point of the stream (record an event behind it);
     on a CPU the tensor itself."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.base.media import ARRAYS, MediaPlace
+from headrace.base.media import ARRAYS, LEVELS, MediaPlace
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,15 @@ class EncoderInput:
     place: MediaPlace
     arrays: dict[str, torch.Tensor]
 
-    def pixels(self) -> torch.Tensor:
-        """The pixels of an image or a video, the frames of a clip."""
-        return self.arrays[ARRAYS[self.place.kind]]
+    def pixels(self, dtype: torch.dtype) -> torch.Tensor:
+        """The pixels of an image or a video, the frames of a clip; looked up where they are bytes."""
+        values, levels = self.arrays[ARRAYS[self.place.kind]], self.arrays.get(LEVELS)
+        if levels is None:
+            return values.to(dtype)
+        channels, size = levels.shape
+        tables = torch.arange(0, channels * size, size, dtype=torch.int32, device=values.device)
+        indices = values.reshape(len(values), channels, -1) + tables[:, None]
+        return levels.to(dtype).view(-1).index_select(0, indices.view(-1)).view(values.shape)
 
 
 @dataclass(frozen=True)

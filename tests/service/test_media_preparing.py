@@ -7,18 +7,20 @@ import hashlib
 import io
 import json
 
+import msgspec
 import numpy as np
 import pytest
-from tiny_vision import mark_id, write_qwen
+from tiny_vision import looked_up, mark_id, write_qwen
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import MediaError, RequestError
-from headrace.base.media import check_media
+from headrace.base.media import LEVELS, MediaArray, MediaItem, check_media
 from headrace.base.media_config import MediaConfig
 from headrace.base.messages import ModelFacts
 from headrace.models.catalog import find_family
 from headrace.models.source import resolve_source
 from headrace.service.client.media import place_items
+from headrace.service.media.pixel_bytes import PixelBytes, to_bytes
 from headrace.service.media.preparing import Preparer
 from headrace.service.media.wire import Job, Setup
 from headrace.service.tokenization import load_tokenizer
@@ -92,9 +94,59 @@ def test_pixels_and_tokens_are_those_of_the_processor(folder, preparer, model, f
         check_media(placed.items, placed.token_ids, facts.media)
         grids = [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
         assert [item.place.grid for item in placed.items] == grids
-    arrays = [item.item.arrays["pixel_values"] for item in items]
-    pixels = np.concatenate([np.frombuffer(each.data, each.dtype).reshape(each.shape) for each in arrays])
-    assert (pixels == expected["pixel_values"]).all() and pixels.dtype == np.float32
+    assert all(item.item.arrays["pixel_values"].dtype == "uint8" for item in items)
+    pixels = np.concatenate([looked_up(item.item.arrays) for item in items])
+    assert (pixels == expected["pixel_values"].reshape(-1)).all() and pixels.dtype == np.float32
+
+
+def test_bytes_come_with_what_they_stand_for(preparer, facts):
+    item = preparer.prepare(job(png(picture(120, 80)))).item
+    ids = [facts.media.token_ids["image"]] * item.place.num_tokens
+    place = msgspec.structs.replace(item.place, runs=[(0, len(ids))])
+    pixels, levels = item.arrays["pixel_values"], item.arrays[LEVELS]
+    assert levels.shape == (3, 256)
+    wrong = [
+        {"pixel_values": pixels}, {"pixel_values": MediaArray("float32", (1,), bytes(4)), LEVELS: levels},
+        {"pixel_values": pixels, LEVELS: MediaArray("float32", (3, 255), bytes(3060))},
+        {"pixel_values": pixels, LEVELS: MediaArray("float32", (5, 256), bytes(5120))},
+        {"pixel_values": pixels, LEVELS: MediaArray("uint8", (3, 256), bytes(768))},
+    ]
+    check_media([MediaItem(place, item.arrays)], ids, facts.media)
+    for arrays in wrong:
+        with pytest.raises(RequestError, match="pixel_levels"):
+            check_media([MediaItem(place, arrays)], ids, facts.media)
+
+
+class Processor:
+    """An image processor whose values are ``by``(bytes)."""
+
+    def __init__(self, by, **settings):
+        self._by = by
+        self._settings = {
+            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.5, 0.4, 0.3],
+            "image_std": [0.2, 0.2, 0.1], **settings,
+        }
+
+    def to_dict(self):
+        return self._settings
+
+    def __call__(self, images, do_normalize=True, **options):
+        values = np.asarray(images[0]).transpose(2, 0, 1)
+        return {"pixel_values": [self._by(values) if do_normalize else values]}
+
+
+def torch_arithmetic(values):
+    mean, std = (np.float32(255) * np.asarray(x, np.float32)[:, None, None] for x in ([0.5, 0.4, 0.3], [0.2, 0.2, 0.1]))
+    return (values.astype(np.float32) - mean) / std
+
+
+def test_pixels_travel_as_bytes_only_where_a_table_gives_the_same_values():
+    assert PixelBytes.find(Processor(torch_arithmetic)) is not None
+    assert PixelBytes.find(Processor(lambda values: torch_arithmetic(values) * np.float32(1.0001))) is None
+    assert PixelBytes.find(Processor(lambda values: np.pad(torch_arithmetic(values), ((0, 0), (0, 9), (0, 0))))) is None
+    assert PixelBytes.find(Processor(torch_arithmetic, image_std=None)) is None
+    assert PixelBytes.find(Processor(torch_arithmetic, do_rescale=False, do_normalize=False)) is None
+    assert to_bytes(np.array([1.0, 2.5], np.float32)) is None and to_bytes(np.array([1.0, 255.0])).tolist() == [1, 255]
 
 
 def test_values_in_memory_are_the_same_items(preparer):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vision import byte_tokenizer
+from tiny_vision import byte_tokenizer, looked_up
 from tokenizers import AddedToken, Tokenizer
 
 from headrace.base.config import ModelConfig
@@ -133,8 +133,8 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
     assert placed.token_ids == [int(i) for i in expected["input_ids"][0]]
     check_media(placed.items, placed.token_ids, media)
     whole = [np.asarray(each) for each in expected["pixel_values"]]
-    ours = [np.frombuffer(i.arrays["pixel_values"].data, np.float32) for i in placed.items]
-    assert all(item.arrays["pixel_values"].dtype == "float32" for item in placed.items)
+    ours = [looked_up(item.arrays) for item in placed.items]
+    assert all(item.arrays["pixel_values"].dtype == "uint8" for item in placed.items)
     if name == "tiles":
         layout = TiledPixels(3, 28, 2, [(28, 28), (28, 56), (56, 28), (56, 56)], most_tiles=9)
         assert all(layout.fits(i.place, i.arrays["pixel_values"].shape) for i in placed.items)

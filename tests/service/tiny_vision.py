@@ -4,10 +4,16 @@ template and checkpoint, as transformers writes them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from headrace.base.media import MediaArray, MediaPlace
+from headrace.layers.media import EncoderInput
 
 MARKS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -21,6 +27,16 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}
+
+
+def looked_up(arrays: Mapping[str, MediaArray]) -> np.ndarray:
+    """The pixels of an image, flat, as an encoder in float32 takes them."""
+    place = MediaPlace("image", b"", [(0, 1)])
+    tensors = {
+        name: torch.from_numpy(np.frombuffer(each.data, each.dtype).reshape(each.shape).copy())
+        for name, each in arrays.items()
+    }
+    return EncoderInput(place, tensors).pixels(torch.float32).numpy().reshape(-1)
 
 
 @cache

@@ -31,7 +31,7 @@ class PooledTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        pixels = [item.pixels().to(self.dtype) for item in items]
+        pixels = [item.pixels(self.dtype) for item in items]
         x, side = self.image(torch.cat(pixels)), self.spec.image.side
         grid = x.transpose(1, 2).unflatten(2, (side, side))
         pooled = F.avg_pool2d(grid, side // self.spec.tokens_per_side).flatten(2).transpose(1, 2)

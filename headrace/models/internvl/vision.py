@@ -33,7 +33,7 @@ class ShuffledTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        pixels = [item.pixels().to(self.dtype) for item in items]
+        pixels = [item.pixels(self.dtype) for item in items]
         x, merge = self.image(torch.cat(pixels)), self.spec.merge
         side = self.spec.image.side // merge
         # [n, rows, m, columns, m, D]: the elements of a block row by row

@@ -33,7 +33,7 @@ class ProjectedTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        pixels = [item.pixels().to(self.dtype) for item in items]
+        pixels = [item.pixels(self.dtype) for item in items]
         x = self.image(torch.cat(pixels), self.spec.last_layer)
         found = self.projector(x.flatten(0, 1)).unflatten(0, (len(x), -1))
         parts = found.split([len(each) for each in pixels])
@@ -81,7 +81,7 @@ class SizedTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        x, grids = self.sized([crop_to_grid(item.pixels(), item.place).to(self.dtype) for item in items])
+        x, grids = self.sized([crop_to_grid(item.pixels(self.dtype), item.place) for item in items])
         return list(self.projector(x).split([rows * columns for rows, columns in grids]))
 
     def example(self, num_tokens: int) -> list[EncoderInput]:

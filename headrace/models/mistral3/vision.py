@@ -33,7 +33,7 @@ class MergedTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        x, grids = self.sized([crop_to_grid(item.pixels(), item.place).to(self.dtype) for item in items])
+        x, grids = self.sized([crop_to_grid(item.pixels(self.dtype), item.place) for item in items])
         sizes = [rows * columns for rows, columns in grids]
         parts = [self._merge(part, *grid) for part, grid in zip(self.norm(x).split(sizes), grids, strict=True)]
         found = self.projector(self.merger(torch.cat(parts)))

@@ -46,7 +46,7 @@ class WindowedTower(Tower):
         cos_sin = rotate_by_places(places, spec.vision.head_dim, THETA)
         windows = make_spans([length * unit for length in lengths], self.device)
         frames = make_spans([height * width for time, height, width in grids for _ in range(time)], self.device)
-        pixels = torch.cat([item.pixels().to(self.dtype) for item in items])
+        pixels = torch.cat([item.pixels(self.dtype) for item in items])
         x = self.patches(pixels.index_select(0, upload(patch_order, self.device)))
         residual = Residual(x)
         for i, block in enumerate(self.blocks):

@@ -31,7 +31,7 @@ class PooledAudioTower(Tower):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `Tower`."""
-        frames = torch.cat([item.pixels().to(self.dtype) for item in items]).transpose(1, 2)
+        frames = torch.cat([item.pixels(self.dtype) for item in items]).transpose(1, 2)
         lengths = [(item.place.grid[0] + 1) // 2 for item in items]
         # positions in pairs; of an odd number the last one has no vector
         pairs = [own[: len(own) // 2 * 2].unflatten(0, (-1, 2)) for own in self.audio(frames, lengths).split(lengths)]

@@ -45,7 +45,7 @@ class DeepstackTower(Tower):
         places = place_patches(grids, spec.merge)
         cos_sin = rotate_by_places(upload(places, self.device), spec.vision.head_dim, THETA)
         frames = make_spans([height * width for time, height, width in grids for _ in range(time)], self.device)
-        x = self.patches(torch.cat([item.pixels().to(self.dtype) for item in items]))
+        x = self.patches(torch.cat([item.pixels(self.dtype) for item in items]))
         x += self._resample(places, grids)
         residual, parts = Residual(x), []
         for i, block in enumerate(self.blocks):

@@ -102,7 +102,7 @@ class WhisperMedia(MediaModel):
 
     def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
         """See `MediaModel`; the placeholders behind the sound get zeros."""
-        x = self._encoder.norm(self._encoder(torch.stack([item.pixels() for item in items]).to(self._dtype)))
+        x = self._encoder.norm(self._encoder(torch.stack([item.pixels(self._dtype) for item in items])))
         windows = x.unflatten(0, (len(items), -1))
         return list(F.pad(windows, (0, 0, 0, self._spec.num_placeholders - windows.shape[1])))
 

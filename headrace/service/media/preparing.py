@@ -17,7 +17,9 @@ import numpy as np
 
 from headrace.base.errors import MediaError, ModelError
 from headrace.base.media import (
+    ARRAYS,
     DTYPES,
+    LEVELS,
     MediaArray,
     MediaFacts,
     MediaItem,
@@ -31,6 +33,7 @@ from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.service.media.audio import open_audio
 from headrace.service.media.images import check_size, import_pillow, open_image, to_rgb, upright
+from headrace.service.media.pixel_bytes import RAW, PixelBytes, to_bytes
 from headrace.service.media.video import Frames, open_video
 from headrace.service.media.wire import Job, PreparedItem, Setup
 
@@ -68,6 +71,9 @@ class Preparer:
         self._processor = load_processor(source)
         self._tokenizer = self._processor.tokenizer
         self._settings = _describe(self._processor)
+        self._bytes = None if vars(self._processor).get("image_processor") is None else PixelBytes.find(
+            self._processor.image_processor
+        )
 
     def prepare(self, job: Job) -> PreparedItem:
         """The item of a job; raises `MediaError`."""
@@ -171,11 +177,20 @@ class Preparer:
             self._check_length(value, param)
             options |= {"audio": [value], "audio_kwargs": {"sampling_rate": self._rate()}}
         try:
-            made = dict(self._processor(**options))
+            made = self._run(kind, options)
         except (ValueError, TypeError, ArithmeticError, IndexError) as error:  # sizes that the processor refuses
             raise MediaError(f"{param} cannot be prepared for this model: {str(error)[:200]}", param=param) from error
         token_ids = [int(token_id) for token_id in made["input_ids"][0]]
         return self._item(kind, made, token_ids, digest, param)
+
+    def _run(self, kind: MediaKind, options: dict[str, Any]) -> dict[str, Any]:
+        """What the processor makes, pixels of images as bytes if they can be."""
+        if kind == "image" and self._bytes is not None:
+            made = dict(self._processor(**options, images_kwargs=RAW))
+            found = to_bytes(_plain(made[ARRAYS[kind]]))
+            if found is not None:
+                return {**made, ARRAYS[kind]: found, LEVELS: self._bytes.levels}
+        return dict(self._processor(**options))
 
     def _check_length(self, samples: Any, param: str) -> None:
         """Raise `MediaError` for a clip that the model's processor would cut off."""
