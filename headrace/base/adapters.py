@@ -139,7 +139,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     ``config`` the text of adapter_config.json. The reply is its `AdapterInfo`. It is put on the device when a request
     needs it. A name that is taken is a `Conflict` unless ``replaces``: requests that have begun then end with the old
     weights, new ones get the new. ``previous``: where the replaced one came from, by which a load that fails on some of
-    several engines is undone on the others; that is not possible without it, nor where the files are the same."""
+    several engines is undone on the others; without it, or where the files are the same, all unload the adapter."""
 
     method: ClassVar[str] = "load_adapter"
     name: str

@@ -186,11 +186,20 @@ class AdapterCatalog:
             # of a load that nobody waited for, or whose other engines are gone
             call = msgspec.structs.replace(call, replaces=True)
             result = await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+        except HeadraceError:
+            await self._find_out(call.name)
+            raise
         self._from_tensors.pop(call.name, None)
         if call.is_pinned:
             self._pinned.add(call.name)
         self._known[call.name] = LoRARequest(request.name, path or request.path)
         return msgspec.convert(result, AdapterInfo)
+
+    async def _find_out(self, name: str) -> None:
+        """Forget an adapter that the engines have no longer: a reload failed on some, and could not be undone."""
+        with contextlib.suppress(HeadraceError):
+            if name not in {info.name for info in await self.describe() if not info.is_draining}:
+                self._forget(name)
 
     def _begin_reload(self, replica: Replica) -> None:
         if self._find_changes():

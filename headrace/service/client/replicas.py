@@ -43,15 +43,18 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     ]
     if not failed:
         return _merge(method, results)
-    undo = _undo(method, config)
-    if undo is not None and len(failed) < len(chosen):
+    undo, is_partial = _undo(method, config), len(failed) < len(chosen)
+    if undo is not None and is_partial:
         lost = {id(replica) for replica, _ in failed}
         await _undo_all([replica for replica in chosen if id(replica) not in lost], undo, timeout_s)
+    elif isinstance(method, LoadAdapter) and is_partial:
+        await _undo_all(chosen, UnloadAdapter(method.name), timeout_s)  # or the name would stand for two adapters
+        raise _name_error(failed, len(replicas), "; it is unloaded on all, as the old one cannot be read again")
     if undo is not None and len(replicas) > 1:
         for replica, error in failed:
             if isinstance(error.__cause__, TimeoutError):
                 _restart(replica, "it did not answer")
-    raise _name_error(failed, len(replicas), is_undone=undo is not None)
+    raise _name_error(failed, len(replicas), "; undone on the others" if undo is not None and is_partial else "")
 
 
 def _concerned(replicas: Sequence[Replica], method: Method) -> list[Replica]:
@@ -122,14 +125,12 @@ def _restart(replica: Replica, reason: str) -> None:
     replica.supervisor.replace_process(error)
 
 
-def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, *, is_undone: bool) -> BaseException:
+def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, ending: str) -> BaseException:
     error = failed[0][1]
     if count == 1 or not isinstance(error, HeadraceError):
         return error
     message = "; ".join(f"{replica.name}: {problem}" for replica, problem in failed)
-    if is_undone and len(failed) < count:
-        message += "; undone on the others"
-    named = type(error)(message, param=error.param, retry_after=error.retry_after)
+    named = type(error)(message + ending, param=error.param, retry_after=error.retry_after)
     named.__cause__ = error
     return named
 
