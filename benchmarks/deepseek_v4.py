@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import tempfile
 import time
@@ -75,7 +76,7 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
 
 
 def build_what_fits(config: dict[str, Any], num_layers: int, args: argparse.Namespace) -> tuple[Any, int]:
-    """With two layers less each time that there is no room."""
+    """With two layers less each time that there is no room, once a failed start has given its memory back."""
     from headrace.base.errors import ConfigError
 
     while True:
@@ -105,7 +106,7 @@ def run_cell(llm: Any, name: str, vocab_size: int) -> dict[str, float]:
     count, length = CELLS[name]
     draw = random.Random(0)
     prompts = [[draw.randrange(2, vocab_size) for _ in range(length)] for _ in range(count)]
-    if length <= 8192:
+    if count * length <= 8192:
         measure(llm, prompts, 2)  # touches memory for the first time
     prefill = measure(llm, prompts, 1)
     row = {"prefill_ms": round(1000 * prefill, 1), "tokens_per_s": round(count * length / prefill)}
@@ -156,9 +157,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.cells:
             cells[name] = run_cell(llm, name, config["vocab_size"])
             print(name, "  ".join(f"{key} {value}" for key, value in cells[name].items()), flush=True)
-        llm.check()
-        for name in args.trace:
-            trace_cell(llm, name, config["vocab_size"])
+            if name in args.trace:
+                trace_cell(llm, name, config["vocab_size"])
+            llm.check()
     return row
 
 
@@ -166,9 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=0, help="0: as many as fit")
     parser.add_argument("--cells", type=lambda text: text.split(","), default=list(CELLS), help=", ".join(CELLS))
-    parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace, after all ran")
+    parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace")
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
-    parser.add_argument("--memory-fraction", type=float, default=0.5)
+    parser.add_argument("--memory-fraction", type=float, default=0.9)
     parser.add_argument("--graphs", default="on", help="CUDA graphs: on, lazy or off")
     parser.add_argument("--moe-experts", default="auto", help="how experts are computed")
     parser.add_argument("--device", default="auto")
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model instead")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d ms %(name)s %(message)s")
     row = run(args)
     if args.json:
         args.json.write_text(json.dumps(row, indent=1))

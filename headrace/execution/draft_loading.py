@@ -22,7 +22,6 @@ from headrace.execution.loading import (
     explain_full_device,
     keeps_blocks,
     load_model,
-    read_initializer_range,
     share_caches,
 )
 from headrace.layers.build import Build
@@ -39,7 +38,7 @@ from headrace.models.drafters.contract import (
     is_draft_kind,
 )
 from headrace.models.source import ModelSource, resolve_source
-from headrace.models.weights.dummy import fill_dummy_weights
+from headrace.models.weights.dummy import fill_dummy_weights, read_initializer_range
 from headrace.models.weights.safetensors_file import read_header
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group

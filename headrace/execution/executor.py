@@ -19,7 +19,7 @@ import torch
 from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig, resolve_for_device
-from headrace.base.errors import OutOfDeviceMemory, UnsupportedFeature
+from headrace.base.errors import HeadraceError, OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
@@ -32,7 +32,7 @@ from headrace.execution.loading import LoadedModel, Progress, read_facts
 from headrace.execution.profiling import Profiler
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
-from headrace.execution.sleep import DeviceModel
+from headrace.execution.sleep import DeviceModel, sweep
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
 from headrace.execution.warmup import prepare_steps
@@ -230,11 +230,25 @@ def build_executor(
     machine, each with one rank.
 
     The order matters. Activations are measured with the weights in place and no pools, the KV cache gets what is then
-    free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools.
+    free less the reserve for graphs, and graphs are captured last, as they hold the addresses of the pools. After an
+    error the device has its memory back, so that the caller may try again with less.
     """
-    ranks = ranks or Ranks()
     place = place or Place(config.replica, config.parallel.data_parallel_size)
     device = resolve_device(config.device.device, place.index, config.parallel)
+    try:
+        return _build_on(device, config, progress, ranks or Ranks(), place)
+    except (HeadraceError, RuntimeError, MemoryError) as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            clear_frames(cause.__traceback__)  # or the error would keep the model and its pools alive
+            cause = cause.__cause__ or cause.__context__
+        sweep(device)
+        raise
+
+
+def _build_on(
+    device: torch.device, config: EngineConfig, progress: Progress, ranks: Ranks, place: Place
+) -> LocalExecutor:
     if device.type == "cpu":
         take_cores(place.index, place.count)
     else:
@@ -243,11 +257,15 @@ def build_executor(
     config = resolve_for_device(config, device.type)
     start_triton(device)
     loaded = load_with_draft(config, device, progress, ranks)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what quantising weights has left over is of no use for steps
+    _log_memory("weights", device)
     assembly = _agree_on_backends(Assembly.of(_fit_steps(config, loaded), loaded, device))
     config = assembly.config
     progress("running the largest steps", 0.8)
     with ranks.muted():
         measured = prepare_steps(assembly)
+    _log_memory("the largest steps", device)
     progress("sizing the KV cache", 0.85)
     # Processes on the CPU share its memory; each GPU has its own.
     free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
@@ -274,6 +292,17 @@ def build_executor(
     progress("ready", 1.0)
     speculation = replace(assembly.speculation, times=model.runner.times)
     return LocalExecutor(model, facts=facts, memory=memory, progress=progress, speculation=speculation)
+
+
+def _log_memory(after: str, device: torch.device) -> None:
+    """What torch has of a GPU's memory."""
+    if device.type != "cuda":
+        return
+    used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    logger.info(
+        "after %s: %.2f GiB in use, %.2f GiB held by torch, %.2f GiB free", after, used / 2**30, held / 2**30,
+        free_bytes(device) / 2**30
+    )
 
 
 def _agree_on_backends(assembly: Assembly) -> Assembly:

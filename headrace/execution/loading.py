@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.forms import CodedWeight
-from headrace.layers.build import Build
+from headrace.layers.build import Build, deferred_matrices
 from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
 from headrace.layers.lora.bank import BankSizes
@@ -37,7 +36,7 @@ from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
 from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
-from headrace.layers.quantization.coded import find_form, prepare_products, store_coded
+from headrace.layers.quantization.coded import Storing, find_form, prepare_products
 from headrace.layers.quantization.storage import (
     can_store_blocks,
     count_bytes,
@@ -55,7 +54,7 @@ from headrace.models.finding import find_safetensors
 from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
-from headrace.models.weights.dummy import DEFAULT_STD, fill_dummy_weights
+from headrace.models.weights.dummy import fill_dummy_weights, read_initializer_range
 from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
 from headrace.parallel.experts import ExpertRanks
@@ -192,7 +191,8 @@ def load_model(
             # beside weights of 8 or 4 bits, additions in float32 would be read for longer than they are worth
             adapters=choose_banks(config, torch.bfloat16 if rounds_inputs and device.type == "cpu" else None),
         )
-        model = family.build_model(spec, build)
+        with deferred_matrices():
+            model = family.build_model(spec, build)
         if config.parallel.enable_expert_parallel and stage.is_whole:
             _check_experts(model, source.name)
         model.adapters = find_banks(model, build, family)
@@ -400,11 +400,14 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
 def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
     if config.model.load_format == "dummy":
         progress("filling in random weights", 0.1)
-        fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config))
         form = find_form(Fields(source.config).section("quantization_config"))
         can_store = build.device.type == "cuda" or can_store_blocks(build.device, build.dtype, waits=False)
-        if form is not None and can_store and config.model.quantization in (None, AS_STORED):
-            store_coded(model, form)
+        is_coded = form is not None and can_store and config.model.quantization in (None, AS_STORED)
+        storing = Storing(model, form) if is_coded and form is not None else None
+        store = None if storing is None else storing.store
+        fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config), store=store)
+        if storing is not None:
+            storing.finish()
         return
     form = find_form(Fields(source.config).section("quantization_config"))
     if form is not None and config.model.quantization in (None, AS_STORED):
@@ -414,18 +417,6 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         keeps_blocks=build.keeps_blocks, wants=model.wants, narrowing=model.find_narrowing()
     )
     model.load_weights(_watch(tensors, sum(p.numel() for p in model.parameters()), progress))
-
-
-def read_initializer_range(config: dict[str, Any]) -> float:
-    """``initializer_range`` of a config.json, which a file that describes more than text has in its text part."""
-    stated = {**config, **(config.get("text_config") or {})}.get("initializer_range")
-    if stated is None:
-        return DEFAULT_STD
-    if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0.0 < stated < math.inf:
-        raise ConfigError(
-            f"config.json: initializer_range must be a number above 0, got {stated!r}", param="initializer_range"
-        )
-    return float(stated)
 
 
 def _watch(

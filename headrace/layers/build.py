@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +18,19 @@ from headrace.parallel.cut import Dim, ShardedParameter
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
 from headrace.parallel.layout import Stage
+
+_is_deferring = ContextVar("is_deferring", default=False)
+
+
+@contextmanager
+def deferred_matrices() -> Iterator[None]:
+    """In the body, matrices are built without memory, which they get when they are filled: weights that are kept in
+    codes then never take the memory of plain ones."""
+    token = _is_deferring.set(True)
+    try:
+        yield
+    finally:
+        _is_deferring.reset(token)
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,10 @@ class Build:
     def parameter(self, *shape: Dim) -> ShardedParameter:
         """An uninitialised parameter: this rank's part of one of that shape."""
         return ShardedParameter.allocate(shape, self.dtype, self.device)
+
+    def matrix(self, *shape: Dim) -> ShardedParameter:
+        """The same for a weight that may be stored in another form: see `deferred_matrices`."""
+        return ShardedParameter.allocate(shape, self.dtype, self.device, is_deferred=_is_deferring.get())
 
     def find_adapter_rows(self) -> SlotRows | None:
         """Which rows of the step in hand have which adapter; None where none has."""

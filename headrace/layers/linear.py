@@ -46,7 +46,7 @@ class Linear(StorableLayer):
         self.shares = {name: as_share(size) for name, size in sizes.items()}
         self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
         outputs, columns = tuple(self.shares.values()), as_share(inputs)
-        self.weight = build.parameter(outputs, columns)
+        self.weight = build.matrix(outputs, columns)
         self.bias = build.parameter(outputs) if bias else None
         self.group = None if columns.is_whole else build.tensor
         in_features, out_features = columns.length, sum(share.length for share in outputs)

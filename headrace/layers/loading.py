@@ -18,7 +18,7 @@ from headrace.base.errors import WeightError
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.layers.quantization.blocks import QuantisedIntake, QuantisedTensor
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
-from headrace.parallel.cut import Cut, cut_of
+from headrace.parallel.cut import Cut, cut_of, ensure_memory, like_parameter
 
 NUM_NAMED = 6
 """Most tensors that an error lists per fault."""
@@ -28,20 +28,21 @@ logger = logging.getLogger(__name__)
 
 class Targets(dict[str, torch.Tensor]):
     """``{checkpoint tensor name: parameter, or view of a part of one, that it fills}``. ``intakes``: collectors of
-    quantised blocks for weights that may be stored packed, by the address of the parameter's storage, which views of
-    its parts share; ``choice``: of their products on a GPU. ``cuts``: which part of the tensor a target takes, for
-    targets that take less than all of it. ``elsewhere``: names of tensors that only other ranks need."""
+    quantised blocks for weights that may be stored packed, by the parameter's identity; ``choice``: of their products
+    on a GPU. ``wholes``: the parameters that targets are, or are views of. ``cuts``: which part of the tensor a target
+    takes, for targets that take less than all of it. ``elsewhere``: names of tensors that only other ranks need."""
 
     def __init__(self) -> None:
         super().__init__()
         self.intakes: dict[int, QuantisedIntake] = {}
         self.choice = CodedChoice()
+        self.wholes: dict[str, torch.Tensor] = {}
         self.cuts: dict[str, Cut] = {}
         self.elsewhere: set[str] = set()
 
-    def put(self, name: str, target: torch.Tensor, cut: Cut) -> None:
-        """Add a target."""
-        self[name] = target
+    def put(self, name: str, target: torch.Tensor, cut: Cut, whole: torch.Tensor) -> None:
+        """Add a target, which is ``whole`` or a view of it; of one without memory, of `like_parameter`."""
+        self[name], self.wholes[name] = target, whole
         if cut.shape != cut.full_shape:
             self.cuts[name] = cut
 
@@ -56,11 +57,19 @@ class Targets(dict[str, torch.Tensor]):
         """Pass a `QuantisedTensor` on to its layer undequantised; False if it is a plain tensor, or the layer cannot
         keep codes."""
         target = self[name]
-        intake = self.intakes.get(target.untyped_storage().data_ptr())
+        intake = self.intakes.get(id(self.wholes[name]))
         if intake is None or not isinstance(tensor, QuantisedTensor):
             return False
         intake.put(target.storage_offset() // target.shape[1], tensor)  # the part's first row in the whole weight
         return True
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into its target."""
+        target, whole = self[name], self.wholes[name].detach()
+        ensure_memory(whole)
+        if target.is_meta:
+            target = whole.as_strided(target.shape, target.stride(), target.storage_offset())
+        target.detach().copy_(tensor)
 
 
 def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> Targets:
@@ -69,14 +78,14 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     targets.intakes.update(
-        (weight.weight.untyped_storage().data_ptr(), QuantisedIntake(weight, targets.choice))
-        for weight in find_storable(model)
+        (id(weight.layers[0].weight), QuantisedIntake(weight, targets.choice)) for weight in find_storable(model)
     )
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):
             name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
             if path in parameters:
-                targets.put(name, parameters[path], cut_of(parameters[path]))
+                whole = parameters[path]
+                targets.put(name, like_parameter(whole), cut_of(whole), whole)
             else:
                 _add_module_targets(targets, name, path, modules)
     num_filled, num_needed = (sum(t.numel() for t in tensors) for tensors in (targets.values(), model.parameters()))
@@ -90,17 +99,18 @@ def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping
     if module is None or isinstance(module, EncodedWeight):  # has no parameters; its model fills the codes
         return
     for kind, parameter in module.named_parameters(recurse=False):
+        target = like_parameter(parameter)
         if not part:
-            targets.put(f"{name}.{kind}", parameter, cut_of(parameter))
+            targets.put(f"{name}.{kind}", target, cut_of(parameter), parameter)
             continue
         assert isinstance(module, StorableLayer), f"{path} has no parts"
         if "{x}" not in name:
-            targets.put(f"{name}.{kind}", module.part(parameter, part), module.part_cut(parameter, part))
+            targets.put(f"{name}.{kind}", module.part(target, part), module.part_cut(parameter, part), parameter)
             continue
         for x in range(module.stack.size):  # one target per expert
             own, own_part = f"{name.replace('{x}', str(x))}.{kind}", part.replace("{x}", str(x))
             if module.stack.start <= x < module.stack.stop:
-                targets.put(own, module.part(parameter, own_part), module.part_cut(parameter, own_part))
+                targets.put(own, module.part(target, own_part), module.part_cut(parameter, own_part), parameter)
             else:
                 targets.elsewhere.add(own)
 
@@ -142,7 +152,7 @@ def fill_targets(
                 blank.append(name)
             # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
             if not targets.take_codes(name, tensor):
-                target.detach().copy_(tensor)
+                targets.fill(name, tensor)
     for intake in targets.intakes.values():
         intake.finish()
     targets.choice.save()

@@ -58,12 +58,33 @@ class ShardedParameter(nn.Parameter):
     cut: Cut
 
     @staticmethod
-    def allocate(dims: Sequence[Dim], dtype: torch.dtype, device: torch.device) -> ShardedParameter:
-        """Uninitialised."""
+    def allocate(
+        dims: Sequence[Dim], dtype: torch.dtype, device: torch.device, *, is_deferred: bool = False
+    ) -> ShardedParameter:
+        """Uninitialised; ``is_deferred``: without memory until `ensure_memory`."""
         cut = Cut.of(dims)
         made = ShardedParameter(torch.empty(cut.shape, dtype=dtype, device=device), requires_grad=False)
         made.cut = cut
+        if is_deferred:
+            made.untyped_storage().resize_(0)
         return made
+
+
+def has_memory(parameter: torch.Tensor) -> bool:
+    """False of a deferred parameter; no view of it can be made, but by `like_parameter`."""
+    return parameter.untyped_storage().nbytes() > 0 or not parameter.numel()
+
+
+def ensure_memory(parameter: torch.Tensor) -> None:
+    """Give memory, uninitialised, to a deferred parameter; others stay as they are."""
+    if not has_memory(parameter):
+        parameter.untyped_storage().resize_(parameter.nbytes)
+
+
+def like_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter, or in place of a deferred one a tensor of its shape without data, whose views show where those of
+    the parameter are."""
+    return parameter if has_memory(parameter) else torch.empty_like(parameter, device="meta")
 
 
 def cut_of(parameter: torch.Tensor) -> Cut:

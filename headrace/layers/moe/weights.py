@@ -49,7 +49,7 @@ class StackedLinear(StorableLayer):
         self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
         outputs = tuple(self.shares.values())
         self._allocate = lambda: build.parameter(self.experts, outputs, columns)
-        self.weight = self._allocate()
+        self.weight = build.matrix(self.experts, outputs, columns)
         self.bias = build.parameter(self.experts, outputs) if bias else None
         self._adds_bias = columns.is_whole or build.tensor.rank == 0
         self.lora: StackBank | None = None

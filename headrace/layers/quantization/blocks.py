@@ -22,7 +22,7 @@ from headrace.kernels.coded_linear.panels import store_in_panels
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, StoredWeight
 from headrace.layers.quantization.storage import StorableWeight
-from headrace.parallel.cut import Cut
+from headrace.parallel.cut import Cut, ensure_memory
 
 logger = logging.getLogger(__name__)
 
@@ -198,5 +198,6 @@ class QuantisedIntake:
     def finish(self) -> None:
         """Called after the last tensor: dequantise what has arrived of an incomplete weight into the parameter."""
         for first_row, part in self._parts.items():
+            ensure_memory(self._weight.layers[0].weight)
             self._weight.weight[first_row : first_row + part.shape[0]].copy_(part.make_plain())
         self._parts.clear()

@@ -54,26 +54,45 @@ class Fp8:
         logger.info("%d weights are kept in fp8, %d are rounded to it", kept, rounded)
 
 
-@torch.no_grad()
 def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
     """Quantise every weight but those of the vocabulary, one at a time; stored where a layout holds it and is faster,
     else rounded in place. Returns how many of each."""
-    kept = rounded = 0
-    choice = CodedChoice()
-    prepare_products(model, form, choice)
+    storing = Storing(model, form)
     for weight in find_storable(model):
-        if weight.is_vocabulary or (form.of_experts_alone and not weight.is_stack):
-            continue
-        coded = CodedTensor(form.quantise(weight.weight))
-        stored = CodedTensor.store([coded], weight, choice)
+        storing.store(weight.layers[0].weight)
+    return storing.finish()
+
+
+class Storing:
+    """Quantises the weights of a model in ``form``, see `store_coded`, as they are filled: `store` each, then
+    `finish`."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, form: Form):
+        self._form, self._choice = form, CodedChoice()
+        self._kept = self._rounded = 0
+        prepare_products(model, form, self._choice)
+        self._weights = {id(weight.layers[0].weight): weight for weight in find_storable(model)}
+
+    @torch.no_grad()
+    def store(self, parameter: nn.Parameter) -> None:
+        """Store a weight, or round it; nothing for parameters that stay as they are."""
+        weight = self._weights.pop(id(parameter), None)
+        if weight is None or weight.is_vocabulary or (self._form.of_experts_alone and not weight.is_stack):
+            return
+        coded = CodedTensor(self._form.quantise(weight.weight))
+        stored = CodedTensor.store([coded], weight, self._choice)
         if stored is None:
             weight.weight.copy_(coded.make_plain())
-            rounded += 1
+            self._rounded += 1
         else:
             weight.store(stored)
-            kept += 1
-    choice.save()
-    return kept, rounded
+            self._kept += 1
+
+    def finish(self) -> tuple[int, int]:
+        """Save what was measured; returns how many weights were stored and rounded."""
+        self._choice.save()
+        return self._kept, self._rounded
 
 
 @torch.no_grad()
