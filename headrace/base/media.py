@@ -107,10 +107,12 @@ class MediaPlace(msgspec.Struct, frozen=True, array_like=True):
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     """One item of a request's prompt: its place, and its ``arrays`` by the names that the processor gives them
-    (``pixel_values``, ``pixel_values_videos``, ``input_features``), of this item alone."""
+    (``pixel_values``, ``pixel_values_videos``, ``input_features``), of this item alone. ``num_followers``: how many
+    requests follow that have the item without its arrays."""
 
     place: MediaPlace
     arrays: dict[str, MediaArray]
+    num_followers: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -383,11 +385,9 @@ def _check_arrays(item: MediaItem, facts: MediaFacts) -> None:
     if not all(0 <= number <= MOST_NUMBER for number in place.numbers.values()):  # neither is a NaN
         raise RequestError(f"numbers of media are from 0 to {MOST_NUMBER:g}, got {place.numbers}", param="media")
     pixels, levels = item.arrays.get(name), item.arrays.get(LEVELS)
-    is_bytes = pixels is not None and pixels.dtype == "uint8"
-    if is_bytes != (levels is not None) or (pixels and levels and not _are_levels(levels, pixels)):
+    if levels is not None and (pixels is None or not _are_levels(levels, pixels)):
         raise RequestError(
-            f"bytes of pixels come with float32 {LEVELS} of shape [channels, {NUM_LEVELS}], other pixels without",
-            param="media",
+            f"{LEVELS} are float32 of shape [channels, {NUM_LEVELS}], of pixels as bytes", param="media"
         )
     if layout is None:
         return
@@ -400,7 +400,9 @@ def _check_arrays(item: MediaItem, facts: MediaFacts) -> None:
 
 
 def _are_levels(levels: MediaArray, pixels: MediaArray) -> bool:
-    if levels.dtype != "float32" or len(levels.shape) != 2 or levels.shape[1] != NUM_LEVELS or len(pixels.shape) < 2:
+    if (pixels.dtype, levels.dtype) != ("uint8", "float32") or min(len(pixels.shape), len(levels.shape)) < 2:
+        return False
+    if levels.shape[1:] != (NUM_LEVELS,):
         return False
     return levels.shape[0] > 0 and pixels.shape[1] % levels.shape[0] == 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaArray
+from headrace.base.media import MediaArray, MediaItem
 from headrace.base.messages import EngineRequest
 from headrace.scheduling.request import Request
 
@@ -31,20 +31,30 @@ class HeldMedia:
     def __init__(self, most_bytes: int):
         self.most_bytes, self.num_bytes = most_bytes, 0
         self._held: dict[bytes, _Held] = {}
-        self._latest: dict[bytes, dict[str, MediaArray]] = {}  # of the request before, whether it was let in or not
+        # Of the latest request with followers, whether it was let in or not, and how many of these are to come.
+        self._latest: dict[bytes, MediaItem] = {}
+        self._num_followers = 0
 
     def share(self, submitted: EngineRequest) -> EngineRequest:
         """The request with what is held in place of its own copies. Items that come without arrays, as those of
         further choices do, take them from the request before."""
         if not submitted.media:
             return submitted
-        items = []
-        for item in submitted.media:
-            held = self._held.get(item.place.digest)
-            arrays = held.arrays if held is not None else item.arrays or self._latest.get(item.place.digest, {})
-            items.append(msgspec.structs.replace(item, arrays=arrays))
-        self._latest = {item.place.digest: item.arrays for item in items}
+        items = [msgspec.structs.replace(item, arrays=self._find(item), num_followers=0) for item in submitted.media]
+        if submitted.media[0].arrays:
+            self._num_followers = submitted.media[0].num_followers
+            self._latest = {item.place.digest: item for item in items}
+        else:
+            self._num_followers -= 1
+        if self._num_followers <= 0:  # or the pixels of the latest request would be kept until the next one
+            self._latest = {}
         return msgspec.structs.replace(submitted, media=items)
+
+    def _find(self, item: MediaItem) -> dict[str, MediaArray]:
+        held, latest = self._held.get(item.place.digest), self._latest.get(item.place.digest)
+        if held is not None:
+            return held.arrays
+        return latest.arrays if latest is not None and not item.arrays else item.arrays
 
     def has_room(self, request: Request) -> bool:
         """Whether the request's media fit beside those of others. Raises `RequestError` for more than fit at all."""

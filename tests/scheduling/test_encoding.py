@@ -166,8 +166,13 @@ def test_further_choices_have_the_arrays_of_the_first():
     held, item = HeldMedia(8), make_item(0, 2, "a")
     bare = EngineRequest("r/1", [], SamplingSpec(), StopSpec(1), media=[msgspec.structs.replace(item, arrays={})])
     assert held.share(bare).media[0].arrays == {}
-    held.share(msgspec.structs.replace(bare, request_id="r/0", media=[item]))
+    first = msgspec.structs.replace(bare, media=[msgspec.structs.replace(item, num_followers=2)])
+    assert held.share(first).media == [item]
     assert held.share(bare).media == [item] and held.share(bare).media == [item]
+    assert held.share(bare).media[0].arrays == {} and not held._latest, "nothing is kept for who does not come"
+    held.share(first)
+    held.share(msgspec.structs.replace(bare, media=[item]))
+    assert not held._latest
 
 
 PATCHES, IMAGES, SIZED = PatchPixels(5, 2), ImagePixels(3, 8, 4), SizedPixels(3, 4, 2)

@@ -106,7 +106,7 @@ def test_bytes_come_with_what_they_stand_for(preparer, facts):
     pixels, levels = item.arrays["pixel_values"], item.arrays[LEVELS]
     assert levels.shape == (3, 256)
     wrong = [
-        {"pixel_values": pixels}, {"pixel_values": MediaArray("float32", (1,), bytes(4)), LEVELS: levels},
+        {LEVELS: levels}, {"pixel_values": MediaArray("float32", (1,), bytes(4)), LEVELS: levels},
         {"pixel_values": pixels, LEVELS: MediaArray("float32", (3, 255), bytes(3060))},
         {"pixel_values": pixels, LEVELS: MediaArray("float32", (5, 256), bytes(5120))},
         {"pixel_values": pixels, LEVELS: MediaArray("uint8", (3, 256), bytes(768))},

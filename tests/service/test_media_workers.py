@@ -4,11 +4,13 @@ places; the same item is prepared once."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import os
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import MediaError, QueueFull
@@ -91,6 +93,24 @@ async def test_the_same_item_is_prepared_once(make):
         *(pool.prepare(job("refuse", f"part {i}")) for i in range(2)), return_exceptions=True
     )
     assert [str(error) for error in errors] == ["part 0 is refused", "part 1 is refused"]
+
+
+async def test_base64_is_decoded_by_the_process_and_found_as_text(make):
+    pool, text = make(1), base64.b64encode(b"ok encoded")
+    sent = replace(job("x"), data=text, sha256=hashlib.sha256(text).digest(), is_base64=True)
+    found = await pool.prepare(sent)
+    assert found.item.place.digest == hashlib.sha256(b"ok encoded").digest(), "as the same file by other ways"
+    assert await pool.prepare(sent) is found
+    with pytest.raises(MediaError, match="here is not valid base64"):
+        await pool.prepare(replace(sent, data=b"!!", sha256=b"other"))
+
+
+async def test_salts_share_nothing_that_is_prepared(make):
+    pool = make(2)
+    one, other = (replace(job("sleep 0.2"), salt=salt) for salt in ("a", "b"))
+    found = await asyncio.gather(pool.prepare(one), pool.prepare(other), pool.prepare(one))
+    assert found[0] is found[2] is not found[1]
+    assert await pool.prepare(other) is found[1]
 
 
 async def test_the_cache_keeps_to_its_budget(make):

@@ -73,10 +73,10 @@ def with_media(requests: list[EngineRequest], items: list[MediaItem], facts: Mod
         check_media(items, requests[0].prompt_token_ids, facts.media)
     if not items:
         return requests
-    bare = [msgspec.structs.replace(item, arrays={}) for item in items]
-    return [
-        msgspec.structs.replace(request, media=bare if number else items) for number, request in enumerate(requests)
-    ]
+    replace = msgspec.structs.replace
+    first = [replace(item, num_followers=len(requests) - 1) for item in items]
+    bare = [replace(item, arrays={}) for item in items]
+    return [replace(request, media=bare if number else first) for number, request in enumerate(requests)]
 
 
 def _split(prompt: str, media: MediaFacts) -> Iterator[tuple[str | None, Sequence[str]]]:

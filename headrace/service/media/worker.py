@@ -56,7 +56,8 @@ def main() -> None:
                 logger.exception("the model's processor cannot be loaded")
                 failure = ErrorInfo.of(error)
         elif preparer is not None:
-            line.sendall(frame(_prepare(preparer, message)))
+            for part in _prepare(preparer, message):
+                line.sendall(part)
         elif failure is not None:  # told to each request: the server serves texts all the same
             line.sendall(frame(Failed(failure)))
 
@@ -77,16 +78,19 @@ def _receive(line: socket.socket) -> ToWorker | None:
     return message
 
 
-def _prepare(preparer: Preparing, job: Job) -> Prepared | Failed:
+def _prepare(preparer: Preparing, job: Job) -> list[bytes]:
+    """What is sent."""
     try:
-        return Prepared(preparer.prepare(job))
+        message, data = Prepared.of(preparer.prepare(job.decoded()))
+        return [frame(message), *data]
     except HeadraceError as error:
-        return Failed(ErrorInfo.of(error))
+        return [frame(Failed(ErrorInfo.of(error)))]
     except MemoryError:
-        return Failed(ErrorInfo.of(MediaError(f"{job.param} needs too much memory to be read", param=job.param)))
+        text = f"{job.param} needs too much memory to be read"
     except Exception:
         logger.exception("%s cannot be prepared", job.param)
-        return Failed(ErrorInfo.of(MediaError(f"{job.param} cannot be prepared for this model", param=job.param)))
+        text = f"{job.param} cannot be prepared for this model"
+    return [frame(Failed(ErrorInfo.of(MediaError(text, param=job.param))))]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import MediaError, QueueFull, UnsupportedFeature
 from headrace.base.media import MediaKind
 from headrace.base.messages import ModelFacts
-from headrace.service.media.wire import Job, PreparedItem, Setup
+from headrace.service.media.wire import PreparedItem, Setup
 from headrace.service.media.workers import MediaWorkers
 from headrace.serving.media.sources import MediaReader
 
@@ -80,11 +80,11 @@ class MediaIntake:
         self._held: Counter[int] = Counter()  # by `id` of a clip, which its holders keep alive
         self._held_bytes = 0
 
-    async def prepare_clip(self, data: bytes, param: str, facts: ModelFacts) -> PreparedItem:
+    async def prepare_clip(self, data: bytes, param: str, facts: ModelFacts, *, salt: str = "") -> PreparedItem:
         """A clip of any length, to be heard window by window; see `Preparer`. Raises as `prepare` does."""
         check_media([MediaRef("audio", "", param)], facts, self._config)
         found = await self._reader.take(data, param)
-        return await self._open().prepare(Job("audio", found.data, found.sha256, param, {"windows": True}))
+        return await self._open().prepare(found.job("audio", {"windows": "all"}, salt))
 
     @contextlib.contextmanager
     def hold(self, clip: PreparedItem) -> Iterator[None]:
@@ -116,15 +116,16 @@ class MediaIntake:
         if facts.media is not None:
             await self._open().start()
 
-    async def prepare(self, refs: Sequence[MediaRef], facts: ModelFacts) -> list[PreparedItem]:
-        """The items of a request, in order; `MOST_OF_ONE` at a time are fetched and prepared. Raises
+    async def prepare(self, refs: Sequence[MediaRef], facts: ModelFacts, *, salt: str = "") -> list[PreparedItem]:
+        """The items of a request, in order; `MOST_OF_ONE` at a time are fetched and prepared. Requests with different
+        salts learn nothing of each other: what one has had prepared is prepared again for another. Raises
         `UnsupportedFeature`, `MediaError` or `QueueFull`, for the first that fails; the others are then dropped."""
         check_media(refs, facts, self._config)
         turns = asyncio.Semaphore(MOST_OF_ONE)
 
         async def prepare(ref: MediaRef) -> PreparedItem:
             async with turns:
-                return await self._prepare_one(ref)
+                return await self._prepare_one(ref, salt)
 
         tasks = [asyncio.ensure_future(prepare(ref)) for ref in refs]
         try:
@@ -138,10 +139,9 @@ class MediaIntake:
         if self._workers is not None:
             self._workers.close()
 
-    async def _prepare_one(self, ref: MediaRef) -> PreparedItem:
+    async def _prepare_one(self, ref: MediaRef, salt: str) -> PreparedItem:
         found = await self._reader.read_url(ref.url, ref.param)
-        job = Job(ref.kind, found.data, found.sha256, ref.param, dict(ref.options))
-        return await self._open().prepare(job)
+        return await self._open().prepare(found.job(ref.kind, ref.options, salt))
 
     def _open(self) -> MediaWorkers:
         if self._workers is None:

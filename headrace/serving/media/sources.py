@@ -5,7 +5,6 @@ https URL, or a file below ``--allowed-local-media-path``. Refuses: decoding, an
 from __future__ import annotations
 
 import asyncio
-import binascii
 import hashlib
 import os
 import stat
@@ -16,13 +15,13 @@ from typing import TypeVar
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from headrace.base.errors import MediaError
+from headrace.base.media import MediaKind
 from headrace.base.media_config import MediaConfig
+from headrace.service.media.wire import Job
 from headrace.serving.media.fetching import Fetcher
 
 T = TypeVar("T")
 
-PIECE = 1 << 20
-"""Characters of base64 that are decoded in one call, which holds the GIL: about a millisecond."""
 AT_ONCE = 1 << 16
 """Bytes below which work is done on the event loop."""
 MAX_HEADER = 256
@@ -31,11 +30,17 @@ BASE64 = "base64,"
 
 @dataclass(frozen=True)
 class MediaBytes:
-    """An item as it was sent. ``sha256`` is of ``data``; ``param`` names its place in the request."""
+    """An item as it was sent. ``sha256`` is of ``data``, which with ``is_base64`` are base64 text; ``param`` names its
+    place in the request."""
 
     data: bytes
     sha256: bytes
     param: str
+    is_base64: bool = False
+
+    def job(self, kind: MediaKind, options: dict[str, str], salt: str = "") -> Job:
+        """What workers are asked."""
+        return Job(kind, self.data, self.sha256, self.param, dict(options), self.is_base64, salt)
 
 
 class MediaReader:
@@ -46,26 +51,27 @@ class MediaReader:
         self._fetcher = Fetcher(config)
 
     async def read_url(self, url: str, param: str) -> MediaBytes:
-        """What a data URI, http, https or file URL stands for. Raises `MediaError`, or `QueueFull`."""
-        scheme = url[:8].partition(":")[0].lower()
+        """What a data URI, http, https or file URL stands for. Raises `MediaError`, or `QueueFull`. Base64 stays text:
+        the same text is found among what is prepared by its digest alone."""
+        scheme, is_base64 = url[:8].partition(":")[0].lower(), False
         if scheme == "data":
-            data = await self._off_loop(len(url), lambda: self._decode_uri(url, param))
+            data, is_base64 = await self._off_loop(len(url), lambda: self._read_uri(url, param))
         elif scheme == "file":
             data = await asyncio.to_thread(self._read_file, url, param)
         else:
             data = await self._fetcher.fetch(url, param)
-        return await self._finish(data, param)
+        return await self._finish(data, param, is_base64=is_base64)
 
     async def take(self, data: bytes, param: str) -> MediaBytes:
         """Data that are here already. Raises `MediaError`."""
         self._check_size(len(data), param)
         return await self._finish(data, param)
 
-    async def _finish(self, data: bytes, param: str) -> MediaBytes:
+    async def _finish(self, data: bytes, param: str, *, is_base64: bool = False) -> MediaBytes:
         if not data:
             raise MediaError(f"{param} is empty", param=param)
         digest = await self._off_loop(len(data), lambda: hashlib.sha256(data).digest())
-        return MediaBytes(data, digest, param)
+        return MediaBytes(data, digest, param, is_base64)
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         return work() if size <= AT_ONCE else await asyncio.to_thread(work)
@@ -76,33 +82,21 @@ class MediaReader:
                 f"{param} is larger than {self._config.media_max_mib} MiB (--media-max-mib)", param=param
             )
 
-    def _decode_uri(self, uri: str, param: str) -> bytes:
+    def _read_uri(self, uri: str, param: str) -> tuple[bytes, bool]:
+        """The data, and whether they are base64 text."""
         comma = uri.find(",", 0, MAX_HEADER)
         if comma < 0:
             raise MediaError(f"{param} must be data:TYPE;base64,DATA", param=param)
         if uri[: comma + 1].lower().endswith(";" + BASE64):
-            return self._decode_base64(uri, comma + 1, param)
+            self._check_size((len(uri) - comma - 1) // 4 * 3, param)
+            try:
+                return uri[comma + 1 :].encode("ascii"), True
+            except UnicodeEncodeError:
+                raise MediaError(f"{param} is not valid base64", param=param) from None
         self._check_size(len(uri) // 3, param)
         data = unquote_to_bytes(uri[comma + 1 :])
         self._check_size(len(data), param)
-        return data
-
-    def _decode_base64(self, text: str, begin: int, param: str) -> bytes:
-        self._check_size((len(text) - begin) // 4 * 3, param)
-        decoded: list[bytes] = []
-        rest = b""
-        try:
-            while begin < len(text):
-                piece = text[begin : begin + PIECE].encode("ascii")
-                begin += PIECE
-                # Line breaks, and the alphabet for URLs; what is left over after a multiple of four waits.
-                piece = rest + piece.translate(_URL_SAFE, b" \r\n\t")
-                end = len(piece) if begin >= len(text) else len(piece) // 4 * 4
-                piece, rest = piece[:end], piece[end:]
-                decoded.append(binascii.a2b_base64(piece + b"=" * (-len(piece) % 4), strict_mode=True))
-        except (binascii.Error, UnicodeEncodeError):
-            raise MediaError(f"{param} is not valid base64", param=param) from None
-        return b"".join(decoded)
+        return data, False
 
     def _read_file(self, url: str, param: str) -> bytes:
         folder = self._config.allowed_local_media_path
@@ -141,6 +135,3 @@ class MediaReader:
             data = file.read(self._config.max_bytes + 1)
         self._check_size(len(data), param)
         return data
-
-
-_URL_SAFE = bytes.maketrans(b"-_", b"+/")

@@ -19,7 +19,7 @@ from headrace.base.media import MediaKind
 from headrace.base.media_config import KINDS
 from headrace.base.messages import ModelFacts
 from headrace.base.registry import load_target
-from headrace.service.media.wire import PREPARER, Job, PreparedItem, Preparing, Setup
+from headrace.service.media.wire import PREPARER, PreparedItem, Preparing, Setup
 from headrace.serving.media.intake import MediaRef, check_media
 from headrace.serving.media.sources import MediaReader
 
@@ -128,12 +128,12 @@ class OfflineMedia:
         options = {"detail": "low"} if given.detail == "low" else {}
         if isinstance(value, str) and (given.is_address or value.lower().startswith(SCHEMES)):
             found = _run(MediaReader(self._config.media).read_url(value, given.param))
-            return preparer.prepare(Job(given.kind, found.data, found.sha256, given.param, options))
+            return preparer.prepare(found.job(given.kind, options).decoded())
         if isinstance(value, str | os.PathLike):
             value = _read_path(Path(value), given.param, self._config.media.max_bytes)
         if isinstance(value, bytes | bytearray | memoryview):
             found = _run(MediaReader(self._config.media).take(bytes(value), given.param))
-            return preparer.prepare(Job(given.kind, found.data, found.sha256, given.param, options))
+            return preparer.prepare(found.job(given.kind, options))
         return preparer.prepare_value(given.kind, value, given.param)
 
 

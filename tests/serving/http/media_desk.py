@@ -54,6 +54,6 @@ class Desk(MediaIntake):
         place = MediaPlace(job.kind, hashlib.sha256(job.data).digest(), [(0, len(ids))])
         return PreparedItem(MediaItem(place, {"pixel_values": MediaArray("uint8", (1,), b"x")}), ids)
 
-    async def _prepare_one(self, ref):
+    async def _prepare_one(self, ref, salt):
         found = await self._reader.read_url(ref.url, ref.param)
-        return await self.prepare_job(Job(ref.kind, found.data, found.sha256, ref.param, dict(ref.options)))
+        return await self.prepare_job(found.job(ref.kind, ref.options, salt).decoded())

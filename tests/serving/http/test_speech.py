@@ -112,6 +112,16 @@ async def test_what_has_begun_goes_on_while_the_server_drains():
         assert len((await generation.collect())[0].outputs[0].token_ids) == 2
 
 
+async def test_a_clip_whose_time_stamps_hardly_get_on_ends(monkeypatch, intake):
+    most = speech.LEAST_WINDOWS + 4 * speech.MOST_WINDOWS
+    scribe = Scribe(monkeypatch, intake, [said(0, "a", 1, 1, "b")] * (most + 1))
+    monkeypatch.setattr(speech, "FRAMES_PER_STAMP", 1)
+    with pytest.raises(MediaError, match="too many windows") as caught:
+        await scribe.write(4 * FRAMES)
+    assert caught.value.param == "file" and len(scribe.asked) == most
+    assert not intake._held_bytes
+
+
 async def test_an_aborted_window_is_no_end(monkeypatch, intake):
     scribe = Scribe(monkeypatch, intake, [said(0, "a", 5), said(0, "b", reason="abort"), said(0, "c", 5)])
     with pytest.raises(Conflict, match="aborted"):

@@ -59,7 +59,9 @@ async def test_data_uris_in_every_form(data):
     )
     for uri in forms:
         found = await reader().read_url(uri, WHERE)
-        assert (found.data, found.sha256) == (data, hashlib.sha256(data).digest())
+        assert found.is_base64 and found.sha256 == hashlib.sha256(found.data).digest()
+        job = found.job("image", {}).decoded()
+        assert (job.data, job.sha256, job.is_base64) == (data, hashlib.sha256(data).digest(), False)
     assert (await reader().read_url("data:,a%20b", WHERE)).data == b"a b"
 
 
@@ -69,7 +71,7 @@ async def test_data_uris_in_every_form(data):
 ])
 async def test_broken_data_uris_are_typed_errors(uri):
     with pytest.raises(MediaError) as caught:
-        await reader().read_url(uri, WHERE)
+        (await reader().read_url(uri, WHERE)).job("image", {}).decoded()
     assert caught.value.param == WHERE and WHERE in caught.value.message
 
 

@@ -233,7 +233,7 @@ async def prepare_chat(
     errors for what cannot be served."""
     adapter = context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
-    items = await prepare_media(request, context, media_of(body.messages))
+    items = await prepare_media(request, context, media_of(body.messages), salt=body.cache_salt or "")
     chat = await compute(
         request,
         lambda: _prepare(

@@ -118,10 +118,10 @@ def _address(text: str) -> str:
 
 async def place_fields(
     request: Request, context: AppContext, prompts: Sequence[PlainPrompt], refs: Sequence[Sequence[MediaRef]], *,
-    add_special_tokens: bool = True,
+    salt: str, add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """The prompts, with their media in the places of the placeholders."""
-    items = await prepare_media(request, context, [ref for each in refs for ref in each])
+    items = await prepare_media(request, context, [ref for each in refs for ref in each], salt=salt)
     if not items:
         return list(prompts)
     waiting, facts, tokenizer = iter(items), context.facts(), context.client.tokenizer
@@ -138,10 +138,12 @@ async def place_fields(
     )
 
 
-async def prepare_media(request: Request, context: AppContext, refs: Sequence[MediaRef]) -> list[PreparedItem]:
+async def prepare_media(
+    request: Request, context: AppContext, refs: Sequence[MediaRef], *, salt: str = ""
+) -> list[PreparedItem]:
     """The items of a request's media; nothing without any. Dropped when the client disconnects. Raises typed errors
     that name the part."""
     if not refs:
         return []
-    work = asyncio.ensure_future(context.media.prepare(refs, context.facts()))
+    work = asyncio.ensure_future(context.media.prepare(refs, context.facts(), salt=salt))
     return await while_connected(request, work)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
-from headrace.base.errors import Conflict, QueueFull, RequestError, UnsupportedFeature
+from headrace.base.errors import Conflict, MediaError, QueueFull, RequestError, UnsupportedFeature
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, SpeechFacts, WindowFrames, digest_of
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
@@ -30,6 +30,9 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 MOST_COMPRESSION, LEAST_LOGPROB, MOST_SILENCE = 2.4, -1.0, 0.6
 """Beyond these a window's text is repetitive, improbable, or nobody speaks; those of the paper, section 4.5."""
 ENGLISH = "en"
+LEAST_WINDOWS, MOST_WINDOWS = 8, 6
+"""Windows in which a clip may be heard: so many, and this many times the windows that it is long. Speech gets on by
+most of a window; output that gets on by one time stamp at a time would make 1,500 windows of each."""
 RETRY_S = 1.0
 """Seconds until a window is sent again that found the queue full, where the error names none."""
 
@@ -155,9 +158,16 @@ class Transcriber:
     async def write(self, tell: Callable[[str], None] | None = None) -> AsyncGenerator[list[Segment], None]:
         """The segments of each window, in order; ``tell`` is given text as it is written, of a task that is final.
         Raises typed errors, and `ClientDisconnect`."""
-        seek = 0
+        seek, left = 0, LEAST_WINDOWS + MOST_WINDOWS * -(-self.num_frames // self._window.frames)
         with self.context.media.hold(self.clip):
             while seek < self.num_frames:
+                left -= 1
+                if left < 0:
+                    raise MediaError(
+                        "the time stamps that the model writes hardly get on, so that the clip would be heard in too "
+                        "many windows; send it in parts of at most 30 seconds with response_format json or text, "
+                        "which need no time stamps", param="file",
+                    )
                 size, item = min(self._window.frames, self.num_frames - seek), self._cut(seek)
                 silence = await self._listen(item)
                 found = await self._try(item, silence, tell)

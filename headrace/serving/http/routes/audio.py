@@ -76,7 +76,9 @@ async def _open(
     context.check_request(body.model)
     speech = require_speech(context)
     find_language(language, SpeechMarks.of(context.tokenizer()), speech)  # a wrong one costs no decoding
-    work = asyncio.ensure_future(context.media.prepare_clip(body.file, "file", context.facts()))
+    work = asyncio.ensure_future(context.media.prepare_clip(
+        body.file, "file", context.facts(), salt=body.cache_salt or ""
+    ))
     clip = await while_connected(request, work)
     is_long = clip.item.place.grid[0] > context.facts().media.frames.frames
     return Transcriber(request, context, clip, SpeechTask(

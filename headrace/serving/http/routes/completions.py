@@ -85,11 +85,12 @@ async def create_completion(request: Request) -> JsonResponse | EventStream:
         prompts = await _surround_gap(context, request, body, prompts)
     has_special = body.add_special_tokens is not False
     refs = read_fields(body, len(prompts), is_batch=len(prompts) > 1)
-    placed = await place_fields(request, context, prompts, refs, add_special_tokens=has_special)
+    namespace = body.cache_salt or ""
+    placed = await place_fields(request, context, prompts, refs, salt=namespace, add_special_tokens=has_special)
     params = with_transfers([_params(body, context)] * len(prompts), body, context.client.config)
     generation_request = GenerationRequest(
         request_id=pick_request_id(body_request_id(body), request, "cmpl-"), prompts=placed, params=params,
-        namespace=body.cache_salt or "", priority=body.priority or 0,
+        namespace=namespace, priority=body.priority or 0,
         deadline_s=body.deadline_s, add_special_tokens=has_special,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
         discards_output=body.max_tokens == 0, adapter=adapter,

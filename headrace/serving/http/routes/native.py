@@ -116,10 +116,13 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         params = [_params(body, sampling[0], defaults)] * len(prompts)
     params = with_transfers(params, body, context.client.config)
     request_id, stream_ids = _request_ids(body, request, len(prompts))
-    placed = await place_fields(request, context, prompts, read_fields(body, len(prompts), is_batch=is_batch))
+    refs, namespace = read_fields(body, len(prompts), is_batch=is_batch), "/".join(
+        filter(None, (body.cache_salt, body.extra_key))
+    )
+    placed = await place_fields(request, context, prompts, refs, salt=namespace)
     generation_request = GenerationRequest(
         request_id=request_id, prompts=placed, params=params, stream_ids=stream_ids,
-        namespace="/".join(filter(None, (body.cache_salt, body.extra_key))), priority=body.priority or 0,
+        namespace=namespace, priority=body.priority or 0,
         deadline_s=body.deadline_s, discards_output=_discards_output(sampling), adapter=adapter,
         grammar_field=lambda: next(filter(None, (grammar_field(s, within=WITHIN) for s in sampling)), ""),
     )

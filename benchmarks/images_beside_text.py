@@ -1,0 +1,198 @@
+"""How large images delay the streams of others: ``python -m benchmarks.images_beside_text [--device cpu]``.
+
+Starts a server with a small model of Qwen2.5-VL's kind and random weights. Clients stream text all the time; then JPEG
+files of 8 MB, no two alike, are posted beside them, and the gaps between tokens of the same streams are compared.
+``--shape 3b`` is Qwen2.5-VL-3B with fewer layers; ``tiny`` is for a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.cpu_servers import headrace, run_server
+from benchmarks.vision import TEXT, VISION
+
+MARKS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>",
+)
+FIRST_MARK = 256
+"""Ids below are bytes."""
+TEMPLATE = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}\
+{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}\
+{% endif %}{% endfor %}"""
+SHAPES = {
+    "tiny": (
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+         "fullatt_block_indexes": [1]},
+    ),
+    "3b": (
+        {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 12, "num_attention_heads": 16,
+         "num_key_value_heads": 2},
+        {"out_hidden_size": 2048, "depth": 16, "fullatt_block_indexes": [7, 15]},
+    ),
+}
+JPEGS = 4
+"""Files that are made; each post has other bytes behind the end of one, so that none is in a cache."""
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Configuration, tokenizer of bytes, chat template and image processor."""
+    text, vision = SHAPES[shape]
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {mark: FIRST_MARK + i for i, mark in enumerate(MARKS)}
+    (folder / "config.json").write_text(json.dumps({
+        **TEXT, **text, "vocab_size": 264, "vision_config": {**VISION, **vision},
+        "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
+        "eos_token_id": ids["<|im_end|>"],
+    }))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+    }))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor", "patch_size": 14,
+        "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    }))
+
+
+def make_jpegs(mega_bytes: float) -> list[bytes]:
+    """Noise, as large as asked."""
+    from PIL import Image
+
+    side = int((mega_bytes * 1e6 / 2.1) ** 0.5)  # noise takes about 2.1 bytes a pixel at this quality
+    found = []
+    for seed in range(JPEGS):
+        buffer = io.BytesIO()
+        values = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+        Image.fromarray(values).save(buffer, "JPEG", quality=90)
+        found.append(buffer.getvalue())
+    return found
+
+
+class Streams:
+    """Clients that stream text without end; ``gaps`` are the seconds between pieces of one stream, with their time."""
+
+    def __init__(self, port: int, num_tokens: int):
+        self._port, self._num_tokens = port, num_tokens
+        self.gaps: list[tuple[float, float]] = []
+
+    async def run(self, number: int) -> None:
+        """One client; ends when it is cancelled."""
+        for turn in range(1_000_000):
+            body = {
+                "model": "default", "messages": [{"role": "user", "content": f"{number} {turn} and so on"}],
+                "max_tokens": self._num_tokens, "ignore_eos": True, "stream": True, "temperature": 1.0,
+            }
+            reader, writer = await post(self._port, json.dumps(body).encode())
+            try:
+                last = 0.0
+                while line := await reader.readline():
+                    if line.startswith(b"data: [DONE]"):
+                        break
+                    if line.startswith(b"data: "):
+                        now = time.perf_counter()
+                        if last:
+                            self.gaps.append((now, now - last))
+                        last = now
+            finally:
+                writer.close()
+
+    def describe(self, begin: float, end: float) -> tuple[float, float, float]:
+        """Median, p99 and longest gap of a time, in milliseconds."""
+        gaps = np.array([gap for at, gap in self.gaps if begin <= at < end]) * 1e3
+        return float(np.median(gaps)), float(np.percentile(gaps, 99)), float(gaps.max())
+
+
+async def post(port: int, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The answer of a chat completion."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def send_images(port: int, jpegs: list[bytes], every_s: float, seconds: float) -> list[float]:
+    """Posts an image every so often for some time; seconds that each answer took."""
+    tasks, begin, number = [], time.perf_counter(), 0
+
+    async def send(number: int) -> float:
+        data = jpegs[number % len(jpegs)] + number.to_bytes(8, "little")
+        url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+        body = {"model": "default", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        sent = time.perf_counter()
+        reader, writer = await post(port, json.dumps(body).encode())
+        answer = await reader.read()
+        writer.close()
+        assert b" 200 " in answer[:20], answer[:600]
+        return time.perf_counter() - sent
+
+    while (left := begin + seconds - time.perf_counter()) > 0:
+        tasks.append(asyncio.create_task(send(number)))
+        number += 1
+        await asyncio.sleep(min(every_s, left))
+    return list(await asyncio.gather(*tasks))
+
+
+async def measure(port: int, options: argparse.Namespace) -> None:
+    """Prints gaps without and with images."""
+    streams, jpegs = Streams(port, options.tokens), make_jpegs(options.megabytes)
+    await send_images(port, jpegs[:1], 1, 0.1)  # loads the processor, compiles kernels
+    clients = [asyncio.create_task(streams.run(i)) for i in range(options.streams)]
+    await asyncio.sleep(options.warm_up)
+    times = [time.perf_counter()]
+    await asyncio.sleep(options.seconds)
+    times.append(time.perf_counter())
+    took = sorted(await send_images(port, jpegs, options.every, options.seconds))
+    times.append(time.perf_counter())
+    for client in clients:
+        client.cancel()
+    alone, beside = streams.describe(*times[:2]), streams.describe(*times[1:])
+    for name, (median, p99, longest) in (("text alone", alone), ("beside images", beside)):
+        print(f"{name:14} gaps: median {median:6.2f} ms, p99 {p99:6.2f} ms, longest {longest:6.1f} ms")
+    print(
+        f"{len(took)} images of {len(jpegs[0]) / 1e6:.1f} MB, one every {options.every:g} s, answered in "
+        f"{took[len(took) // 2] * 1e3:.0f} ms (median); p99 of text {100 * (beside[1] / alone[1] - 1):+.0f} %"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="3b", choices=list(SHAPES))
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200, help="of a stream; another one follows")
+    parser.add_argument("--megabytes", type=float, default=8.0)
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between images")
+    parser.add_argument("--warm-up", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=4.0, help="without images, and with them")
+    options, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), options.shape)
+        given = ["--load-format", "dummy", "--device", options.device, "--max-model-len", "4096", *flags]
+        with run_server(headrace(folder, given), patience_s=120) as server:
+            print(f"ready after {server.start_s:.1f} s", flush=True)
+            asyncio.run(measure(int(server.base_url.rsplit(":", 1)[1]), options))
+
+
+if __name__ == "__main__":
+    main()
