@@ -22,7 +22,8 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     ``kind`` names the accounting policy and the pool (``full``, ``sliding_window``; later ``mla``, ``compressed``,
     ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all). ``dtype`` is a
     torch dtype name such as ``bfloat16``; ``int8`` in kinds of keys and values means codes with a float32 scale for
-    each token and head, of keys and of values.
+    each token and head, of keys and of values. ``hot_slots``: pages are in host memory, and the device keeps as many
+    entries of each row, those that were wanted latest (0: pages are on the device).
     """
 
     kind: str
@@ -32,6 +33,7 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     window: int = 0
     compress_ratio: int = 1
+    hot_slots: int = 0
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):

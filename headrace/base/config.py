@@ -149,6 +149,11 @@ class CacheConfig(Section):
         None, "publish over ZeroMQ which prefixes this server has cached, for routers of others; a JSON object with "
         "vLLM's names, such as {\"endpoint\": \"tcp://*:5557\"} (needs headrace[kv-events])", metavar="JSON"
     )
+    hot_slots: int = option(
+        0, "KV of models with an indexer is in host memory, but for so many entries of each request (HiSparse); at "
+        "least the indexer's top-k, best twice that, such as 1024; 0: all on the device", low=0, high=32767, metavar="N"
+    )
+    hot_host_gb: float = option(0.0, "host memory in GiB of all ranks for that; 0: half of what is free", low=0.0)
     window_share: float | None = option(
         None, "pages of a sliding-window group as a share of the full group's; default: by window and chunk size",
         low=0.01, high=1.0
@@ -389,6 +394,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.disaggregation.disaggregation_mode is not None:
             self._check_role()
+        if self.cache.hot_slots and self.speculation.options.method != "off":
+            raise ConfigError("hot_slots take no drafts: leave out speculative_config or hot_slots", param="hot_slots")
         if not self.parallel.shares_experts:
             return
         if self.parallel.pipeline_parallel_size > 1:

@@ -214,13 +214,21 @@ class TransferStats(msgspec.Struct, frozen=True):
     received_pages_total: int = 0
 
 
+class HotSlotStats(msgspec.Struct, frozen=True):
+    """Of KV in host memory: entries that layers of decodes wanted, and those that had to be copied to the device."""
+
+    wanted_entries_total: int = 0
+    loaded_entries_total: int = 0
+
+
 class StatsByTier(msgspec.Struct, frozen=True):
     """Of the tiers behind the device. ``storage`` is disk and remote stores together, which do not tell how much they
-    hold."""
+    hold. ``hot_slots``: of what decodes read from host memory."""
 
     host: TierStats = TierStats()
     storage: TierStats = TierStats()
     peers: TransferStats = TransferStats()
+    hot_slots: HotSlotStats = HotSlotStats()
 
 
 class PageStats(msgspec.Struct, frozen=True):

@@ -155,8 +155,11 @@ class Assembly:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            remedy = "memory_fraction or kv_pages"
+            if self.config.cache.hot_slots:
+                remedy = "hot_slots, max_running_requests or hot_host_gb"
             raise ConfigError(
-                "the KV cache does not fit the device: lower memory_fraction or kv_pages", param="memory_fraction"
+                f"the KV cache does not fit the device: lower {remedy}", param=remedy.replace(",", "").split()[0]
             ) from error
 
     def build_small_runner(self) -> Runner:

@@ -19,9 +19,9 @@ import torch
 from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig, resolve_for_device
-from headrace.base.errors import HeadraceError, OutOfDeviceMemory, UnsupportedFeature
+from headrace.base.errors import ConfigError, HeadraceError, OutOfDeviceMemory, UnsupportedFeature
 from headrace.base.grammar import Grammar, Vocabulary
-from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts, Place
+from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.adapters import AdapterStore, read_call
@@ -35,13 +35,16 @@ from headrace.execution.runner import Runner
 from headrace.execution.sleep import DeviceModel, sweep
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
-from headrace.execution.warmup import prepare_steps
+from headrace.execution.warmup import StepBytes, prepare_steps
 from headrace.kernels.precompile import start_triton
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 from headrace.parallel.group import Group
 from headrace.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+FREE_SHARE = 0.5
+"""Of the free host memory, what is taken for entries behind hot slots where the user does not say."""
 
 
 class LocalExecutor:
@@ -86,6 +89,11 @@ class LocalExecutor:
     def experts(self) -> ExpertStats:
         """See `headrace.service.executor.Executor`."""
         return ExpertStats() if self._model.balancer is None else self._model.balancer.stats
+
+    @property
+    def hot_slots(self) -> HotSlotStats:
+        """See `headrace.service.executor.Executor`."""
+        return HotSlotStats() if self._runner is None else HotSlotStats(*self._runner.swaps.totals)
 
     @property
     def released(self) -> frozenset[DevicePart]:
@@ -267,10 +275,9 @@ def _build_on(
         measured = prepare_steps(assembly)
     _log_memory("the largest steps", device)
     progress("sizing the KV cache", 0.85)
+    reserve = assembly.graph_reserve(measured.captured) + _release_measured(config, device, measured)
     # Processes on the CPU share its memory; each GPU has its own.
     free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
-    reserve = assembly.graph_reserve(measured.captured)
-    # What torch holds from the measurement counts as taken: the largest step will need it again.
     reserve += staging_bytes(config, device)
     encoded = 0 if loaded.model.media is None else config.cache.encoder_cache_mib * 2**20
     budget = kv_budget(device.type, free - reserve - encoded, config.cache.memory_fraction)
@@ -285,7 +292,7 @@ def _build_on(
     kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(
         weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, encoded=encoded, plan=plan,
-        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded,
+        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded, max_rows=assembly.max_rows,
     )
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
@@ -303,6 +310,15 @@ def _log_memory(after: str, device: torch.device) -> None:
         "after %s: %.2f GiB in use, %.2f GiB held by torch, %.2f GiB free", after, used / 2**30, held / 2**30,
         free_bytes(device) / 2**30
     )
+
+
+def _release_measured(config: EngineConfig, device: torch.device, measured: StepBytes) -> int:
+    """Bytes to reserve for activations. What torch holds from the measurement counts as taken, as the largest step will
+    need it again; but hot slots were allocated for it too, and are planned for."""
+    if device.type != "cuda" or not config.cache.hot_slots:
+        return 0
+    torch.cuda.empty_cache()
+    return measured.largest
 
 
 def _agree_on_backends(assembly: Assembly) -> Assembly:
@@ -349,5 +365,20 @@ def _demand(assembly: Assembly) -> CacheDemand:
     return CacheDemand(
         loaded.cache_groups, config.cache.page_size, loaded.max_model_len,
         is_len_fixed=config.model.max_model_len is not None, max_step_tokens=assembly.max_step_tokens,
-        max_rows=assembly.max_rows,
+        max_rows=assembly.max_rows, host_bytes=_host_bytes(config, assembly.device),
     )
+
+
+def _host_bytes(config: EngineConfig, device: torch.device) -> int:
+    """This rank's part of the host memory behind hot slots."""
+    if not config.cache.hot_slots:
+        return 0
+    free = free_bytes(torch.device("cpu"))
+    wanted = int(config.cache.hot_host_gb * 2**30) or int(free * FREE_SHARE)
+    if wanted > free:
+        raise ConfigError(
+            f"hot_host_gb {config.cache.hot_host_gb:g} is more than the {free / 2**30:.1f} GiB of host memory that are "
+            "free: lower it", param="hot_host_gb"
+        )
+    return wanted // config.parallel.num_ranks
+

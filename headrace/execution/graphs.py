@@ -128,7 +128,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         # device from ``entries``, the rows' state and the page tables.
         inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
-        groups = inputs.decode_groups(decodes)
+        groups = inputs.decode_groups(decodes, self.entries[0])
         carried, proposer = inputs.handover.view(self.size), self._proposer
         batch = ForwardBatch(
             decodes.token_ids, decodes.positions, groups, carried=carried,
@@ -159,9 +159,10 @@ class DraftGraphs:
         def follow_decodes(size: int) -> FollowGraph:
             graph = decodes.find(size)
             assert graph is not None and graph.size == size
-            own = graph.inputs
+            own, rows = graph.inputs, graph.entries[0]
             return FollowGraph(
-                size, proposer, lambda: ForwardBatch(own.token_ids, own.positions, inputs.decode_groups(own)),
+                size, proposer,
+                lambda: ForwardBatch(own.token_ids, own.positions, inputs.decode_groups(own, rows)),
                 lambda: own.slots.fill_(NULL_PAGE * inputs.layout.page_size), recorder,
             )
 

@@ -135,7 +135,7 @@ class InputBuilder:
         """
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
-        groups = [self._prepare_group(g, shape) for g in range(len(self.backends))]
+        groups = [self._prepare_group(g, shape, sent["rows"]) for g in range(len(self.backends))]
         batch = ForwardBatch(
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
             sent.get("text_kinds"), carried=self.handover.view(num_tokens),
@@ -208,9 +208,9 @@ class InputBuilder:
     def _rope_positions(self, size: int) -> torch.Tensor | None:
         return None if self.media.offsets is None else self.static.rope_positions[:size]
 
-    def decode_groups(self, decodes: DecodeInputs) -> list[GroupStep]:
-        """Every cache group over these decodes, its backend prepared. Of lengths the host knows bounds only, for the
-        choice of kernels and their grids; except on a CPU, whose backends read them."""
+    def decode_groups(self, decodes: DecodeInputs, rows: torch.Tensor) -> list[GroupStep]:
+        """Every cache group over these decodes of ``rows`` [B] int64, its backend prepared. Of lengths the host knows
+        bounds only, for the choice of kernels and their grids; except on a CPU, whose backends read them."""
         size, longest = len(decodes.token_ids), self.layout.max_model_len
         is_cpu = decodes.kv_lens.device.type == "cpu"
         lengths = list(map(int, decodes.kv_lens)) if is_cpu else [longest] * size
@@ -219,7 +219,7 @@ class InputBuilder:
             inputs = AttentionInputs(
                 num_tokens=size, num_decodes=size, query_lens_cpu=[1] * size, kv_lens_cpu=lengths, max_query_len=1,
                 max_kv_len=max(lengths), query_start=decodes.query_start, kv_lens=decodes.kv_lens,
-                page_table=decodes.page_tables[group], slots=decodes.slots[group],
+                page_table=decodes.page_tables[group], slots=decodes.slots[group], rows=rows,
             )
             backend.prepare(inputs)
             steps.append(GroupStep(inputs, backend))
@@ -273,9 +273,10 @@ class InputBuilder:
             query_start=torch.arange(count + 1, dtype=torch.int32, device=requests.device),
             kv_lens=whole.kv_lens.index_select(0, requests), page_table=whole.page_table.index_select(0, requests),
             slots=whole.slots,  # [T]: the last layer still writes K and V of all tokens
+            rows=None if whole.rows is None else whole.rows.index_select(0, requests),
         )
 
-    def _prepare_group(self, group: int, shape: StepShape) -> GroupStep:
+    def _prepare_group(self, group: int, shape: StepShape, rows: torch.Tensor) -> GroupStep:
         static, num_requests = self.static, len(shape.rows)
         last_pages = -(-int(shape.ends[-1]) // self.layout.page_size)
         inputs = AttentionInputs(
@@ -285,7 +286,7 @@ class InputBuilder:
             query_start=static.query_start[: num_requests + 1], kv_lens=static.kv_lens[:num_requests],
             page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)],
             slots=static.slots[group, : shape.num_tokens],
-            last_run=self.tables.find_run(group, int(shape.rows[-1]), last_pages),
+            last_run=self.tables.find_run(group, int(shape.rows[-1]), last_pages), rows=rows,
         )
         self.backends[group].prepare(inputs)
         return GroupStep(inputs, self.backends[group])

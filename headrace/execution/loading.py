@@ -173,6 +173,8 @@ def load_model(
     kv_dtype = str(resolved).removeprefix("torch.")
     if config.speculation.options.method != "off":
         family = family.verifying(spec)
+    if config.cache.hot_slots:
+        family = family.hosting(spec, config.cache.hot_slots)
     specs = family.cache_specs(spec, kv_dtype)
     stage = stage or choose_stage(source, family, spec, config, ranks.layout)
     check_codes(specs, device)

@@ -160,7 +160,7 @@ class Proposer:
             chain.entries, self._rows.tensors, self._tables.tensor, self._inputs.layout.page_size, inputs,
             back=self.num_at_once, longest=self._inputs.layout.max_model_len,
         )
-        batch = ForwardBatch(inputs.token_ids, inputs.positions, self._inputs.decode_groups(inputs))
+        batch = ForwardBatch(inputs.token_ids, inputs.positions, self._inputs.decode_groups(inputs, rows))
         state = self.draft.forward(batch, self.draft.recycle(chain.state))
         drafts[rows, made] = self.draft.compute_ids(state)
         chain.state.copy_(state)

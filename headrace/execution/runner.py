@@ -32,8 +32,9 @@ from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
+from headrace.memory.hot_pool import SwapCounts, build_pools
 from headrace.memory.page_tables import PageTables
-from headrace.memory.pools import Pool, build_pool
+from headrace.memory.pools import Pool
 from headrace.parallel.links import Handover
 from headrace.parallel.ranks import Ranks
 
@@ -56,7 +57,8 @@ class Runner:
         self._num_layers = num_layers
         self.layout, self._backends = layout, backends
         self._captured: CapturedSteps | None = None
-        self.pools: list[Pool] = [build_pool(group, layout.page_size, device) for group in layout.groups]
+        self.pools = build_pools(layout, device)
+        self.swaps = SwapCounts(self.pools, device)
         self._tables = PageTables(layout, device)
         self._rows = Rows(layout.max_rows, device)
         self._samples, self._inference_mode = True, torch.inference_mode()  # entered again by each step
@@ -145,6 +147,7 @@ class Runner:
             self._rows.place_drafts(sent["guesses"], len(plan.drafts))
         self._media.encode(plan.media.encodes)
         output = launch(sent)
+        self.swaps.fetch()
         self._media.drop(plan.media.drops)
         # Behind the launch: a fill may wait for the previous step's tokens, and by now the device has work.
         fill = self._begin_fill(step, sent)
@@ -293,6 +296,8 @@ class Runner:
         # Clear before write: a row started by this plan gets its first pages in the same upload.
         if "cleared" in sent:
             self._tables.clear(sent["cleared"])
+            for pool in self.pools:
+                pool.clear_rows(sent["cleared"])
         if "append_index" in sent:
             self._tables.write(sent["append_index"], sent["append_pages"])
 
@@ -306,5 +311,5 @@ def _pages_by_layer(
     group_of_layer: list[int | None] = [None] * num_layers
     for g, (group, pool) in enumerate(zip(layout.groups, pools, strict=True)):
         for layer in group.layers:
-            pages[layer], group_of_layer[layer] = KvPages(*pool.layer(layer)), g
+            pages[layer], group_of_layer[layer] = KvPages(*pool.layer(layer), hot=pool.hot(layer)), g
     return pages, group_of_layer

@@ -5,7 +5,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -84,6 +84,12 @@ class ServedModel(StorableModel):
     @staticmethod
     def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
         """The family's cache specs where steps verify drafts."""
+        return specs
+
+    @staticmethod
+    def host_caches(spec: Any, specs: list[CacheSpec | None], hot_slots: int) -> list[CacheSpec | None]:
+        """The cache specs of a model with this ``spec`` where entries are in host memory, but for ``hot_slots`` of each
+        request: of layers that select what they attend to. Raises `ConfigError` for fewer than they select."""
         return specs
 
     def find_narrowing(self) -> Narrowing | None:

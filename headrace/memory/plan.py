@@ -18,6 +18,7 @@ from headrace.base.config import CacheConfig
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
+from headrace.memory.hot_pool import HotSizes
 from headrace.memory.pools import group_page_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ cache."""
 @dataclass(frozen=True)
 class CacheDemand:
     """What the pages must serve. ``groups`` have no pages assigned yet. ``is_len_fixed``: the user set
-    ``max_model_len``, so it may not be lowered."""
+    ``max_model_len``, so it may not be lowered. ``host_bytes``: for groups whose pages are in host memory."""
 
     groups: list[CacheGroup]
     page_size: int
@@ -53,6 +54,17 @@ class CacheDemand:
     is_len_fixed: bool
     max_step_tokens: int
     max_rows: int
+    host_bytes: int = 0
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes that those groups take of the device, whatever their pages."""
+        return sum(HotSizes.of(g, self.page_size, self.max_rows, self.max_model_len).num_bytes for g in self.hosted)
+
+    @property
+    def hosted(self) -> list[CacheGroup]:
+        """Groups whose pages are in host memory."""
+        return [group for group in self.groups if group.spec.hot_slots]
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,12 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
     bytes. Lowers ``max_model_len`` to what fits, unless the user fixed it. Raises `ConfigError` with the fix."""
     if not demand.groups:
         return CachePlan([], demand.max_model_len)
+    if demand.hosted:
+        budget -= demand.hot_bytes
+        _check_hosted(demand, budget)
     base = config.kv_pages or _most_pages(demand, config, budget)
     if base < 2:  # the null page takes one
-        page = sum(group_page_bytes(g, demand.page_size) for g in demand.groups)
+        page = sum(_device_page_bytes(g, demand.page_size) for g in demand.groups)
         raise ConfigError(
             f"no memory is left for the KV cache ({_mib(budget)} MiB, a page takes {page / 2**20:.2f}): "
             "free memory on the device, raise memory_fraction, or serve a smaller model", param="memory_fraction",
@@ -116,6 +131,26 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
         for g in demand.groups
     ]
     return CachePlan(groups, _longest_context(demand, groups))
+
+
+def _check_hosted(demand: CacheDemand, budget: int) -> None:
+    """Raise `ConfigError` unless hot slots leave ``budget`` bytes of the device, and host memory has room for pages."""
+    if budget <= 0:
+        raise ConfigError(
+            f"hot slots of {demand.max_rows} requests take {_mib(demand.hot_bytes)} MiB of the device, "
+            f"{_mib(-budget) + 1} more than there are: lower max_running_requests or hot_slots", param="hot_slots"
+        )
+    page = sum(group_page_bytes(group, demand.page_size) for group in demand.hosted)
+    if demand.host_bytes < 2 * page:
+        raise ConfigError(
+            f"hot_host_gb leaves no room for a page of {page / 2**20:.1f} MiB ({_mib(demand.host_bytes)} MiB of host "
+            "memory): raise it, or free host memory", param="hot_host_gb"
+        )
+
+
+def _device_page_bytes(group: CacheGroup, page_size: int) -> int:
+    """Bytes of the device that a page takes in all layers of a group."""
+    return 0 if group.spec.hot_slots else group_page_bytes(group, page_size)
 
 
 def plan_host(groups: list[CacheGroup], page_size: int, budget: int, most_moving: int) -> list[CacheGroup]:
@@ -139,21 +174,25 @@ def plan_host(groups: list[CacheGroup], page_size: int, budget: int, most_moving
 
 
 def memory_lines(
-    *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int, encoded: int = 0
+    *, weights: int, activations: int, graphs: int, plan: CachePlan, page_size: int, free: int, encoded: int = 0,
+    max_rows: int = 0,
 ) -> list[MemoryLine]:
     """The memory plan as a table; ``free`` is what remains once the pools are allocated, ``encoded`` what
     outputs of encoders may take."""
     lines = [MemoryLine("weights", weights), MemoryLine("activations", activations), MemoryLine("graphs", graphs)]
     lines.append(MemoryLine("encoded media", encoded))
     for group in plan.groups:
+        num_bytes = group.num_pages * group_page_bytes(group, page_size)
         note = (
             f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"
         )
-        lines.append(
-            MemoryLine(
-                f"KV {group.spec.kind.replace('_', ' ')}", group.num_pages * group_page_bytes(group, page_size), note
+        if group.spec.hot_slots:
+            note = (
+                f"{group.spec.hot_slots:,} hot slots for each of {max_rows:,} requests; {note}, "
+                f"{num_bytes / 2**30:.1f} GiB of host memory"
             )
-        )
+            num_bytes = HotSizes.of(group, page_size, max_rows, plan.max_model_len).num_bytes
+        lines.append(MemoryLine(f"KV {group.spec.kind.replace('_', ' ')}", num_bytes, note))
     return [line for line in lines if line.num_bytes] + [MemoryLine("free", max(0, free))]
 
 
@@ -183,14 +222,15 @@ def _most_pages(demand: CacheDemand, config: CacheConfig, budget: int) -> int:
     """The most pages of the base group with which all groups stay within the budget."""
     # Bisection: a window group's pages are no linear function of the base group's. ``low`` fits, ``high`` does not.
     # Groups may be without layers in a pipeline stage, and take no bytes there: the other stages bound their pages.
-    sizes = [group_page_bytes(group, demand.page_size) for group in demand.groups]
-    base = group_page_bytes(base_group(demand.groups), demand.page_size)
+    sizes = [_device_page_bytes(group, demand.page_size) for group in demand.groups]
+    base = _device_page_bytes(base_group(demand.groups), demand.page_size)
     low, high = 0, max(budget, 0) // (base or min((size for size in sizes if size), default=1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        total = sum(_pages_of(g, middle, demand, config) * group_page_bytes(g, demand.page_size) for g in demand.groups)
+        total = sum(_pages_of(g, middle, demand, config) * size for g, size in zip(demand.groups, sizes, strict=True))
         low, high = (middle, high) if total <= budget else (low, middle)
-    return low
+    hosted = sum(group_page_bytes(group, demand.page_size) for group in demand.hosted)
+    return min(low, demand.host_bytes // hosted) if hosted else low
 
 
 def _pages_of(group: CacheGroup, base: int, demand: CacheDemand, config: CacheConfig) -> int:

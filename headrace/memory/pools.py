@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -15,8 +17,14 @@ import torch
 from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec
 from headrace.base.registry import Registry
 
+if TYPE_CHECKING:
+    from headrace.memory.hot_pool import HotLayer
+
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest CPU vector (AVX-512)."""
+
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+"""Makes zeros of a shape and dtype, as tensors of a device."""
 
 CODES = "int8"
 """`CacheSpec.dtype` of keys and values quantised to 8 bits."""
@@ -37,9 +45,16 @@ class PagePart:
 
 class Pool(ABC):
     """Pages of one cache group on one device, built as ``Class(group, page_size, device)``. Unwritten pages read as
-    finite numbers: attention may load them under a mask, and 0 * NaN is not 0."""
+    finite numbers: attention may load them under a mask, and 0 * NaN is not 0.
 
+    ``is_mappable``: the class takes ``allocate`` by name, a function like `allocate_zeros` whose memory may be the
+    host's, and has one part per layer, in which an entry stands for ``compress_ratio`` tokens: `HotPool` builds on it.
+    ``counts`` [2] int64, on the device: entries that layers wanted of the pool so far, and those that had to be copied
+    from the host; None where all are on the device."""
+
+    is_mappable: ClassVar[bool] = False
     num_bytes: int
+    counts: torch.Tensor | None = None
 
     @abstractmethod
     def __init__(self, group: CacheGroup, page_size: int, device: torch.device): ...
@@ -62,6 +77,14 @@ class Pool(ABC):
     @abstractmethod
     def parts(self) -> list[PagePart]:
         """All bytes of the pool, each once, in a fixed order: what a page is copied from and to."""
+
+    def hot(self, layer: int) -> HotLayer | None:
+        """What the device keeps of a layer whose pages are in host memory; None where they are on the device."""
+        return None
+
+    def clear_rows(self, rows: torch.Tensor) -> None:
+        """Forget what belongs to rows [n] int64, which requests take or give back, in order of the current stream."""
+        return None
 
 
 class KeyValuePool(Pool):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.cache import CacheSpec
+from headrace.base.errors import ConfigError
 from headrace.base.media import MediaFacts
 from headrace.base.registry import PLUGIN_API, load_target
 from headrace.layers.media_spec import MultimodalSpec
@@ -78,6 +79,22 @@ class Family:
 
         def cache_specs(spec: Any, kv_dtype: str) -> list[CacheSpec | None]:
             return list(widen(self.cache_specs(spec, kv_dtype)))
+
+        return replace(self, cache_specs=cache_specs)
+
+    def hosting(self, spec: Any, hot_slots: int) -> Family:
+        """The family where the device keeps that many entries of each request, and host memory the others. Calls of
+        ``cache_specs`` raise `ConfigError` where the model cannot."""
+        host = self.model_class(spec).host_caches
+
+        def cache_specs(spec: Any, kv_dtype: str) -> list[CacheSpec | None]:
+            hosted = list(host(spec, self.cache_specs(spec, kv_dtype), hot_slots))
+            if not any(place is not None and place.hot_slots for place in hosted):
+                raise ConfigError(
+                    f"hot_slots is for models that select the entries they attend to, and this {self.name} model "
+                    "attends to all: leave it out", param="hot_slots"
+                )
+            return hosted
 
         return replace(self, cache_specs=cache_specs)
 

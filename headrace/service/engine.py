@@ -180,7 +180,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges as of the last step."""
         stats = self._scheduler.stats()
-        return msgspec.structs.replace(stats, experts=self.executor.experts, adapters=self.adapters.stats())
+        tiers = msgspec.structs.replace(stats.tiers, hot_slots=self.executor.hot_slots)
+        return msgspec.structs.replace(
+            stats, experts=self.executor.experts, adapters=self.adapters.stats(), tiers=tiers
+        )
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False when some are in use and therefore stayed."""

@@ -11,7 +11,7 @@ from headrace.base.admin import DevicePart, StartProfile
 from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.grammar import Grammar
-from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts
+from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import Arrival, StepPlan, StepResult
 
@@ -88,6 +88,10 @@ class Executor(Protocol):
     @property
     def experts(self) -> ExpertStats:
         """Loads of experts that move between ranks."""
+
+    @property
+    def hot_slots(self) -> HotSlotStats:
+        """What decodes read from host memory, a few steps ago."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""

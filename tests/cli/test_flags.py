@@ -43,7 +43,7 @@ def test_flags_are_frozen():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_flags_are_few_documented_and_distinct(name: str):
     infos = command_options(COMMANDS[name])
-    assert len(infos) < 112  # adapters, tiers and media came with bounds that operators set
+    assert len(infos) < 114  # adapters, tiers, hot slots and media came with bounds that operators set
     assert len({info.name for info in infos}) == len(infos)
     for info in infos:
         assert info.doc and len(info.doc) > 8, info.name

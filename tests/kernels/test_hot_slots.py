@@ -3,121 +3,175 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.kernels.hot_slots import FIND_SWAPS, LOAD_ENTRIES, NONE, EntryParts, HotSlots
+from headrace.kernels.hot_slots import FIND_SWAPS, LOAD_ENTRIES, NONE, EntryParts, HotSlots, Loads
 from headrace.models.deepseek_v4.packed_pools import PackedVectorPool
 
-SLOTS, MOST, WANTED, PAGE = 24, 150, 10, 256
+SLOTS, MOST, WANTED, PAGE, ROWS, LAYER = 24, 150, 10, 256, 3, 1
 SOLUTIONS = [
     ("reference", "cpu"), pytest.param("triton", "cpu", marks=pytest.mark.interpreted),
     pytest.param("triton", "cuda", marks=pytest.mark.cuda),
 ]
+SPEC = CacheSpec("packed", 1, 512, 512, "uint8", compress_ratio=4)
 
 
 class Row:
     """A row as its contract describes it, in lists."""
 
-    def __init__(self, length: int):
-        self.order = list(range(SLOTS))
-        self.entries = [n if n < length else NONE for n in range(SLOTS)]
-        self.length = length
+    def __init__(self) -> None:
+        self.order, self.entries = list(range(SLOTS)), [NONE] * (SLOTS + 1)
 
-    def want(self, wanted: list[int]) -> tuple[list[int], list[int]]:
+    def want(self, wanted: list[int], length: int) -> tuple[list[int], list[int]]:
         """The slot of each, and what is loaded."""
-        if self.length <= SLOTS:
-            return wanted, []
-        stay = [s for s in self.order if self.entries[s] in wanted and self.entries[s] != NONE]
-        stay = [s for s in stay if self.entries[s] != self.length - 1]
-        go = [s for s in self.order if s not in stay]
-        missing = [e for e in wanted if e not in (NONE, self.length - 1) and e not in [self.entries[s] for s in stay]]
-        for entry, slot in zip(missing, go, strict=False):
-            self.entries[slot] = entry
-        self.order = go[len(missing) :] + go[: len(missing)] + stay
-        slots = [SLOTS if e == self.length - 1 else NONE if e == NONE else self.entries.index(e) for e in wanted]
+        if length <= SLOTS:
+            slots = list(wanted)
+        else:
+            old = [e for e in wanted if e not in (NONE, length - 1)]
+            stay = [s for s in self.order if self.entries[s] in old]
+            go = [s for s in self.order if s not in stay]
+            lacking = [e for e in old if e not in [self.entries[s] for s in stay]]
+            place = {self.entries[s]: s for s in stay} | dict(zip(lacking, go, strict=False)) | {length - 1: SLOTS}
+            self.order = go[len(lacking) :] + go[: len(lacking)] + stay
+            slots = [NONE if e == NONE else place[e] for e in wanted]
+        missing = [e for e, s in zip(wanted, slots, strict=True) if e != NONE and self.entries[s] != e]
+        for entry, slot in zip(wanted, slots, strict=True):
+            if entry != NONE:
+                self.entries[slot] = entry
         return slots, missing
+
+
+class Rig:
+    """Packed pages on the host, slots on a device, and a model of each row."""
+
+    def __init__(self, solution: str, device: str):
+        self.find, self.load = FIND_SWAPS.load(solution), LOAD_ENTRIES.load(solution)
+        self.device = device
+        per_page, slots = PAGE // 4, ROWS * (SLOTS + 1)
+        num_host, num_device = 3 * ROWS + 1, -(-slots // per_page) + 1
+        host, own = (
+            PackedVectorPool(CacheGroup(SPEC, [0], count), PAGE, torch.device(where)).layer(0)
+            for count, where in ((num_host, "cpu"), (num_device, device))
+        )
+        self.host = [part.pin_memory() if device == "cuda" else part for part in host]
+        for part in self.host:
+            part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+        self.slots, self.parts = own, EntryParts.of(self.host, own)
+        self.hot = HotSlots.allocate(2, ROWS, SLOTS, MOST, torch.device(device)).layer(LAYER)
+        pages = torch.randperm(num_host - 1, generator=torch.Generator().manual_seed(0)) + 1
+        self.tables = pages[: 3 * ROWS].view(ROWS, 3).to(torch.int32)
+        self.models = [Row() for _ in range(ROWS)]
+        self.expected = [part.cpu().clone() for part in own]
+        self.num_wanted = self.num_loads = 0
+
+    def clear(self, row: int) -> None:
+        """The row begins anew."""
+        self.hot.entries[row], self.hot.order[row] = NONE, torch.arange(SLOTS, dtype=torch.int16)
+        self.models[row] = Row()
+
+    def step(self, lengths: dict[int, int], wanted: dict[int, list[int]]) -> None:
+        """One call for some rows, compared with their models; then the same call, which copies nothing."""
+        rows = list(lengths)
+        at, own = torch.tensor(rows, device=self.device), torch.tensor([wanted[r] for r in rows], device=self.device)
+        sizes = torch.tensor([lengths[r] for r in rows], device=self.device)
+        found, loads = torch.full_like(own, 77), Loads.allocate(len(rows), WANTED, at.device)
+        self.find(self.hot, at, own, sizes, found, loads)
+        self.load(self.parts, self.tables[rows].to(self.device), loads)
+        for index, row in enumerate(rows):
+            slots, missing = self.models[row].want(wanted[row], lengths[row])
+            places = [NONE if slot == NONE else row * (SLOTS + 1) + slot for slot in slots]
+            assert found[index].tolist() == places
+            assert sorted(loads.entries[index, : loads.counts[index]].tolist()) == sorted(missing)
+            assert self.hot.order[row].tolist() == self.models[row].order
+            assert sorted(self.hot.order[row].tolist()) == list(range(SLOTS)), "a permutation"
+            assert self.hot.entries[row].tolist() == self.models[row].entries
+            for entry, place in zip(wanted[row], places, strict=True):
+                if entry != NONE:
+                    self._expect(row, entry, place)
+            self.num_wanted += sum(entry != NONE for entry in wanted[row])
+            self.num_loads += len(missing)
+        assert not self.hot.marks.any()
+        before = self.hot.counts.clone()
+        assert before.tolist() == [self.num_wanted, self.num_loads]
+        self.find(self.hot, at, own, sizes, found, loads)
+        assert not loads.counts.any(), "what was just loaded is there"
+        self.hot.counts.copy_(before)
+        for row in rows:
+            self.models[row].want(wanted[row], lengths[row])
+
+    def _expect(self, row: int, entry: int, place: int) -> None:
+        """The entry's bytes are in that slot."""
+        for source, target, whole in zip(self.host, self.slots, self.expected, strict=True):
+            size = source.shape[1]
+            there = target[place // size, place % size].cpu()
+            assert torch.equal(there, source[int(self.tables[row, entry // size]), entry % size])
+            whole[place // size, place % size] = there
+
+    def check(self) -> None:
+        """No other slot was written."""
+        for part, whole in zip(self.slots, self.expected, strict=True):
+            assert torch.equal(part.cpu(), whole), "an entry beside those was written"
+
+
+def draw_steps(dice: random.Random) -> Iterator[tuple[dict[int, int], dict[int, list[int]]]]:
+    """Rows 0 and 2 in turns or together: one begins short and grows beyond its slots, one begins long."""
+    lengths = {0: 3, 2: SLOTS + 30}
+    for _ in range(60):
+        rows = dice.sample([0, 2], dice.randrange(1, 3))
+        wanted = {}
+        for row in rows:
+            lengths[row] = min(MOST, lengths[row] + dice.randrange(3))
+            near = dice.randrange(lengths[row])
+            pool = sorted({*(e for e in range(near - 12, near + 12) if 0 <= e < lengths[row]), lengths[row] - 1})
+            chosen = dice.sample(pool, min(len(pool), dice.randrange(WANTED + 1)))
+            wanted[row] = dice.sample(chosen + [NONE] * (WANTED - len(chosen)), WANTED)
+        yield {row: lengths[row] for row in rows}, wanted
 
 
 @pytest.mark.parametrize(("solution", "device"), SOLUTIONS)
 def test_the_least_recently_wanted_give_way(solution: str, device: str):
-    find, load, dice = FIND_SWAPS.load(solution), LOAD_ENTRIES.load(solution), random.Random(1)
-    spec = CacheSpec("packed", 1, 512, 512, "uint8", compress_ratio=4)
-    pools = [PackedVectorPool(CacheGroup(spec, [0], count), PAGE, torch.device(where)) for count, where in
-             ((9, "cpu"), (4, device))]
-    host = [part.pin_memory() if device == "cuda" else part for part in pools[0].layer(0)]
-    for part in host:
-        part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
-    parts = EntryParts.of(host, pools[1].layer(0))
-    places = torch.randperm(4 * PAGE // 4, generator=torch.Generator().manual_seed(0))[: 3 * (SLOTS + 1)]
-    hot = HotSlots.allocate(places.to(torch.int32).view(3, SLOTS + 1).to(device), MOST)
-    origin = torch.randperm(9 * PAGE // 4, generator=torch.Generator().manual_seed(1))[: 3 * MOST].view(3, MOST)
-    models = {}
-    for row, length in ((0, 5), (2, SLOTS + 30)):
-        hot.reset(row, length)
-        models[row] = Row(length)
-    everything = [part.clone() for part in pools[1].layer(0)]
+    rig = Rig(solution, device)
+    for number, (lengths, wanted) in enumerate(draw_steps(random.Random(1))):
+        rig.step(lengths, wanted)
+        if number == 40:
+            rig.clear(2)
+    rig.check()
+    assert rig.num_loads > 50 and (rig.hot.entries[1] == NONE).all(), "row 1 was never in a step"
 
-    def bring(place: int, entry: torch.Tensor) -> None:
-        """What the owner of the slots does beside the operations: the first entries, and each newest one."""
-        size = parts.targets[0].shape[1]
-        for source, target, whole in zip(host, pools[1].layer(0), everything, strict=True):
-            target[place // size, place % size] = source[int(entry) // size, int(entry) % size].to(device)
-            whole[place // size, place % size] = target[place // size, place % size]
 
-    for row, length in ((0, 5), (2, SLOTS)):
-        for entry in range(length):
-            bring(int(hot.places[row, entry]), origin[row, entry])
-    num_loads = 0
-    for _ in range(40):
-        rows = dice.sample([0, 2], dice.randrange(1, 3))
-        wanted = torch.full((len(rows), WANTED), NONE, dtype=torch.int32)
-        for index, row in enumerate(rows):
-            model = models[row]
-            model.length = min(MOST, model.length + dice.randrange(3))
-            newest = SLOTS if model.length > SLOTS else model.length - 1
-            if model.length <= SLOTS:  # it grows into its slots
-                for entry in range(model.length):
-                    bring(int(hot.places[row, entry]), origin[row, entry])
-                hot.reset(row, model.length)
-                models[row] = model = Row(model.length)
-            else:
-                bring(int(hot.places[row, newest]), origin[row, model.length - 1])
-            near = dice.randrange(model.length)
-            pool = [e for e in range(near - 12, near + 12) if 0 <= e < model.length] + [model.length - 1]
-            chosen = dice.sample(sorted(set(pool)), min(len(set(pool)), dice.randrange(1, WANTED + 1)))
-            for entry in chosen:
-                wanted[index, dice.choice([c for c in range(WANTED) if wanted[index, c] == NONE])] = entry
-        lengths = torch.tensor([models[row].length for row in rows], dtype=torch.int32, device=device)
-        at = torch.tensor(rows, device=device)
-        found, loads = (torch.full_like(wanted, 77).to(device) for _ in range(2))
-        find(hot, at, wanted.to(device), lengths, found, loads)
-        origins = torch.stack([origin[row][wanted[i].clamp(min=0).long()] for i, row in enumerate(rows)]).to(device)
-        load(parts, origins, found, loads)
-        for index, row in enumerate(rows):
-            slots, missing = models[row].want(wanted[index].tolist())
-            expected = [NONE if slot == NONE else int(hot.places[row, slot]) for slot in slots]
-            assert found[index].tolist() == expected
-            assert [entry for entry in loads[index].tolist() if entry != NONE] == missing
-            assert hot.order[row].tolist() == models[row].order and hot.entries[row].tolist() == models[row].entries
-            assert sorted(hot.order[row].tolist()) == list(range(SLOTS))
-            num_loads += len(missing)
-            for column, entry in enumerate(wanted[index].tolist()):
-                if entry != NONE:
-                    place, size = expected[column], parts.targets[0].shape[1]
-                    for source, target, whole in zip(host, pools[1].layer(0), everything, strict=True):
-                        bytes_there = target[place // size, place % size].cpu()
-                        number = int(origin[row, entry])
-                        assert torch.equal(bytes_there, source[number // size, number % size])
-                        whole[place // size, place % size] = bytes_there.to(device)
-        again = loads.clone()
-        find(hot, at, wanted.to(device), lengths, found, again)
-        assert (again == NONE).all(), "what was just loaded is there"
-        for row, index in ((row, i) for i, row in enumerate(rows)):
-            models[row].want(wanted[index].tolist())
-        assert not hot.marks.any()
-    for part, whole in zip(pools[1].layer(0), everything, strict=True):
-        assert torch.equal(part, whole), "an entry beside those was written"
-    assert num_loads > 50 and (hot.entries[1] == NONE).all()
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_order_of_wants(data: st.DataObject):
+    """Rows begin, grow and begin again at will."""
+    rig, lengths = Rig("reference", "cpu"), [1] * ROWS
+    for _ in range(data.draw(st.integers(1, 12))):
+        rows = data.draw(st.lists(st.integers(0, ROWS - 1), unique=True, min_size=1))
+        wanted = {}
+        for row in rows:
+            if data.draw(st.integers(0, 9)) == 0:
+                rig.clear(row)
+                lengths[row] = 1
+            lengths[row] = min(MOST, lengths[row] + data.draw(st.integers(0, 40)))
+            own = data.draw(st.lists(st.integers(0, lengths[row] - 1), unique=True, max_size=WANTED))
+            wanted[row] = data.draw(st.permutations(own + [NONE] * (WANTED - len(own))))
+        rig.step({row: lengths[row] for row in rows}, wanted)
+    rig.check()
+
+
+@pytest.mark.parametrize(("solution", "device"), SOLUTIONS)
+def test_padding_of_a_step(solution: str, device: str):
+    """Programs of the null row, all alike, and rows that want nothing."""
+    rig = Rig(solution, device)
+    rows = torch.tensor([2, 2, 0], device=device)
+    wanted = torch.tensor([[0, NONE], [0, NONE], [NONE, NONE]], device=device)
+    found, loads = torch.full_like(wanted, 77), Loads.allocate(3, 2, rows.device)
+    rig.find(rig.hot, rows, wanted, torch.tensor([1, 1, MOST], device=device), found, loads)
+    assert found.tolist() == [[2 * (SLOTS + 1), NONE], [2 * (SLOTS + 1), NONE], [NONE, NONE]]
+    assert loads.counts[0] + loads.counts[1] >= 1 and loads.counts[2] == 0
+    assert rig.hot.order[0].tolist() == list(range(SLOTS)) and (rig.hot.entries[0] == NONE).all()

@@ -18,7 +18,7 @@ from headrace.base.adapters import AdapterFacts, LoadAdapter
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import EngineConfig, engine_config, resolve_for_device
 from headrace.base.errors import HeadraceError, WeightError
-from headrace.base.messages import ExpertStats, MemoryLine, ModelFacts
+from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelFacts
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.scheduler import Scheduler
@@ -90,7 +90,7 @@ class FakeExecutor:
     ``HANG`` stops it in its step for good; from ``LATE`` on, another rank has not come in time."""
 
     FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
-    experts = ExpertStats()
+    experts, hot_slots = ExpertStats(), HotSlotStats()
     adapters = NoAdapters()
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):

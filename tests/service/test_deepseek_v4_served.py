@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM, AsyncLLM, SamplingParams
+from headrace.base.errors import ConfigError
 from headrace.models.deepseek_v4.naming import rename
 
 VOCAB, NEW_TOKENS = 256, 8
@@ -33,6 +34,7 @@ CONFIG: dict[str, Any] = {
 }
 BASE = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 24, "max_model_len": 1024}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+LONGER = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def make_model(**options: Any) -> transformers.PreTrainedModel:
@@ -164,9 +166,56 @@ def test_a_prefix_hit_changes_no_probability(served: tuple[Path, list[list[int]]
     torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
 
 
-async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], list[list[int]]]):
+@pytest.fixture(scope="module")
+def decoded(served: tuple[Path, list[list[int]], list[list[int]]]) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """The same prompts and one whose output passes 16 entries, with longer outputs, all caches on the device."""
+    folder, prompts, _ = served
+    prompts = [*prompts, prompts[0][:58]]
+    with LLM(str(folder), **BASE) as llm:
+        outputs = llm.generate(prompt_token_ids=prompts, sampling_params=LONGER)
+    return folder, prompts, [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("options", [
+    {"hot_slots": 16, "max_step_tokens": 101, "overlap_depth": 2},
+    {"hot_slots": 40, "kv_pages": 8, "max_step_tokens": 300, "overlap_depth": 2, "max_running_requests": 4},
+], ids=str)
+def test_hot_slots_change_no_token(
+    decoded: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]
+):
+    """Prompts in chunks beside decodes, prefix hits, retraction, rows that others had; entries within and beyond the
+    slots of a row."""
+    folder, prompts, expected = decoded
+    with LLM(str(folder), **BASE | options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=LONGER)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
+        stats = llm.stats()
+        assert stats.num_running == stats.num_queued == stats.num_used_pages == 0
+        assert sum(o.num_cached_tokens for o in outputs) > 0, "the prefix cache is on"
+        assert 0 < stats.tiers.hot_slots.loaded_entries_total < stats.tiers.hot_slots.wanted_entries_total
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"hot_slots": 15}, "cannot hold the 16 entries"),
+    ({"hot_slots": 32, "speculative_config": {"method": "suffix"}}, "leave out speculative_config"),
+    ({"hot_slots": 32, "hot_host_gb": 1e6}, "lower it"),
+    ({"hot_slots": 32, "hot_host_gb": 1e-6}, "raise it"),
+], ids=str)
+def test_hot_slots_that_cannot_be(
+    served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any], reason: str
+):
+    with pytest.raises(ConfigError, match=reason):
+        LLM(str(served[0]), **BASE | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"hot_slots": 16}], ids=str)
+async def test_aborts_leave_nothing_behind(
+    served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]
+):
     folder, prompts, expected = served
-    async with AsyncLLM(str(folder), **BASE | {"max_step_tokens": 64, "skip_tokenizer": True}) as llm:
+    async with AsyncLLM(str(folder), **BASE | {"max_step_tokens": 64, "skip_tokenizer": True} | options) as llm:
         async def run(index: int, stop_early: bool) -> list[int] | None:
             params = SamplingParams(temperature=0.0, max_tokens=100 if stop_early else NEW_TOKENS, ignore_eos=True)
             tokens = None
@@ -183,7 +232,7 @@ async def test_aborts_leave_nothing_behind(served: tuple[Path, list[list[int]], 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [
-    {}, {"max_step_tokens": 101, "overlap_depth": 2},
+    {}, {"max_step_tokens": 101, "overlap_depth": 2}, {"max_step_tokens": 101, "hot_slots": 40},
     {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
 ], ids=str)
 def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):

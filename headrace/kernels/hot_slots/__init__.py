@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,53 +20,59 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class HotSlots:
-    """``places`` [R, B + 1] int32: where hot slots lie on the device, the last one being for a row's newest entry,
-    which is always there. ``entries`` [R, B] int32: what each holds, `NONE` for nothing. ``order`` [R, B] int16: slots,
-    what was wanted longest ago first. ``slot_of`` [R, M] int16: the reverse of ``entries``. ``marks`` [R, M] int32,
-    zeros between calls, and ``victims`` [R, B] int16: for solutions."""
+    """Of one layer; slot s of row r is number r * (B + 1) + s on the device. ``entries`` [R, B + 1] int32: what each
+    holds, `NONE` for nothing, the last slot being for a row's newest entry. ``order`` [R, B] int16: the other slots,
+    what was wanted longest ago first. All layers share ``marks`` [R, M] int16, zeros between calls, ``victims`` [R, B]
+    int16, both for solutions, and ``counts`` [2] int64: entries wanted of rows so far, and copied from the host."""
 
-    places: torch.Tensor
     entries: torch.Tensor
     order: torch.Tensor
-    slot_of: torch.Tensor
     marks: torch.Tensor
     victims: torch.Tensor
+    counts: torch.Tensor
 
     @classmethod
-    def allocate(cls, places: torch.Tensor, most_entries: int) -> HotSlots:
-        """For ``places`` [R, B + 1] int32 on their device, with nothing in them."""
-        (rows, slots), device = places.shape, places.device
+    def allocate(
+        cls, num_layers: int, num_rows: int, num_slots: int, most_entries: int, device: torch.device
+    ) -> HotSlots:
+        """With nothing in them: ``entries`` and ``order`` of all layers, [L, R, ...]; see `layer`."""
         hot = cls(
-            places, torch.empty((rows, slots - 1), dtype=torch.int32, device=device),
-            torch.empty((rows, slots - 1), dtype=torch.int16, device=device),
-            torch.empty((rows, most_entries), dtype=torch.int16, device=device),
-            torch.zeros((rows, most_entries), dtype=torch.int32, device=device),
-            torch.zeros((rows, slots - 1), dtype=torch.int16, device=device),
+            torch.empty((num_layers, num_rows, num_slots + 1), dtype=torch.int32, device=device),
+            torch.empty((num_layers, num_rows, num_slots), dtype=torch.int16, device=device),
+            torch.zeros((num_rows, most_entries), dtype=torch.int16, device=device),
+            torch.zeros((num_rows, num_slots), dtype=torch.int16, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
         )
-        hot.reset(slice(None), 0)
+        hot.clear(torch.arange(num_rows, device=device))
         return hot
+
+    @staticmethod
+    def row_bytes(num_slots: int, most_entries: int, num_layers: int) -> int:
+        """Bytes that `allocate` takes for a row."""
+        return num_layers * (4 * (num_slots + 1) + 2 * num_slots) + 2 * (most_entries + num_slots)
+
+    def layer(self, number: int) -> HotSlots:
+        """Those of one layer."""
+        return replace(self, entries=self.entries[number], order=self.order[number])
 
     @property
     def num_slots(self) -> int:
         """B."""
-        return self.order.shape[1]
+        return self.order.shape[-1]
 
-    def reset(self, rows: int | slice, length: int) -> None:
-        """A row begins: its first ``length`` entries, at most B of them, are in the slots of their numbers."""
-        count = min(length, self.num_slots)
-        numbers = torch.arange(self.num_slots, device=self.order.device)
-        self.order[rows] = numbers.to(torch.int16)
-        self.entries[rows] = torch.where(numbers < count, numbers, NONE).to(torch.int32)
-        self.slot_of[rows] = NONE
-        self.slot_of[rows, :count] = numbers[:count].to(torch.int16)
+    def clear(self, rows: torch.Tensor) -> None:
+        """Rows [n] int64 begin anew, in all layers: their slots hold nothing. Waits for nothing."""
+        self.entries.index_fill_(1, rows, NONE)
+        numbers = torch.arange(self.num_slots, dtype=torch.int16, device=self.order.device)
+        self.order[:, rows] = numbers
 
 
 @dataclass(frozen=True, slots=True)
 class EntryParts:
     """What an entry consists of: pairs of tensors [pages, entries of a page, bytes] uint8, alike in the last two dims,
-    contiguous in the last. ``sources`` are in host memory, pinned for a GPU. ``table`` [pairs, 7] int64 on the device:
-    addresses of source and target; in words the strides of their pages and of an entry; entries of a page; words of an
-    entry. ``word``: bytes of a word, the largest power of two up to 8 that divides all of these."""
+    contiguous in the last. ``sources`` are in host memory that the device reads. ``table`` [pairs, 7] int64 on the
+    device: addresses of source and target; in words the strides of their pages and of an entry; entries of a page;
+    words of an entry. ``word``: bytes of a word, the largest power of two up to 8 that divides all of these."""
 
     sources: Sequence[torch.Tensor]
     targets: Sequence[torch.Tensor]
@@ -90,20 +96,36 @@ class EntryParts:
         return cls(sources, targets, torch.tensor(table, dtype=torch.int64).to(targets[0].device), word)
 
 
-FIND_SWAPS = Operation("find_swaps kernel")
-"""``find_swaps(hot: HotSlots, rows [n] int64, wanted [n, k] int32, lengths [n] int32, found [n, k] int32, loads [n, k]
-int32)``: writes where each wanted entry is to be read, ``found``, and which entries must be copied there before,
-``loads``, `NONE` for the others; changes ``hot`` accordingly. ``lengths`` are entries of each row, the newest included;
-``wanted`` holds no entry twice, `NONE` at will, and k is at most B. Rows of a call differ.
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Entries to be copied for n rows of a step: of row i the first ``counts[i]`` of ``entries[i]``, to the slots of
+    these numbers in ``places[i]``, in any order. ``entries`` and ``places`` [n, k] int32, ``counts`` [n] int32."""
 
-A row with at most B entries has each in the slot of its number, and nothing changes. Otherwise the newest entry is in
-the last place; wanted ones in slots stay; the others get, in their order, the slots that were wanted longest ago and
+    entries: torch.Tensor
+    places: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, most_wanted: int, device: torch.device) -> Loads:
+        """For n rows that want up to k entries."""
+        entries, places = torch.empty((2, num_rows, most_wanted), dtype=torch.int32, device=device)
+        return cls(entries, places, torch.empty(num_rows, dtype=torch.int32, device=device))
+
+
+FIND_SWAPS = Operation("find_swaps kernel")
+"""``find_swaps(hot: HotSlots, rows [n] int64, wanted [n, k] int64, lengths [n] int64, found [n, k] int64, loads:
+Loads)``: writes the number of the slot of each wanted entry, ``found``, and which entries must be copied there before,
+``loads``; changes ``hot`` accordingly. ``lengths`` are entries of each row, the newest included; ``wanted`` holds no
+entry twice, `NONE` at will, of which ``found`` has `NONE` too, and k is at most B. Rows of a call differ, unless they
+want the same of at most B entries.
+
+A row with at most B entries has each in the slot of its number, and the order stays. Otherwise the newest entry is in
+the last slot; wanted ones in slots stay; the others get, in their order, the slots that were wanted longest ago and
 are not now. ``order`` is then: slots not wanted, as before; loaded ones; those that stayed, as before."""
 
 LOAD_ENTRIES = Operation("load_entries kernel")
-"""``load_entries(parts: EntryParts, origins [n, k] int64, found [n, k] int32, loads [n, k] int32)``: copies what
-`FIND_SWAPS` asks for. Entry ``loads[i, j]`` comes from number ``origins[i, j]`` of the sources, counted over pages, and
-goes to number ``found[i, j]`` of the targets."""
+"""``load_entries(parts: EntryParts, page_table [n, W] int32, loads: Loads)``: copies what `FIND_SWAPS` asks for.
+``page_table`` has the pages of each row in the sources, from its first entry on."""
 
 for _operation, _name in ((FIND_SWAPS, "find_swaps"), (LOAD_ENTRIES, "load_entries")):
     _operation.add("reference", f"headrace.kernels.hot_slots.reference:{_name}", doc="plain torch")

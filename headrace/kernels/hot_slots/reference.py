@@ -4,50 +4,59 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.hot_slots import NONE, EntryParts, HotSlots
+from headrace.kernels.hot_slots import NONE, EntryParts, HotSlots, Loads
 
 
 def find_swaps(
-    hot: HotSlots, rows: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, found: torch.Tensor,
-    loads: torch.Tensor,
+    hot: HotSlots, rows: torch.Tensor, wanted: torch.Tensor, lengths: torch.Tensor, found: torch.Tensor, loads: Loads
 ) -> None:
     """See `headrace.kernels.hot_slots.FIND_SWAPS`."""
     found.fill_(NONE)
-    loads.fill_(NONE)
-    for index in range(len(rows)):
-        row, length = int(rows[index]), int(lengths[index])
-        places, entries, slot_of = hot.places[row], hot.entries[row], hot.slot_of[row]
-        if length <= hot.num_slots:
-            is_real = wanted[index] >= 0
-            found[index, is_real] = places[wanted[index, is_real].long()]
-            continue
-        columns = [j for j, entry in enumerate(map(int, wanted[index])) if entry not in (NONE, length - 1)]
-        hits = {int(slot_of[int(wanted[index, j])]) for j in columns} - {NONE}
-        order = [int(slot) for slot in hot.order[row]]
-        victims = iter(slot for slot in order if slot not in hits)
-        loaded = []
-        for j in columns:
-            entry = int(wanted[index, j])
-            slot = int(slot_of[entry])
-            if slot == NONE:
-                slot = next(victims)
-                if entries[slot] >= 0:
-                    slot_of[int(entries[slot])] = NONE
-                entries[slot], slot_of[entry] = entry, slot
-                loads[index, j] = entry
-                loaded.append(slot)
-            found[index, j] = places[slot]
-        found[index, wanted[index] == length - 1] = places[-1]
-        new = [*victims, *loaded, *(slot for slot in order if slot in hits)]
-        hot.order[row] = torch.tensor(new, dtype=torch.int16, device=hot.order.device)
+    num_slots = hot.num_slots
+    for index, (row, length, asked) in enumerate(zip(map(int, rows), map(int, lengths), wanted, strict=True)):
+        own, entries, order = (list(map(int, numbers)) for numbers in (asked, hot.entries[row], hot.order[row]))
+        columns = [column for column, entry in enumerate(own) if entry != NONE]
+        if length <= num_slots:
+            slots = {column: own[column] for column in columns}
+        else:
+            slots, order = _swap(entries, order, own, length)
+        loaded = [column for column in columns if entries[slots[column]] != own[column]]
+        for number, column in enumerate(loaded):
+            entries[slots[column]] = own[column]
+            loads.entries[index, number] = own[column]
+            loads.places[index, number] = row * (num_slots + 1) + slots[column]
+        loads.counts[index] = len(loaded)
+        for column in columns:
+            found[index, column] = row * (num_slots + 1) + slots[column]
+        hot.entries[row] = torch.tensor(entries, dtype=torch.int32)
+        hot.order[row] = torch.tensor(order, dtype=torch.int16)
+        hot.counts.add_(torch.tensor([len(columns), len(loaded)], device=hot.counts.device))
 
 
-def load_entries(
-    parts: EntryParts, origins: torch.Tensor, found: torch.Tensor, loads: torch.Tensor
-) -> None:
+def _swap(entries: list[int], order: list[int], wanted: list[int], length: int) -> tuple[dict[int, int], list[int]]:
+    """Of a row with more entries than slots: slots by column of ``wanted``, and the new order."""
+    places = {entry: slot for slot, entry in enumerate(entries[:-1])}
+    columns = {column: entry for column, entry in enumerate(wanted) if entry not in (NONE, length - 1)}
+    hits = {places[entry] for entry in columns.values() if entry in places}
+    victims = iter([slot for slot in order if slot not in hits])
+    slots, taken = {}, []
+    for column, entry in columns.items():
+        if entry in places:
+            slots[column] = places[entry]
+        else:
+            slots[column] = next(victims)
+            taken.append(slots[column])
+    slots |= {column: len(entries) - 1 for column, entry in enumerate(wanted) if entry == length - 1}
+    return slots, [*victims, *taken, *(slot for slot in order if slot in hits)]
+
+
+def load_entries(parts: EntryParts, page_table: torch.Tensor, loads: Loads) -> None:
     """See `headrace.kernels.hot_slots.LOAD_ENTRIES`."""
-    is_load = loads >= 0
-    origin, place = origins[is_load].to("cpu"), found[is_load].long()
-    for source, target in zip(parts.sources, parts.targets, strict=True):
-        size = source.shape[1]
-        target[place // size, place % size] = source[origin // size, origin % size].to(target.device)
+    for index, count in enumerate(map(int, loads.counts)):
+        if not count:
+            continue
+        entries, places = loads.entries[index, :count].long(), loads.places[index, :count].long()
+        for source, target in zip(parts.sources, parts.targets, strict=True):
+            size = source.shape[1]
+            pages = page_table[index, entries // size].long()
+            target[places // size, places % size] = source[pages, entries % size].to(target.device)

@@ -26,6 +26,11 @@ class SeenSlots(NamedTuple):
     counts: torch.Tensor
     rows: torch.Tensor | None = None
 
+    def take(self, tokens: slice) -> SeenSlots:
+        """Of some tokens, where each has a row of its own."""
+        assert self.rows is None
+        return self._replace(numbers=self.numbers[tokens], counts=self.counts[tokens])
+
 
 class Queries(NamedTuple):
     """``q`` [T, H, E], before norm and rotation; ``positions`` [T] int64; ``cos_sin`` [L, R] as of `LatentNorm`;

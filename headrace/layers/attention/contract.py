@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from headrace.base.registry import Registry
+from headrace.memory.hot_pool import HotLayer
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class AttentionGeometry:
 class KvPages:
     """One layer's pages. ``k`` [P, page_size, K, E] and ``v`` [P, page_size, K, E_value], contiguous unless values are
     views of the keys. In an int8 cache both hold codes in kernel order, and ``scales`` [P, 2, K, page_size] float32
-    multiplies them: keys' scales first (`headrace.kernels.attention.reference`)."""
+    multiplies them: keys' scales first (`headrace.kernels.attention.reference`). ``hot``: pages are in host memory,
+    slow to read, and this is what the device keeps of them."""
 
     k: torch.Tensor
     v: torch.Tensor
     scales: torch.Tensor | None = None
+    hot: HotLayer | None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -62,7 +65,8 @@ class AttentionInputs:
     on the device only. A request of one token is a decode at any index, one of none is padding; ``num_decodes`` and
     the lists of host lengths are meaningless. Only backends with ``supports_dynamic_lengths`` are given such steps.
 
-    ``last_run``: the first page of the last request, if the host knows that its pages are contiguous.
+    ``last_run``: the first page of the last request, if the host knows that its pages are contiguous. ``rows`` [R]
+    int64: where each request's state is; None in steps with ``has_dynamic_lengths``.
     """
 
     num_tokens: int
@@ -77,6 +81,7 @@ class AttentionInputs:
     slots: torch.Tensor
     has_dynamic_lengths: bool = False
     last_run: int | None = None
+    rows: torch.Tensor | None = None
 
     @property
     def num_requests(self) -> int:

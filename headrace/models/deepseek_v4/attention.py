@@ -6,7 +6,7 @@ T tokens, H heads, E head dim, N slots that a token sees, G groups of heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from headrace.models.deepseek_v4.backends import EntriesBackend, WindowBackend
 from headrace.models.deepseek_v4.compressor import Compressor
 from headrace.models.deepseek_v4.indexer import Indexer
 from headrace.models.deepseek_v4.layout import OVERLAPPING
-from headrace.models.deepseek_v4.places import Place
+from headrace.models.deepseek_v4.places import Place, open_slots
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
 from headrace.parallel.share import Share, divide
 
@@ -84,27 +84,36 @@ class V4Attention(nn.Module):
             kv, LatentNorm(self.kv_norm.weight, self.norm_eps, cos_sin), batch.positions, slots,
             self.window.step(batch).inputs.slots,
         )
-        entries = None
-        if self.compressor is not None:
-            self.compressor(x, batch)  # also before the read: a window that ends in this step is visible in it
-            entries = self._find_entries(self.compressor, x, latent, batch)
+        window = SeenSlots(slots, backend.numbers, backend.counts)
+        parts = [(slice(0, len(x)), None)] if self.compressor is None else self._read_entries(x, latent, batch)
         q = self.q_up(latent).unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
-        mixed = self._attend[is_packed](
-            Queries(q, batch.positions, cos_sin, self.norm_eps), SeenSlots(slots, backend.numbers, backend.counts),
-            entries, sinks=self.sinks, scale=heads.scale,
-        )
-        return self.output(self.mix(mixed))
+        mixed = [
+            self._attend[is_packed](
+                Queries(q[tokens], batch.positions[tokens], cos_sin, self.norm_eps), window.take(tokens), entries,
+                sinks=self.sinks, scale=heads.scale,
+            )
+            for tokens, entries in parts
+        ]
+        return self.output(self.mix(mixed[0] if len(mixed) == 1 else torch.cat(mixed)))
 
-    def _find_entries(
-        self, compressor: Compressor, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
-    ) -> SeenSlots:
-        """The compressed entries that each token attends to."""
-        backend: EntriesBackend = compressor.entries.backend(batch)
+    def _read_entries(
+        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+    ) -> Iterable[tuple[slice, SeenSlots | None]]:
+        """Spans of tokens, with the compressed entries that each of them attends to. A span is attended to before the
+        next is asked for: it may overwrite what this one reads."""
+        assert self.compressor is not None
+        self.compressor(x, batch)  # before any read: a window that ends in this step is visible in it
+        place = self.compressor.entries
+        backend: EntriesBackend = place.backend(batch)
+        hot = None if place.pages.hot is None else backend.open_hot(place.pages.hot)
         chosen = None if self.indexer is None else self.indexer(x, latent, batch, backend)
-        slots, view = compressor.entries.slots, backend.view
+        if hot is not None:
+            assert place.pages.hot is not None
+            return hot.read(place.pages.hot, chosen, open_slots)
         if chosen is None:
-            return SeenSlots(slots, backend.list_all(), view.visible, view.requests)
-        return SeenSlots(slots, chosen, view.visible)
+            return [(slice(0, len(x)), SeenSlots(place.slots, backend.list_all(), backend.view.visible,
+                                                 backend.view.requests))]
+        return [(slice(0, len(x)), SeenSlots(place.slots, chosen, backend.view.visible))]
 
 
 def share_groups(num_groups: int, build: Build) -> Share:

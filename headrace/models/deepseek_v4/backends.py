@@ -15,6 +15,8 @@ from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.sparse_attention import EntryView
 from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
+from headrace.layers.hot_entries import HotEntries
+from headrace.memory.hot_pool import HotLayer
 from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, draft_ring_rows, slots_per_page
 
 
@@ -53,10 +55,16 @@ class WindowBackend(_Backend):
 
 
 class EntriesBackend(_Backend):
-    """``view``: which compressed entries each token sees."""
+    """``view``: which compressed entries each token sees; behind `open_hot`, as numbered there."""
 
     view: EntryView
+    _inputs: AttentionInputs
     _all: torch.Tensor | None
+    _hot: HotEntries | None
+
+    def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
+        super().__init__(spec, page_size, device)
+        self.verifies_drafts = not spec.hot_slots  # several tokens of a row may want more entries than it has slots
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
@@ -72,7 +80,14 @@ class EntriesBackend(_Backend):
         self.view = EntryView(
             inputs.page_table, requests, visible, inputs.max_kv_len // ratio, inputs.num_decodes, prefills
         )
-        self._all = None
+        self._inputs, self._all, self._hot = inputs, None, None
+
+    def open_hot(self, layer: HotLayer) -> HotEntries:
+        """How entries in host memory are read in this step; `view` and `list_all` number them so from now on."""
+        if self._hot is None:
+            self._hot = HotEntries(layer, self._inputs, self.view)
+            self.view = self._hot.view
+        return self._hot
 
     def list_all(self) -> torch.Tensor:
         """Slots [R, longest] int64 of every entry of each request, undefined beyond the request's own; made at the

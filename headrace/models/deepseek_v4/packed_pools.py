@@ -12,21 +12,25 @@ import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.kernels.latents import KEY_SCALE_BYTES, SCALE_BYTES
-from headrace.memory.pools import PagePart, Pool, allocate_zeros
+from headrace.memory.pools import Allocate, PagePart, Pool, allocate_zeros
 from headrace.models.deepseek_v4.layout import packed_page_bytes, packed_value_bytes, slots_per_page
 
 
 class _PackedPool(Pool):
     """Per layer uint8 [P, page bytes], and two strided views of it: each slot's values, and each slot's scales."""
 
-    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+    is_mappable = True
+
+    def __init__(
+        self, group: CacheGroup, page_size: int, device: torch.device, allocate: Allocate = allocate_zeros
+    ):
         spec, slots = group.spec, slots_per_page(group.spec, page_size)
         page = self.page_bytes(spec, page_size)
         value, scale = self.slot_parts(spec)
         self._layers: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in group.layers:
-            pages = self._layers[layer] = allocate_zeros((group.num_pages, page), torch.uint8, device)
+            pages = self._layers[layer] = allocate((group.num_pages, page), torch.uint8, device)
             # views: the page's bytes are the only memory, and the rest of a page is padding
             values, scales = pages[:, : slots * value], pages[:, slots * value : slots * (value + scale)]
             self._views[layer] = values.unflatten(1, (slots, value)), scales.unflatten(1, (slots, scale))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
-from headrace.memory.pools import PagePart, Pool, allocate_zeros, torch_dtype
+from headrace.memory.pools import Allocate, PagePart, Pool, allocate_zeros, torch_dtype
 from headrace.models.deepseek_v4.layout import slot_bytes, slots_per_page
 
 
 class VectorPool(Pool):
     """Per layer one tensor [P, S, E] that holds vectors which are both key and value; `layer` returns it twice."""
 
-    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
+    is_mappable = True
+
+    def __init__(
+        self, group: CacheGroup, page_size: int, device: torch.device, allocate: Allocate = allocate_zeros
+    ):
         spec = group.spec
         shape = (group.num_pages, slots_per_page(spec, page_size), spec.head_dim)
-        self._layers = {layer: allocate_zeros(shape, torch_dtype(spec), device) for layer in group.layers}
+        self._layers = {layer: allocate(shape, torch_dtype(spec), device) for layer in group.layers}
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 
     @staticmethod

@@ -226,6 +226,23 @@ def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
     ]
 
 
+def host_caches(
+    spec: DeepseekV4Spec, specs: list[CacheSpec | None], hot_slots: int
+) -> list[CacheSpec | None]:
+    """The same with the entries that an indexer selects from in host memory. Raises `ConfigError` for too few slots."""
+    if hot_slots < spec.indexer.top_k:
+        raise ConfigError(
+            f"hot_slots {hot_slots} cannot hold the {spec.indexer.top_k} entries that a token selects: set it to "
+            f"{2 * spec.indexer.top_k}, or more where other entries are wanted with each token", param="hot_slots"
+        )
+    kinds = (layout.ENTRIES, layout.ENTRIES_FP8)
+    return [
+        msgspec.structs.replace(place, hot_slots=hot_slots)
+        if place is not None and place.kind in kinds and place.compress_ratio == layout.OVERLAPPING else place
+        for place in specs
+    ]
+
+
 def places(spec: DeepseekV4Spec, layer: V4LayerSpec) -> Iterator[CacheSpec]:
     """The caches of a layer, in 8 bits: its sliding window; if it compresses, its entries and the compressor's state;
     if it has an indexer, index keys and the state of the indexer's compressor."""

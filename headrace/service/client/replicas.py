@@ -17,7 +17,15 @@ from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
-from headrace.base.messages import EngineStats, MemoryLine, ModelFacts, SpeculationStats, StatsByTier, TierStats
+from headrace.base.messages import (
+    EngineStats,
+    HotSlotStats,
+    MemoryLine,
+    ModelFacts,
+    SpeculationStats,
+    StatsByTier,
+    TierStats,
+)
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
 
 logger = logging.getLogger(__name__)
@@ -146,7 +154,8 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
         **sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts,
         adapters=_sum_adapters([one.adapters for one in stats]),
         tiers=StatsByTier(
-            _sum_tiers([one.tiers.host for one in stats]), _sum_tiers([one.tiers.storage for one in stats])
+            _sum_tiers([one.tiers.host for one in stats]), _sum_tiers([one.tiers.storage for one in stats]),
+            hot_slots=_sum_hot_slots([one.tiers.hot_slots for one in stats]),
         ),
     )
 
@@ -164,6 +173,10 @@ def _sum_adapters(stats: Sequence[AdapterStats]) -> AdapterStats:
         max(one.num_loaded for one in stats), sum(one.num_resident for one in stats),
         sum(one.loads_total for one in stats), sum(one.evictions_total for one in stats), dict(running), dict(waiting)
     )
+
+
+def _sum_hot_slots(stats: Sequence[HotSlotStats]) -> HotSlotStats:
+    return HotSlotStats(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, stats), strict=True)))
 
 
 def _sum_tiers(stats: Sequence[TierStats]) -> TierStats:

@@ -20,7 +20,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineBroken, HeadraceError, PeerFailed
 from headrace.base.grammar import Grammar
-from headrace.base.messages import ErrorInfo, ExpertStats
+from headrace.base.messages import ErrorInfo, ExpertStats, HotSlotStats
 from headrace.base.step import Arrival, StepPlan, StepResult
 from headrace.service.executor import Adapters, Executor, Pace, PendingStep
 from headrace.service.ranks.commands import (
@@ -176,6 +176,11 @@ class RankedExecutor(Pace):
     def experts(self) -> ExpertStats:
         """The same on all ranks."""
         return self._executor.experts
+
+    @property
+    def hot_slots(self) -> HotSlotStats:
+        """The same on all ranks of a pipeline stage; of the first one."""
+        return self._executor.hot_slots
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a plan on all ranks."""

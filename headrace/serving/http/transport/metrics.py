@@ -106,6 +106,7 @@ class EngineCollector(Collector):
         yield from self._collect_speculation()
         yield from self._collect_experts()
         yield from self._collect_tiers()
+        yield from self._collect_hot_slots()
         yield from self._collect_transfers()
         yield from self._collect_adapters()
         yield from self._collect_replicas()
@@ -171,6 +172,17 @@ class EngineCollector(Collector):
             if name in STORAGE_COUNTERS:
                 value = getattr(tiers.storage, name)
                 yield kind(f"headrace_storage_cache_{metric}", f"Disk and remote stores: {doc}", value=value)
+
+    def _collect_hot_slots(self) -> Iterable[Metric]:
+        stats = self.stats.tiers.hot_slots
+        yield CounterMetricFamily(
+            "headrace_hot_slots_wanted_entries", "KV entries in host memory that layers of decodes wanted.",
+            value=stats.wanted_entries_total
+        )
+        yield CounterMetricFamily(
+            "headrace_hot_slots_loaded_entries", "Those that had to be copied to the device.",
+            value=stats.loaded_entries_total
+        )
 
     def _collect_transfers(self) -> Iterable[Metric]:
         peers = self.stats.tiers.peers
