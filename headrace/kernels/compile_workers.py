@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.errors import HeadraceError
+
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60
@@ -37,7 +39,14 @@ LEAST_CORES = 4
 Scalar = bool | int | float | str | None
 
 
-class Job(msgspec.Struct):
+class SourceJob(msgspec.Struct, tag=True):
+    """Own CUDA C++, as `compile_source` takes it."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+class Job(msgspec.Struct, tag=True):
     """A kernel and what it is compiled for, as Triton's ``ASTSource`` and ``compile`` take them. ``folder``: of the
     cache. Constants and attributes belong to arguments, by index (several for a part of a tuple)."""
 
@@ -69,13 +78,22 @@ def describe_job(compile_fn: Callable[[], Any], folder: str) -> bytes | None:
 
 
 def run_job(message: bytes) -> None:
-    """Compile a job's kernel, unless the cache has it. Raises what importing and compiling raise."""
+    """Compile a job's kernel or source, unless the cache has it. Raises what importing and compiling raise."""
+    job = msgspec.json.decode(message, type=Job | SourceJob)
+    if isinstance(job, SourceJob):
+        from headrace.kernels.cuda_source import compile_source
+
+        compile_source(job.name, job.options)
+    else:
+        _compile_kernel(job)
+
+
+def _compile_kernel(job: Job) -> None:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    job = msgspec.json.decode(message, type=Job)
     knobs.cache.dir = job.folder
     kernel: Any = import_module(job.module)
     for name in job.name.split("."):
@@ -179,5 +197,8 @@ def serve() -> None:
             run_job(message)
             answers.write(b"done\n")
         # The caller compiles it itself, and reports the error. Any other error ends this process, to the same effect.
-        except (ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError):
+        except (
+            ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError, OSError,
+            HeadraceError,
+        ):
             answers.write(b"failed\n")

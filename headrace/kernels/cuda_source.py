@@ -12,12 +12,14 @@ import logging
 import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,6 +27,9 @@ from headrace.base import env
 from headrace.base.errors import HeadraceError
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 # values of the driver API's enumerations, from cuda.h
@@ -37,8 +42,45 @@ MAP_BYTES = 128
 """Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
 
 
+NOT_YET = b""
+"""The code of a kernel that others are compiling; see `compiled_by`."""
+
+_compiler: ContextVar[Callable[[str, tuple[str, ...]], None] | None] = ContextVar("compiler", default=None)
+_num_not_yet = 0
+
+
 class CudaSourceError(HeadraceError):
     """An error of NVRTC or the driver, with its message."""
+
+
+@contextmanager
+def compiled_by(submit: Callable[[str, tuple[str, ...]], None]) -> Iterator[None]:
+    """In the body, which is a dry run, sources that are not in the cache are passed on to ``submit``, as
+    `compile_source` takes them, and their kernels are not launched."""
+    token = _compiler.set(submit)
+    try:
+        yield
+    finally:
+        _compiler.reset(token)
+
+
+def cache_compiled(make: Callable[P, T]) -> Callable[P, T]:
+    """As ``functools.cache``, for functions that make kernels: not of those that are `NOT_YET` compiled, nor of what
+    depends on them."""
+    made: dict[Any, T] = {}
+
+    @wraps(make)
+    def find(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = (args, tuple(sorted(kwargs.items())))
+        if key in made:
+            return made[key]
+        before = _num_not_yet
+        found = make(*args, **kwargs)
+        if _num_not_yet == before:
+            made[key] = found
+        return found
+
+    return find
 
 
 def _open_nvrtc() -> ctypes.CDLL:
@@ -55,20 +97,31 @@ def _open_nvrtc() -> ctypes.CDLL:
 
 
 def compile_source(name: str, options: tuple[str, ...]) -> bytes:
-    """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds. ``options`` are nvcc's and include
-    the architecture. Raises `CudaSourceError`."""
-    nvrtc, source = _open_nvrtc(), (FOLDER / f"{name}.cu").read_bytes()
-    major, minor = c_int(), c_int()
-    nvrtc.nvrtcVersion(byref(major), byref(minor))
-    digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
-    path = env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
+    """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds; `NOT_YET` in a dry run. ``options``
+    are nvcc's and include the architecture. Raises `CudaSourceError`."""
+    global _num_not_yet
+    nvrtc = _open_nvrtc()
+    path, submit = _locate(nvrtc, name, options), _compiler.get()
     if os.path.exists(path):  # False also without permission to look
         return path.read_bytes()
+    if submit is not None:
+        _num_not_yet += 1
+        submit(name, options)
+        return NOT_YET
     began = time.perf_counter()
-    code = _compile(nvrtc, source, name, options)
+    code = _compile(nvrtc, (FOLDER / f"{name}.cu").read_bytes(), name, options)
     _store(path, code)
     logger.info("compiled %s.cu in %.1f s", name, time.perf_counter() - began)
     return code
+
+
+def _locate(nvrtc: ctypes.CDLL, name: str, options: tuple[str, ...]) -> Path:
+    """Where the cache has a source."""
+    major, minor = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(major), byref(minor))
+    source = (FOLDER / f"{name}.cu").read_bytes()
+    digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
+    return env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
 
 
 def _store(path: Path, code: bytes) -> None:
@@ -144,10 +197,13 @@ DEPENDENT = _LaunchAttribute(6, 0, 1)
 
 class CudaKernel:
     """A kernel of a cubin, loaded into torch's current context for the life of the process, and the most dynamic shared
-    memory that a launch takes, in bytes. Usable on the device that was current when it was made."""
+    memory that a launch takes, in bytes. Usable on the device that was current when it was made. Of code that is
+    `NOT_YET` compiled launches do nothing."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
-        self.shared_bytes = shared_bytes
+        self.shared_bytes, self._is_loaded = shared_bytes, code != NOT_YET
+        if not self._is_loaded:
+            return
         torch.cuda.current_stream()  # creates the context
         self._module, self._function = c_void_p(), c_void_p()
         call_driver("cuModuleLoadData", byref(self._module), c_char_p(code))
@@ -161,6 +217,8 @@ class CudaKernel:
         which the driver copies before it returns. With ``is_dependent``, by programmatic dependent launch: see
         `headrace.kernels.launch`. ``shared_bytes``: less than the most. Raises `CudaSourceError`; errors of the kernel
         itself appear later."""
+        if not self._is_loaded:
+            return
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         config = _LaunchConfig(
@@ -171,6 +229,8 @@ class CudaKernel:
 
     def count_resident(self, threads: int) -> int:
         """Blocks of ``threads`` threads that run on a multiprocessor at once."""
+        if not self._is_loaded:
+            return 1
         count = c_int()
         call_driver(
             "cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(count), self._function, threads,

@@ -16,11 +16,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
 
 from headrace.base import env
-from headrace.kernels.compile_workers import CompileWorkers, count_workers, describe_job
+from headrace.kernels.compile_workers import CompileWorkers, SourceJob, count_workers, describe_job
+from headrace.kernels.cuda_source import compile_source, compiled_by
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,18 @@ def _dry_run(pool: Executor, workers: CompileWorkers | None) -> Any:
             finalize_fn(stand_in)
             return stand_in
 
+        def submit_source(self, name: str, options: tuple[str, ...]) -> None:
+            """Own CUDA C++; see `compiled_by`. What is not in the cache afterwards is compiled where it is used."""
+
+            def compile_into_cache() -> None:
+                job = msgspec.json.encode(SourceJob(name, options))
+                if workers is None or not workers.compile(job):
+                    compile_source(name, options)
+
+            key = f"{name} {options}"
+            if key not in self.compiling:
+                self.compiling[key] = pool.submit(compile_into_cache)
+
         def __exit__(self, *about: Any) -> None:
             for key, finalize in self._callers:
                 error = self.compiling[key].exception()
@@ -140,7 +154,7 @@ def precompile(run: Callable[[], None], about: str, device: torch.device) -> int
     with ThreadPoolExecutor(threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         with _dry_run(pool, workers) as found:
             try:
-                with _Zeros():
+                with _Zeros(), compiled_by(found.submit_source):
                     run()
             except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
                 logger.warning("kernels are compiled at their first launch: %s: %s", type(error).__name__, error)

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
+from headrace.kernels import cuda_source
 from headrace.kernels import precompile as precompile_module
 from headrace.kernels.compile_workers import CompileWorkers
 from headrace.kernels.precompile import precompile
@@ -102,6 +103,60 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
+
+
+def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):
+    """Lengths and numbers of splits are arguments: nothing is left to compile when a chunk has other ones."""
+    from headrace.kernels.latents.slots import Slots
+    from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots
+    from headrace.kernels.sparse_attention.indexer import index_scores, select_entries
+    from headrace.kernels.sparse_attention.rows import attend_rows
+    from headrace.kernels.sparse_attention.triton import attend_slots
+
+    slots, cos_sin, dtype = Slots(torch.zeros(4, 16, 64, dtype=torch.bfloat16)), torch.zeros(99, 16), torch.bfloat16
+    rows = Slots(torch.zeros(4, 16, 48, dtype=dtype))
+
+    def step(tokens: int, window: int, entries: int) -> None:
+        queries = Queries(torch.zeros(tokens, 16, 64, dtype=dtype), torch.zeros(tokens).long(), cos_sin, 1e-6)
+        counts, numbers = torch.ones(tokens).long(), torch.zeros(tokens, max(window, entries)).long()
+        seen = [SeenSlots(slots, numbers[:, :width].contiguous(), counts) for width in (window, entries)]
+        attend_slots(queries, *seen, sinks=torch.zeros(16), scale=1.0)
+        attend_rows(torch.zeros(tokens, 16, 48, dtype=dtype), seen[1]._replace(slots=rows), value_dim=32, scale=1.0)
+        view = EntryView(torch.zeros(1, 9, dtype=torch.int32), counts, counts, entries, 0, [])
+        for tokens_of in (slice(0, tokens), slice(1, tokens)):
+            scores = index_scores(
+                queries, torch.zeros(tokens, 16, dtype=dtype), slots, view, scale=1.0, top_k=8, tokens=tokens_of
+            )
+            select_entries(scores, view, top_k=8, per_page=16, tokens=tokens_of)
+
+    def run() -> None:
+        for sizes in ((2, 128, 2048), (200, 128, 512), (16, 128, 512)):  # most splits, none, few
+            step(*sizes)
+
+    assert precompile(run, "sparse attention", CUDA) == 2 + 2 + 2 + 2 + 1 + 1, "attention and sums, scores, selection"
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    try:
+        for sizes in ((3, 127, 601), (5, 64, 77), (40, 17, 1031), (133, 100, 8000)):
+            step(*sizes)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled
+
+
+def test_own_cuda_is_compiled_beside_kernels(gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch):
+    done: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(precompile_module, "compile_source", lambda *source: done.append(source))
+    monkeypatch.setattr(cuda_source, "_open_nvrtc", lambda: None)
+    monkeypatch.setattr(cuda_source, "_locate", lambda *_: Path("/nowhere"))
+
+    def run() -> None:
+        for _ in range(2):
+            assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == cuda_source.NOT_YET
+        scale[(1,)](torch.ones(128), torch.empty(128), 128, FACTOR=2, BLOCK=128)
+
+    assert precompile(run, "with own CUDA", CUDA) == 2
+    assert done == [("streams", ("-arch=sm_90a",))]
 
 
 def test_processes_compile_into_the_cache(

@@ -49,13 +49,43 @@ def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(
     assert worker.returncode == 0
 
 
+class Nvrtc:
+    """A library that compiles nothing itself."""
+
+    def nvrtcVersion(self, major: object, minor: object) -> None:
+        pass
+
+
+def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
+    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    wanted: list[tuple[str, tuple[str, ...]]] = []
+
+    @cuda_source.cache_compiled
+    def find(name: str, *, blocks: int) -> list[bytes]:
+        return [cuda_source.compile_source(name, ("-arch=sm_90a", f"-DBLOCKS={blocks}"))]
+
+    @cuda_source.cache_compiled
+    def can_find(name: str) -> bool:
+        return bool(find(name, blocks=1))
+
+    with cuda_source.compiled_by(lambda *source: wanted.append(source)):
+        assert find("streams", blocks=1) == [cuda_source.NOT_YET] and can_find("streams")
+        kernel = cuda_source.CudaKernel(cuda_source.NOT_YET, "mix_streams", 0)
+        kernel.launch(1, 32, is_dependent=True)  # nothing, without a GPU
+        assert kernel.count_resident(32) == 1
+    assert set(wanted) == {("streams", ("-arch=sm_90a", "-DBLOCKS=1"))}
+    monkeypatch.setattr(cuda_source, "_compile", lambda *_: (_ for _ in ()).throw(cuda_source.CudaSourceError("no")))
+    with pytest.raises(cuda_source.CudaSourceError):
+        can_find("streams")  # neither was cached, so that callers can choose another kernel
+    monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
+    assert find("streams", blocks=1) == [b"code"] and find("streams", blocks=1) is find("streams", blocks=1)
+
+
 def test_own_cuda_runs_where_it_cannot_be_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    class Nvrtc:
-        def nvrtcVersion(self, major: object, minor: object) -> None:
-            pass
-
     (tmp_path / "cache").touch()  # in place of a folder
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)

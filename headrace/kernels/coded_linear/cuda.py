@@ -16,7 +16,7 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -132,7 +132,7 @@ def describe_form(weight: DeviceCodes) -> Form:
     return form._replace(vector=int(weight.scales.shape[1] % form.groups == 0))
 
 
-@cache
+@cache_compiled
 def find_kernel(form: Form, what: int, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     with torch.cuda.device(device):

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from headrace.kernels.collective import MOST_RANKS, UNMEASURED, Limits
-from headrace.kernels.cuda_source import CudaKernel, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
 
 VECTOR, CHUNK = 16, 8
 """Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
@@ -71,7 +71,7 @@ class _Gather(ctypes.Structure):
     )
 
 
-@cache
+@cache_compiled
 def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
     major, minor = torch.cuda.get_device_capability(device)

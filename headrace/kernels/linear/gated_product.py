@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.linear import hopper
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ BAND = 8
 """Pairs of row tiles that go through all outputs together, so that their part of x stays in L2 as W streams past."""
 
 
-@cache
+@cache_compiled
 def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
     options = ("-arch=sm_90a", "-std=c++17", *OPTIONS[activation], *(("-DFP16",) if dtype == torch.float16 else ()))

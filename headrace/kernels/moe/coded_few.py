@@ -8,14 +8,13 @@ T tokens, k choices, D hidden size, F expert intermediate size.
 from __future__ import annotations
 
 import logging
-from functools import cache
 
 import torch
 
 from headrace.kernels.coded_linear import cuda, reason_against_cuda
 from headrace.kernels.coded_linear.choice import describe_codes
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
 from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
@@ -42,7 +41,7 @@ def _is_described(weight: DeviceCodes) -> bool:
     return not reason_against_cuda(describe_codes(weight, torch.bfloat16, _find_capability(weight.codes.device)))
 
 
-@cache
+@cache_compiled
 def _can_compile(gate_up: cuda.Form, down: cuda.Form, device: torch.device) -> bool:
     """Whether both kernels can be compiled and loaded; if not, with a warning."""
     try:

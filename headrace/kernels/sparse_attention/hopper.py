@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import Queries, SeenSlots, triton
 
@@ -53,7 +53,7 @@ class _Call(ctypes.Structure):
     )
 
 
-@cache
+@cache_compiled
 def find_kernel(device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
     try:

@@ -40,7 +40,7 @@ def _load_queries(q_ptr, cos_sin_ptr, row, is_row, position, E: tl.constexpr, R:
     return q.to(q_ptr.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_columns"])
 def _score_codes_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
     table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
@@ -77,7 +77,7 @@ def _score_codes_kernel(
             tl.store(scores_ptr + nth * num_columns + number, score, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_columns"])
 def _score_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
     table_width, num_columns, top_k, scale, keys_ptr, H: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
@@ -149,7 +149,7 @@ def _sortable(score):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_columns"])
 def _select_kernel(
     scores_ptr, requests_ptr, visible_ptr, table_ptr, out_ptr, first_token, table_width, num_columns,
     TOP_K: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -209,8 +209,7 @@ def select_entries(
     out = torch.empty((len(scores), top_k), dtype=torch.int64, device=scores.device)
     assert view.page_table.stride(1) == 1 and scores.is_contiguous()
     if len(scores):
-        most = SELECT_BLOCK if scores.shape[1] <= LONG_BLOCK else LONG_BLOCK
-        block = min(most, max(128, next_power_of_2(max(top_k, scores.shape[1]))))
+        block = SELECT_BLOCK if scores.shape[1] <= LONG_BLOCK else LONG_BLOCK
         _select_kernel[(len(scores),)](
             scores, view.requests, view.visible, view.page_table, out, tokens.indices(len(view.visible))[0],
             view.page_table.stride(0), scores.shape[1], TOP_K=top_k, S=per_page,

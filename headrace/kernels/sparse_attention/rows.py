@@ -15,17 +15,17 @@ import triton.language as tl
 from headrace.kernels.latents.triton import slot_arguments
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import SeenSlots
-from headrace.kernels.sparse_attention.triton import LOG2_E, MOST_SPLITS, PROGRAMS
+from headrace.kernels.sparse_attention.triton import LOG2_E, MOST_SPLITS, PROGRAMS, choose_combined
 
 HEADS, SLOTS, STAGES = 64, 32, 2
 """Of a program: heads, slots that it reads at a time, blocks of slots on their way."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_splits"])
 def _rows_kernel(
-    q_ptr, rows_ptr, numbers_ptr, counts_ptr, owners_ptr, sums_ptr, stats_ptr, width, scale, H: tl.constexpr,
-    HEADS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
-    HAS_OWNERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, rows_ptr, numbers_ptr, counts_ptr, owners_ptr, sums_ptr, stats_ptr, width, scale, num_splits,
+    H: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
+    SLOT: tl.constexpr, HAS_OWNERS: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     D: tl.constexpr = V // 2
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -41,7 +41,7 @@ def _rows_kernel(
     sum_first, sum_last = tl.zeros([HEADS, D], tl.float32), tl.zeros([HEADS, D], tl.float32)
     row = tl.load(owners_ptr + token) if HAS_OWNERS else token
     count = tl.minimum(tl.load(counts_ptr + token), width).to(tl.int32)
-    for first in range(split * BLOCK, count, SPLITS * BLOCK):
+    for first in range(split * BLOCK, count, num_splits * BLOCK):
         at = first + tl.arange(0, BLOCK)
         is_inside = at < count
         number = tl.load(numbers_ptr + row * width + at, mask=is_inside, other=0)
@@ -64,8 +64,8 @@ def _rows_kernel(
         sum_first = tl.dot(weight, kv_first, sum_first * shrink[:, None], input_precision="ieee")
         sum_last = tl.dot(weight, kv_last, sum_last * shrink[:, None], input_precision="ieee")
         most = higher
-    place = (token * SPLITS + split) * H + head
-    if SPLITS == 1:
+    place = (token * num_splits + split) * H + head
+    if not IS_SPLIT:
         sum_first, sum_last = sum_first / total[:, None], sum_last / total[:, None]
     else:
         tl.store(stats_ptr + place * 2, most, mask=is_head)
@@ -75,20 +75,20 @@ def _rows_kernel(
     tl.store(into + D, sum_last.to(sums_ptr.dtype.element_ty), mask=is_head[:, None] & (dim >= 0)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _add_splits_kernel(
-    sums_ptr, stats_ptr, out_ptr, H: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    sums_ptr, stats_ptr, out_ptr, num_splits, H: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # one program a token and head
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim = tl.arange(0, BLOCK_K), tl.arange(0, V)
     wait_for_previous(PDL)
-    place = (token * SPLITS + split) * H + head
-    most = tl.load(stats_ptr + place * 2, mask=split < SPLITS, other=-float("inf"))
-    total = tl.load(stats_ptr + place * 2 + 1, mask=split < SPLITS, other=0.0)
+    place = (token * num_splits + split) * H + head
+    most = tl.load(stats_ptr + place * 2, mask=split < num_splits, other=-float("inf"))
+    total = tl.load(stats_ptr + place * 2 + 1, mask=split < num_splits, other=0.0)
     weight = tl.exp2(most - tl.max(most, axis=0))
-    is_read = ((split < SPLITS) & (total > 0))[:, None] & (dim >= 0)[None, :]
+    is_read = ((split < num_splits) & (total > 0))[:, None] & (dim >= 0)[None, :]
     sums = tl.load(sums_ptr + place[:, None] * V + dim[None, :], mask=is_read, other=0.0)
     mixed = tl.sum(sums * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     tl.store(out_ptr + (token * H + head) * V + dim, mixed.to(out_ptr.dtype.element_ty))
@@ -113,15 +113,15 @@ def attend_rows(
         stats = torch.empty((num_tokens, splits, num_heads, 2), dtype=torch.float32, device=q.device)
     _rows_kernel[(num_tokens, blocks, splits)](
         q.contiguous(), place["codes_ptr"], seen.numbers, seen.counts,
-        seen.counts if seen.rows is None else seen.rows, sums, stats, width, scale, H=num_heads, HEADS=heads,
+        seen.counts if seen.rows is None else seen.rows, sums, stats, width, scale, splits, H=num_heads, HEADS=heads,
         V=value_dim, R=row_dim - value_dim, S=place["S"], PAGE=place["PAGE"], SLOT=place["SLOT"],
-        HAS_OWNERS=seen.rows is not None, SPLITS=splits, BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES,
+        HAS_OWNERS=seen.rows is not None, IS_SPLIT=splits > 1, BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES,
         launch_pdl=pdl,
     )
     if splits > 1:
         _add_splits_kernel[(num_tokens, num_heads)](
-            sums, stats, out, H=num_heads, V=value_dim, SPLITS=splits, BLOCK_K=next_power_of_2(splits), PDL=pdl,
-            num_warps=4, launch_pdl=pdl,
+            sums, stats, out, splits, H=num_heads, V=value_dim, BLOCK_K=choose_combined(splits), PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
         )
     return out
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_int, c_uint64, c_void_p
-from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.sparse_attention import EntryView, indexer
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class _Call(ctypes.Structure):
     )
 
 
-@cache
+@cache_compiled
 def find_kernels(device: torch.device) -> dict[str, CudaKernel] | None:
     """All kernels by entry point, compiled unless cached, so that none is loaded while a graph is captured; None, with
     a warning, where that fails."""

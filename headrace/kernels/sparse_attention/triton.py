@@ -26,7 +26,7 @@ STAGES = 2
 """Blocks of slots that are on their way at a time."""
 PROGRAMS = 132
 """Programs that fill a large GPU; more splits only add sums."""
-MOST_SPLITS = 32
+FEW_SPLITS, MOST_SPLITS = 8, 32
 """A program of `_combine_kernel` holds one head's sums of all splits in registers."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -106,15 +106,15 @@ def _turn(x, cos_sin_ptr, position, D: tl.constexpr, R: tl.constexpr, SIGN: tl.c
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [x.shape[0], D])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "window_width", "entries_width"])
 def _attend_kernel(
-    q_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, sums_ptr, stats_ptr, norm_eps, scale,
+    q_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, sums_ptr, stats_ptr, norm_eps, scale, num_splits,
     window_ptr, window_counts_ptr, window_width, codes_ptr, wide_ptr, scales_ptr,
     entries_ptr, entry_counts_ptr, entry_rows_ptr, entries_width, entry_codes_ptr, entry_wide_ptr, entry_scales_ptr,
     H: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr, ENTRY_S: tl.constexpr, ENTRY_PAGE: tl.constexpr,
     ENTRY_SLOT: tl.constexpr, HAS_ENTRIES: tl.constexpr, HAS_ENTRY_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    IS_SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     D: tl.constexpr = E // 2  # dims of a half; the rotated ones are in the last
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -138,7 +138,7 @@ def _attend_kernel(
     scale_log2 = scale * LOG2_E
     # blocks of window and entries in turns among the splits
     count = tl.minimum(tl.load(window_counts_ptr + token), window_width).to(tl.int32)
-    for first in range(split * BLOCK, count, SPLITS * BLOCK):
+    for first in range(split * BLOCK, count, num_splits * BLOCK):
         is_inside = first + at < count
         number = tl.load(window_ptr + token * window_width + first + at, mask=is_inside, other=0)
         sum_first, sum_last, most, total = _add_block(
@@ -150,39 +150,39 @@ def _attend_kernel(
         entry_count = tl.minimum(tl.load(entry_counts_ptr + token), entries_width).to(tl.int32)
         # this split's first block behind the window's
         ahead = (count + BLOCK - 1) // BLOCK
-        begin = (split + SPLITS - ahead % SPLITS) % SPLITS
-        for first in range(begin * BLOCK, entry_count, SPLITS * BLOCK):
+        begin = (split + num_splits - ahead % num_splits) % num_splits
+        for first in range(begin * BLOCK, entry_count, num_splits * BLOCK):
             is_inside = first + at < entry_count
             number = tl.load(entries_ptr + row * entries_width + first + at, mask=is_inside, other=0)
             sum_first, sum_last, most, total = _add_block(
                 q_first, q_last, sum_first, sum_last, most, total, number, is_inside, scale_log2, entry_codes_ptr,
                 entry_wide_ptr, entry_scales_ptr, E, ENTRY_S, ENTRY_PAGE, ENTRY_SLOT, HOW, GROUP,
             )
-    if SPLITS == 1:
+    if not IS_SPLIT:
         total += tl.exp2(tl.load(sinks_ptr + head, mask=is_head, other=0.0) * LOG2_E - most)
         share = (1.0 / total)[:, None]
         tl.store(out_ptr + own, (sum_first * share).to(out_ptr.dtype.element_ty), mask=own_mask)
         sum_last = _turn(sum_last * share, cos_sin_ptr, position, D, R, -1)
         tl.store(out_ptr + own + D, sum_last.to(out_ptr.dtype.element_ty), mask=own_mask)
     else:
-        place = (token * SPLITS + split) * H + head
+        place = (token * num_splits + split) * H + head
         tl.store(sums_ptr + place[:, None] * E + dim[None, :], sum_first, mask=own_mask)
         tl.store(sums_ptr + place[:, None] * E + D + dim[None, :], sum_last, mask=own_mask)
         tl.store(stats_ptr + place * 2, most, mask=is_head)
         tl.store(stats_ptr + place * 2 + 1, total, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, H: tl.constexpr, E: tl.constexpr,
-    R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, stats_ptr, positions_ptr, cos_sin_ptr, sinks_ptr, out_ptr, num_splits, H: tl.constexpr, E: tl.constexpr,
+    R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     # one program a token and head
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim, pair = tl.arange(0, BLOCK_K), tl.arange(0, E), tl.arange(0, E // 2)
-    is_split = split < SPLITS
+    is_split = split < num_splits
     wait_for_previous(PDL)
-    place = (token * SPLITS + split) * H + head
+    place = (token * num_splits + split) * H + head
     most = tl.load(stats_ptr + place * 2, mask=is_split, other=-float("inf"))
     total = tl.load(stats_ptr + place * 2 + 1, mask=is_split, other=0.0)
     sink = tl.load(sinks_ptr + head) * LOG2_E
@@ -224,6 +224,11 @@ def make_parts(q: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor
     return sums, torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
 
 
+def choose_combined(splits: int) -> int:
+    """Splits whose sums a program holds: one of two numbers, so that steps of any size need no further compilation."""
+    return FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
+
+
 def combine(
     parts: tuple[torch.Tensor, torch.Tensor], queries: Queries, sinks: torch.Tensor, out: torch.Tensor, *, pdl: bool
 ) -> None:
@@ -231,9 +236,8 @@ def combine(
     (sums, stats), (num_tokens, num_heads, head_dim) = parts, out.shape
     splits = sums.shape[1]
     _combine_kernel[(num_tokens, num_heads)](
-        sums, stats, queries.positions, queries.cos_sin, sinks, out, H=num_heads, E=head_dim,
-        R=queries.cos_sin.shape[1], SPLITS=splits, BLOCK_K=next_power_of_2(splits), PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        sums, stats, queries.positions, queries.cos_sin, sinks, out, splits, H=num_heads, E=head_dim,
+        R=queries.cos_sin.shape[1], BLOCK_K=choose_combined(splits), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
 
 
@@ -256,9 +260,9 @@ def attend_slots(
     parts = make_parts(q, splits)
     sums, stats = (q, q) if parts is None else parts  # q stands in
     _attend_kernel[(num_tokens, blocks, splits)](
-        q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, window.numbers,
-        window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
-        **_entry_arguments(window, entries), H=num_heads, E=head_dim, R=rotary_dim, SPLITS=splits, HEADS=heads,
+        q, queries.positions, queries.cos_sin, sinks, out, sums, stats, queries.norm_eps, scale, splits,
+        window.numbers, window.counts, window.numbers.shape[1], **slot_arguments(window.slots),
+        **_entry_arguments(window, entries), H=num_heads, E=head_dim, R=rotary_dim, IS_SPLIT=splits > 1, HEADS=heads,
         GROUP=GROUP, BLOCK=SLOTS, PDL=pdl, num_warps=8, num_stages=STAGES, launch_pdl=pdl,
     )
     if parts is not None:

@@ -9,11 +9,10 @@ import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import StreamMix, StreamShape, triton
 
@@ -59,7 +58,7 @@ class _Read(ctypes.Structure):
     )
 
 
-@cache
+@cache_compiled
 def find_kernel(entry: str, device: torch.device, **constants: int) -> CudaKernel | None:
     """A kernel of the source, compiled (a second) unless cached; None, with a warning, where that fails."""
     defines = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "VECTORS": 2} | constants
