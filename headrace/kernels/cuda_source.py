@@ -35,6 +35,8 @@ FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 # values of the driver API's enumerations, from cuda.h
 MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
+LARGE_CLUSTERS = 14
+"""``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``"""
 TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 SWIZZLE_128, PROMOTE_128 = 3, 2
 """``CU_TENSOR_MAP_SWIZZLE_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
@@ -177,7 +179,7 @@ def call_driver(name: str, *arguments: Any) -> None:
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """``CUlaunchAttribute``, of which the first word of the value is used."""
+    """``CUlaunchAttribute``, of which the first word of the value is used, or three for the size of a cluster."""
 
     _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
 
@@ -236,6 +238,18 @@ class CudaKernel:
             "cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(count), self._function, threads,
             c_size_t(self.shared_bytes),
         )
+        return count.value
+
+    def count_clusters(self, size: int, threads: int) -> int:
+        """Clusters of ``size`` blocks of ``threads`` threads that run at once on the device; launches with up to 16
+        blocks in each are allowed from then on."""
+        call_driver("cuFuncSetAttribute", self._function, LARGE_CLUSTERS, 1)
+        cluster, count = _LaunchAttribute(4, 0, size), c_int()  # ``CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION``
+        cluster.rest[0] = cluster.rest[1] = 1
+        config = _LaunchConfig(
+            (size, 1, 1), (threads, 1, 1), self.shared_bytes, None, ctypes.pointer(cluster), 1
+        )
+        call_driver("cuOccupancyMaxActiveClusters", byref(count), self._function, byref(config))
         return count.value
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:

@@ -151,10 +151,10 @@ def test_writing_and_reading_at_once(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_tokens", [1, 64, 300, 1100])
+@pytest.mark.parametrize("num_tokens", [1, 13, 64, 300, 1100])
 def test_own_cuda_code_finishes_reads(num_tokens: int):
-    """Of the published widths, as the reference in float64 does."""
-    from headrace.kernels.streams import cuda
+    """Of the published widths, as the reference in float64 does; of few tokens by one kernel and by two."""
+    from headrace.kernels.streams import cuda, few
 
     for width in (4096, 7168):
         streams, mix, norm = put("cuda", *make(num_tokens, 4, width, torch.bfloat16))
@@ -171,6 +171,17 @@ def test_own_cuda_code_finishes_reads(num_tokens: int):
             assert relative_error(one, other) < 5e-3
         tile = cuda.choose_tile(num_tokens, width)
         assert cuda.find_kernels(width, tile, streams.device, writes=True) is not None
+        assert few.can_run(streams) == (num_tokens <= few.MOST_TOKENS)
+        by_two = cuda.write_read_streams(streams, out, post, mixing, mix, norm, shape, tile=tile)
+        assert all(relative_error(one, other) < 5e-3 for one, other in zip(by_two, expected, strict=True))
+
+
+def test_few_tokens_are_divided_among_clusters():
+    from headrace.kernels.streams import few
+
+    tiles = {count: few.choose_tile(count) for count in range(1, few.MOST_TOKENS + 1)}
+    assert all(tile in few.TILES and count <= tile * few.CLUSTERS for count, tile in tiles.items())
+    assert tiles[1] == tiles[8] == 1 and tiles[32] == 4 and all(few.TILES[tile] <= tile for tile in tiles.values())
 
 
 @pytest.mark.cuda

@@ -57,6 +57,15 @@ def test_linear_takes_any_number_of_rows(rows, device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_products_stored_as_float32(rows, device, dtype, tolerance):
+    """Sums of 16-bit products are not rounded."""
+    x, weight, _ = _problem(device, dtype, rows, 72, 520)
+    out = linear.linear_float(x, weight)
+    assert out.dtype == torch.float32 and relative_error(out, _expected(x, weight, None)) < 1e-6
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 def test_many_rows_are_added_to_the_residual(device, dtype, tolerance):
     rows, inputs = linear.LEAST_ADDED_ROWS, linear.LEAST_ADDED_INPUTS
     x, weight, bias = _problem(device, dtype, rows, 64, inputs)

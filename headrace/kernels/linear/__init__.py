@@ -83,6 +83,10 @@ LINEAR_FLOAT.add(
     "cublas", "headrace.kernels.linear.reference:linear_into_float", supports=_in_half, priority=10,
     doc="torch's own GEMM, stored as float32",
 )
+LINEAR_FLOAT.add(
+    "triton_pdl", "headrace.kernels.linear.triton:linear_float_pdl", supports=_on_hopper, priority=15,
+    doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.linear.reference import linear_into_float
 
 SKINNY_ROWS = 8
 MOST_GEMV_WEIGHTS = 2**24
 """Above it a GEMV of two rows is bound by arithmetic."""
 MOST_SKINNY_WEIGHTS = 2**26
 """Above it torch's GEMM already reads at memory bandwidth for two rows and more."""
+MOST_FLOAT_OUTPUTS = 2**13
+"""Of products stored as float32: routers and compressors, no LM heads, which torch's GEMM reads as fast."""
 
 LEAST_ADDED_ROWS, LEAST_ADDED_INPUTS = 1024, 4096
 """From so many rows and inputs on, the GEMM's epilogue adds the product to the residual; with fewer inputs reading the
@@ -160,12 +163,14 @@ def _sum_splits_kernel(
 
 
 def gemv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *,
+    dtype: torch.dtype | None = None, pdl: bool = False
 ) -> torch.Tensor:
-    """`LINEAR` for few rows, see `gemv_rows`: compiled for each number of them."""
+    """`LINEAR` for few rows, see `gemv_rows`: compiled for each number of them. ``dtype``: of the output, x's if
+    None."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or gemv_tile(outputs, width)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)
     _gemv_kernel[(ceil_div(outputs, tile.outputs),)](
         x, weight, x if bias is None else bias, out, x.stride(0), N=outputs, K=width, M=rows, BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
@@ -175,12 +180,13 @@ def gemv(
 
 
 def skinny(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *, pdl: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None, *,
+    dtype: torch.dtype | None = None, pdl: bool = False
 ) -> torch.Tensor:
     """`LINEAR` for up to 16 rows, the least of a tensor-core tile; fewer are padded with zeros."""
     (rows, width), outputs = x.shape, weight.shape[0]
     tile = tile or skinny_tile(outputs, width)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)
     partial_sums = (
         torch.empty((tile.splits, rows, outputs), dtype=torch.float32, device=x.device) if tile.splits > 1 else out
     )
@@ -220,4 +226,15 @@ def linear_sums(
     return None
 
 
+def linear_float(x: torch.Tensor, weight: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """See `LINEAR_FLOAT`. More rows than the skinny GEMM takes, and operands that it cannot read, go to torch."""
+    rows, width = x.shape
+    can_read = width % 8 == 0 and weight.is_contiguous() and x.stride(1) == 1
+    if not 0 < rows <= SKINNY_ROWS or weight.shape[0] > MOST_FLOAT_OUTPUTS or not can_read:
+        return linear_into_float(x, weight)
+    multiply = gemv if rows <= gemv_rows(weight.numel()) else skinny
+    return multiply(x, weight, None, dtype=torch.float32, pdl=pdl)
+
+
+linear_float_pdl = partial(linear_float, pdl=True)
 linear_pdl, linear_sums_pdl = partial(linear, pdl=True), partial(linear_sums, pdl=True)

@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import StreamMix, StreamShape, triton
+from headrace.kernels.streams import StreamMix, StreamShape, few, triton
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ def read_streams(
     streams: torch.Tensor, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *, tile: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `READ_STREAMS`; the last dim of streams is contiguous."""
+    if tile is None and few.can_run(streams):
+        return few.pass_streams(streams, None, mix, norm, shape)[1:]
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=False)
     if kernels is None or not len(streams):
@@ -103,6 +105,8 @@ def write_read_streams(
     norm: torch.Tensor, shape: StreamShape, *, tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`; the last dims of streams and out are contiguous."""
+    if tile is None and few.can_run(streams):
+        return few.pass_streams(streams, few.Pending(out, post, mixing), mix, norm, shape)
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=True)
     if kernels is None or not len(streams):

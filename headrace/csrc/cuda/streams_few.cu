@@ -1,0 +1,282 @@
+// Hyper-connections of four streams for few tokens: from one sublayer's output to the next one's input in one kernel.
+//
+// A cluster of CLUSTER blocks has TOKENS tokens; each block has COLUMNS of the hidden size of all streams, a thread one
+// column. Weights are in shared memory before the wait, as no kernel writes them. After it a thread reads its column,
+// writes back what is pending (with -DWRITES=1), and multiplies; sums of all blocks meet in each block's shared memory,
+// so that each knows the weights of the streams; the same once more for the norm. One warp more of a block balances the
+// S x S matrix of one token meanwhile, all of it in the registers of each of its lanes.
+//
+// Everything is float32. Compiled by NVRTC, without any header. -DGROUP: tokens whose sums a thread has at once.
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using int64 = long long;
+
+constexpr int S = 4, WEIGHTS = (2 + S) * S, ROW = 32;  // a row of sums: WEIGHTS products, then the sum of squares
+constexpr int WORKERS = COLUMNS, WARPS = WORKERS / 32, THREADS = WORKERS + 32;  // whole warps
+constexpr int PIECES = COLUMNS / 4;  // of 16 bytes of a row of weights
+
+struct Call {
+  const uint16 *streams, *out;  // [T, S, width] and [T, width] bfloat16, strides in elements
+  const float *post, *mix;      // [T, S], [T, S, S], of what is pending
+  uint16 *fresh;                // [T, S, width]
+  const float *fn;              // [WEIGHTS, S * width]
+  const float *scale, *base;    // [3], [WEIGHTS]
+  const uint16 *norm;           // [width]
+  uint16 *x;                    // [T, width]
+  float *new_post, *new_mix;
+  int64 token_stride, stream_stride, out_stride;
+  int tokens, width, iterations;
+  float eps, norm_eps;
+};
+
+struct Shared {
+  float sums[CLUSTER][TOKENS][ROW];  // written by all blocks
+  float squares[TOKENS][CLUSTER];
+  float parts[WARPS][TOKENS][ROW];
+  float pre[TOKENS][S];
+  float post[TOKENS][S], mix[TOKENS][S][S];
+};
+
+__device__ __forceinline__ float widen(uint16 x) { return __uint_as_float(uint32(x) << 16); }
+
+__device__ __forceinline__ uint16 narrow(float x) {  // to nearest, ties to even
+  uint16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // within 1 ulp
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+__device__ __forceinline__ uint32 address_of(const void *at) {
+  return static_cast<uint32>(__cvta_generic_to_shared(at));
+}
+
+__device__ __forceinline__ void store_in(uint32 at, int rank, float value) {  // of another block of the cluster
+  uint32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+// Sums over a warp's lanes of 32 values each: lane i gets that of value i.
+template <int STEP>
+__device__ __forceinline__ float scatter_sums(float (&v)[2 * STEP], int lane) {
+  const bool is_upper = lane & STEP;
+  float kept[STEP];
+#pragma unroll
+  for (int i = 0; i < STEP; i++) {
+    const float give = is_upper ? v[i] : v[i + STEP], keep = is_upper ? v[i + STEP] : v[i];
+    kept[i] = keep + __shfl_xor_sync(~0u, give, STEP);
+  }
+  if constexpr (STEP > 1)
+    return scatter_sums<STEP / 2>(kept, lane);
+  else
+    return kept[0];
+}
+
+// Lane w: weight w of a token, before sigmoid and balance.
+__device__ __forceinline__ float weigh(const Call &call, const Shared &shared, int token, int lane) {
+  float own = 0.f;
+#pragma unroll
+  for (int block = 0; block < CLUSTER; block++) own += shared.sums[block][token][lane];
+  // the streams are normalised as one vector, after the products
+  own *= rsqrtf(__shfl_sync(~0u, own, WEIGHTS) / (float(S) * call.width) + call.norm_eps);
+  return lane < WEIGHTS ? own * call.scale[lane < S ? 0 : lane < 2 * S ? 1 : 2] + call.base[lane] : 0.f;
+}
+
+// post and the doubly stochastic matrix of a token, by one warp; as the reference: softmax of rows, then columns and
+// rows in turn, columns first and last.
+__device__ __forceinline__ void balance(const Call &call, float own, int64 token, int lane) {
+  if (lane >= S && lane < 2 * S) call.new_post[token * S + lane - S] = 2.f * sigmoid(own);
+  float mix[S][S];
+#pragma unroll
+  for (int i = 0; i < S; i++) {
+#pragma unroll
+    for (int j = 0; j < S; j++) mix[i][j] = __shfl_sync(~0u, own, 2 * S + i * S + j);
+  }
+#pragma unroll
+  for (int i = 0; i < S; i++) {
+    const float most = fmaxf(fmaxf(mix[i][0], mix[i][1]), fmaxf(mix[i][2], mix[i][3]));
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < S; j++) sum += mix[i][j] = expf(mix[i][j] - most);
+#pragma unroll
+    for (int j = 0; j < S; j++) mix[i][j] = mix[i][j] / sum + call.eps;
+  }
+  for (int pass = 0; pass < call.iterations; pass++) {
+    if (pass) {
+#pragma unroll
+      for (int i = 0; i < S; i++) {
+        const float share = reciprocal((mix[i][0] + mix[i][1]) + (mix[i][2] + mix[i][3]) + call.eps);
+#pragma unroll
+        for (int j = 0; j < S; j++) mix[i][j] *= share;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < S; j++) {
+      const float share = reciprocal((mix[0][j] + mix[1][j]) + (mix[2][j] + mix[3][j]) + call.eps);
+#pragma unroll
+      for (int i = 0; i < S; i++) mix[i][j] *= share;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < S; i++) {
+#pragma unroll
+    for (int j = 0; j < S; j++) {
+      if (lane == i * S + j) call.new_mix[token * S * S + lane] = mix[i][j];
+    }
+  }
+}
+
+// A thread's column of all tokens: what is pending is written back, in the dtype of the streams.
+__device__ __forceinline__ void read_column(
+    const Call &call, const Shared &shared, float (&x)[TOKENS][S], int64 first, int column) {
+  uint16 own[TOKENS][S], out[TOKENS];
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+    const bool there = first + t < call.tokens;
+#pragma unroll
+    for (int s = 0; s < S; s++)
+      own[t][s] = there ? call.streams[(first + t) * call.token_stride + s * call.stream_stride + column] : 0;
+    out[t] = WRITES && there ? call.out[(first + t) * call.out_stride + column] : 0;
+  }
+  if (WRITES) sync_workers();  // post and mix are in shared memory
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+#pragma unroll
+    for (int k = 0; k < S; k++) {
+      x[t][k] = widen(own[t][k]);
+      if (!WRITES) continue;
+      float sum = shared.post[t][k] * widen(out[t]);
+#pragma unroll
+      for (int j = 0; j < S; j++) sum += shared.mix[t][j][k] * widen(own[t][j]);
+      const uint16 rounded = narrow(sum);  // first: the next sublayer sees what is written
+      x[t][k] = widen(rounded);
+      if (first + t < call.tokens) call.fresh[((first + t) * S + k) * call.width + column] = rounded;
+    }
+  }
+}
+
+// Sums of a warp's columns, to `shared.parts`.
+__device__ __forceinline__ void multiply(const float *fn, Shared &shared, const float (&x)[TOKENS][S]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int first = 0; first < TOKENS; first += GROUP) {
+    float total[GROUP][ROW] = {};
+    const float *at = fn + threadIdx.x;
+#pragma unroll
+    for (int w = 0; w < WEIGHTS; w++) {
+#pragma unroll
+      for (int k = 0; k < S; k++) {
+        const float weight = at[(w * S + k) * COLUMNS];
+#pragma unroll
+        for (int t = 0; t < GROUP; t++) total[t][w] += weight * x[first + t][k];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < GROUP; t++) {
+#pragma unroll
+      for (int k = 0; k < S; k++) total[t][WEIGHTS] += x[first + t][k] * x[first + t][k];
+      shared.parts[warp][first + t][lane] = scatter_sums<ROW / 2>(total[t], lane);
+    }
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) pass_streams(
+    const __grid_constant__ Call call) {
+  extern __shared__ __align__(16) float fn[];  // [WEIGHTS, S, COLUMNS]
+  __shared__ Shared shared;
+  const int lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
+  const int64 first = int64(blockIdx.x / CLUSTER) * TOKENS;
+  const bool is_worker = threadIdx.x < WORKERS;
+  const int column = rank * COLUMNS + threadIdx.x % WORKERS;
+  for (int at = threadIdx.x; at < WEIGHTS * S * PIECES; at += THREADS) {
+    const int row = at / PIECES, piece = at % PIECES;
+    const float *from = call.fn + int64(row) * call.width + rank * COLUMNS + piece * 4;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address_of(fn + at * 4)), "l"(from) : "memory");
+  }
+  const float norm = widen(call.norm[column]);
+  arrive();  // no block writes to another before that one has begun
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (WRITES && is_worker) {
+    for (int at = threadIdx.x; at < TOKENS * S * (1 + S); at += WORKERS) {
+      const int t = at / (S * (1 + S)), i = at % (S * (1 + S));
+      const bool there = first + t < call.tokens;
+      if (i < S)
+        shared.post[t][i] = there ? call.post[(first + t) * S + i] : 0.f;
+      else
+        (&shared.mix[t][0][0])[i - S] = there ? call.mix[(first + t) * S * S + i - S] : 0.f;
+    }
+  }
+  float x[TOKENS][S];
+  if (is_worker) read_column(call, shared, x, first, column);
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  if (is_worker) multiply(fn, shared, x);
+  __syncthreads();
+  await();
+  for (int at = threadIdx.x; at < TOKENS * ROW; at += THREADS) {
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) sum += (&shared.parts[warp][0][0])[at];
+#pragma unroll
+    for (int block = 0; block < CLUSTER; block++) store_in(address_of(&shared.sums[rank][0][0] + at), block, sum);
+  }
+  arrive();
+  await();
+  if (!is_worker) {
+    arrive();
+    if (rank < TOKENS && first + rank < call.tokens)
+      balance(call, weigh(call, shared, rank, lane), first + rank, lane);
+    await();
+    return;
+  }
+  for (int t = threadIdx.x / 32; t < TOKENS; t += WARPS) {
+    const float own = weigh(call, shared, t, lane);
+    if (lane < S) shared.pre[t][lane] = sigmoid(own) + call.eps;
+  }
+  sync_workers();
+  uint16 sum[TOKENS];
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < S; k++) total += shared.pre[t][k] * x[t][k];
+    sum[t] = narrow(total);  // the norm sees the rounded sum
+    float square = widen(sum[t]) * widen(sum[t]);
+#pragma unroll
+    for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+    if (lane == 0) shared.parts[threadIdx.x / 32][t][0] = square;
+  }
+  sync_workers();
+  for (int at = threadIdx.x; at < TOKENS * CLUSTER; at += WORKERS) {
+    const int t = at / CLUSTER;
+    float square = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) square += shared.parts[warp][t][0];
+    store_in(address_of(&shared.squares[t][rank]), at % CLUSTER, square);
+  }
+  __syncwarp();
+  arrive();
+  await();
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+    float square = 0.f;
+#pragma unroll
+    for (int block = 0; block < CLUSTER; block++) square += shared.squares[t][block];
+    const float factor = rsqrtf(square / call.width + call.norm_eps);
+    if (first + t < call.tokens)
+      call.x[(first + t) * call.width + column] = narrow(widen(sum[t]) * factor * norm);
+  }
+}
