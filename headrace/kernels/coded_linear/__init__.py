@@ -204,7 +204,7 @@ EXPAND_CODES.add(
 
 QUANTISE_ROWS = Operation("row fp8 quantisation kernel")
 """``quantise_rows(x [T, I], group=0) -> Fp8Rows``: a scale is the largest magnitude of the group (0: of the row) over
-448, or 1 for a group of zeros. Computed in float32."""
+448, or 1 for a group of (nearly) zeros. Computed in float32, by the scale's reciprocal."""
 
 NORM_ROWS = Operation("norm with fp8 rows kernel")
 """``norm_rows(x | None, residual [T, D], weight [D], eps, offset=0.0, *, group=0) -> (Fp8Rows, new_residual)``:

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.coded_linear import reference
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
-MOST_CODE = tl.constexpr(LARGEST)
+MOST_CODE, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(reference.LEAST_SCALE)
 GROUPS_AT_ONCE = 8
 
 
@@ -27,8 +28,8 @@ def _store_rows(
     NUM: tl.constexpr = BLOCK // GROUP if GROUP else 1
     groups = tl.reshape(x, [NUM, BLOCK // NUM])
     scale = tl.max(tl.abs(groups), axis=1) / MOST_CODE
-    scale = tl.where(scale > 0, scale, 1.0)
-    codes = tl.minimum(tl.maximum(groups / scale[:, None], -MOST_CODE), MOST_CODE)
+    scale = tl.where(scale > LEAST_SCALE, scale, 1.0)
+    codes = groups * tl.div_rn(1.0, scale)[:, None]  # rounded above the largest code by an ulp at most, and back by FP8
     column = block * BLOCK + tl.arange(0, BLOCK)
     tl.store(
         codes_ptr + row.to(tl.int64) * D + column, tl.reshape(codes, [BLOCK]).to(codes_ptr.dtype.element_ty),

@@ -11,6 +11,9 @@ from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
 from headrace.kernels.rowwise import reference as rowwise
 
+LEAST_SCALE = 2.0**-100
+"""Of rows in FP8, so that its reciprocal is finite: groups of smaller numbers count as zeros."""
+
 
 def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
@@ -23,8 +26,8 @@ def quantise_rows(x: torch.Tensor, group: int = 0) -> Fp8Rows:
     size = group or width
     groups = F.pad(x.float(), (0, -width % size)).unflatten(1, (-1, size))
     scales = groups.abs().amax(2) / LARGEST
-    scales = torch.where(scales > 0, scales, 1.0)
-    codes = (groups / scales.unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scales = torch.where(scales > LEAST_SCALE, scales, 1.0)
+    codes = (groups * (1.0 / scales).unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return Fp8Rows(codes.flatten(1)[:, :width].contiguous(), scales.t().contiguous() if group else scales[:, 0])
 
 
