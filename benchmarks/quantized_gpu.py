@@ -2,9 +2,9 @@
 REGEX] [--rows 1 8 64] [--json FILE] [--serve]``.
 
 For each weight of a layer and each form of codes, the time of every solution of `CODED_LINEAR` by number of rows, as
-loading measures it (cold cache), in microseconds, checked against float64 first; then which solution is chosen and how
-many times as fast as bfloat16 it is. ``--serve`` also runs the workloads of the offline benchmark on random weights in
-these forms (`SERVED`), each in a process of its own, beside bfloat16.
+loading measures it (a captured chain, no weight in the cache), in microseconds, checked against float64 first; then
+which solution is chosen and how many times as fast as bfloat16 it is. ``--serve`` also runs the workloads of the
+offline benchmark on random weights in these forms (`SERVED`), each in a process of its own, beside bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.kernels.coded_linear.choice import (
     find_solutions,
     make_plan,
     measure,
-    time_on_gpu,
+    time_chain,
 )
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
@@ -94,7 +94,7 @@ def run_shape(form: str, shape: tuple[int, int], rows_shown: list[int]) -> dict[
                 continue
             if not error < TOLERANCE.get(name, 2e-2):
                 wrong[name] = f"WRONG {error:.1e} at {rows} rows"
-    times = measure(weight, query, time_on_gpu)
+    times = measure(weight, query, time_chain)
     plan = make_plan(times)
     for rows in rows_shown:
         found = sorted(times[rows].items(), key=lambda pair: pair[1])

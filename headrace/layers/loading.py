@@ -77,8 +77,13 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
     family's table is found at once and not as garbage in the output."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
+    storable = find_storable(model)
     targets.intakes.update(
-        (id(weight.layers[0].weight), QuantisedIntake(weight, targets.choice)) for weight in find_storable(model)
+        (id(weight.layers[0].weight), QuantisedIntake(weight, targets.choice)) for weight in storable
+    )
+    targets.choice.expect(
+        (weight.weight.shape[0], weight.weight.shape[1])
+        for weight in storable if not (weight.is_vocabulary or weight.is_stack)
     )
     for theirs, ours in names.items():
         for i in range(num_layers if "{i}" in theirs else 1):

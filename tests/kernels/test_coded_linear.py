@@ -256,7 +256,15 @@ def test_each_number_of_rows_gets_its_fastest_solution():
         {PLAIN: 4.0, "c": 8.0}
     ))
     assert [plan.find(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 10**6)] == ["a", "b", "b", "b", "c", "c", "c", "c"]
-    assert plan.gain == pytest.approx((4 + 2 + 2 + 0.5) / 4)
+    assert plan.gain == pytest.approx(4 * 4 / (1 + 2 + 2 + 8))
+
+
+def test_prompts_weigh_as_the_tokens_that_they_are():
+    """Codes that gain in each decode step lose where dequantising for prompts costs more than that."""
+    steps = {rows: {PLAIN: 50.0, "a": 30.0} for rows in ROWS if rows <= 64}
+    for prompt, is_faster in ((2000.0, True), (5000.0, False)):
+        plan = make_plan({**steps, 512: {PLAIN: 1.0, "a": 900.0}, 4096: {PLAIN: 1000.0, "a": prompt}})
+        assert (plan.gain > 1.0) == is_faster
 
 
 class Clock:
@@ -265,10 +273,10 @@ class Clock:
     def __init__(self, plain: float):
         self.plain, self.calls = plain, 0
 
-    def __call__(self, call: Any) -> float:
+    def __call__(self, calls: list[Any]) -> float:
         self.calls += 1
-        call()
-        return self.plain if call.func is torch.nn.functional.linear else 1.0
+        calls[0]()
+        return self.plain if calls[0].func is torch.nn.functional.linear else 1.0
 
 
 def test_choices_are_measured_once_per_shape_and_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -299,6 +307,53 @@ def test_shapes_are_compiled_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(compiled) == 1
     choice.choose(make("int4-32", 72, 96)[0], torch.float32, (0, 0))
     assert len(compiled) == 2
+
+
+def test_all_of_a_models_shapes_are_compiled_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Once for each form that its weights turn out to have."""
+    compiled: list[list[Any]] = []
+    monkeypatch.setattr(choice, "_compile", lambda calls, _: compiled.append([weight for weight, _, _ in calls]))
+    chooser = CodedChoice(tmp_path / "c.json", Clock(3.0))
+    chooser.expect([(40, 96), (56, 96), (24, 160)])
+    for kind in ("int4-halves", "fp8-channel", "mxfp4"):
+        first = make(kind, 40, 96)[0]
+        chooser.choose(first, torch.float32, (0, 0))
+        assert {(weight.out_features, weight.in_features) for weight in compiled[-1]} == {(40, 96), (56, 96), (24, 160)}
+        for outputs, inputs in ((56, 96), (24, 160)):
+            weight = make(kind, outputs, inputs)[0]
+            resized = next(own for own in compiled[-1] if own.in_features == inputs and own.out_features == outputs)
+            assert resized.scales.shape == weight.scales.shape and resized.codes.shape == weight.codes.shape
+            assert describe_codes(resized, torch.float32, (0, 0)) == describe_codes(weight, torch.float32, (0, 0))
+            chooser.choose(weight, torch.float32, (0, 0))
+    assert len(compiled) == 3
+
+
+def test_scales_of_other_forms_are_measured_by_themselves(tmp_path: Path):
+    """Kernels depend on these, and one that takes pairs may not take the others."""
+    clock = Clock(plain=3.0)
+    chooser = CodedChoice(tmp_path / "c.json", clock)
+    for count, kind in enumerate(("int4-halves", "int4-32", "mxfp4", "e2m1"), start=1):
+        chooser.choose(make(kind, 40, 96)[0], torch.float32, (0, 0))
+        assert clock.calls == 2 * count * len(ROWS)
+
+
+def test_a_choice_that_no_longer_runs_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Drivers and libraries change under a cached choice; the start goes on."""
+    weight, path = make("int4-32", 40, 96)[0], tmp_path / "c.json"
+    first = CodedChoice(path, Clock(3.0))
+    first.choose(weight, torch.float32, (0, 0))
+    first.save()
+    clock, own = Clock(3.0), CODED_LINEAR.load("reference")
+    failures = iter([RuntimeError("no such kernel")])
+
+    def fail_once(*arguments: Any) -> torch.Tensor:
+        for failure in failures:
+            raise failure
+        return own(*arguments)
+
+    monkeypatch.setitem(CODED_LINEAR._loaded, "reference", fail_once)
+    plan = CodedChoice(path, clock).choose(weight, torch.float32, (0, 0))
+    assert plan is not None and plan.find(1) == "reference" and clock.calls == 2 * len(ROWS)
 
 
 def test_a_weight_that_is_not_faster_coded_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):

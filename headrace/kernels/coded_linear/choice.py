@@ -1,6 +1,6 @@
 """Choose, for each number of rows, the fastest product with a coded weight: measured once per shape on this GPU against
-the same weight in the model's dtype, then cached in a file. A weight whose products are not faster for few rows is not
-kept coded at all.
+the same weight in the model's dtype, then cached in a file. A weight with which a usual mix of steps would take longer
+is not kept coded at all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +31,22 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import precompile
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Rows measured; others take the choice of the next larger number."""
 FEW_ROWS = 64
-"""Up to so many rows reading the weight bounds a step: there coded products must be faster, on the average of times
-relative to those of the plain weight."""
+"""A usual mix of steps has a decode step of each number of rows up to this, and prompts of `PROMPT_TOKENS` tokens for
+each token that these decode, computed with as many rows as are measured at most."""
+PROMPT_TOKENS = 2
+CHAIN_BYTES, MOST_COPIES, CHAIN_CALLS, CHAIN_ROWS = 128 << 20, 32, 8, 256
+"""Products of up to `CHAIN_ROWS` rows are measured in a captured chain over copies of the weight of so many bytes
+together, at least two and at most `MOST_COPIES`, with at least so many calls."""
 REPEATS = 5
 FLUSH_BYTES = 128 << 20
 FLUSHES = 8
-"""So much is written so many times before each measurement: no weight is then read from the GPU's cache, and the GPU is
-busy for some 250 us while the host launches."""
+"""So much is written so many times before a measurement of a single call: nothing is then read from the GPU's cache,
+and the GPU is busy for some 250 us while the host launches."""
 PLAIN = "plain"
 MOST_ERROR = 0.08
 """Of a solution's results, relative to those of the plain weight: two roundings to 8-bit floats give 0.04."""
@@ -53,12 +58,14 @@ Call = tuple[DeviceCodes, int, str]
 """A weight, a number of rows, and the name of a solution."""
 Times = dict[int, dict[str, float]]
 """Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
+Timer = Callable[[list[Callable[[], Any]]], float]
+"""Measures calls of the same product with copies of a weight, one after the other: seconds of one."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Solutions by the most rows that they are used for, in order; the last one has no bound. ``gain``: the plain
-    weight's time over the chosen solution's, the mean for at most `FEW_ROWS`."""
+    weight's time over that of the chosen solutions, for a usual mix of steps, see `FEW_ROWS`."""
 
     steps: tuple[tuple[int, str], ...]
     gain: float
@@ -91,24 +98,37 @@ def make_plan(times: Times) -> Plan:
     best = {
         rows: min((name for name in found if name != PLAIN), key=found.__getitem__) for rows, found in times.items()
     }
-    gains = [times[rows][PLAIN] / times[rows][best[rows]] for rows in best if rows <= FEW_ROWS and PLAIN in times[rows]]
     steps = [
         (rows, name) for (rows, name), following in zip(
             best.items(), [*list(best.values())[1:], None], strict=True
         ) if name != following
     ]
     steps[-1] = (1 << 62, steps[-1][1])
-    return Plan(tuple(steps), sum(gains) / len(gains) if gains else math.inf)
+    return Plan(tuple(steps), _find_gain(times, best))
+
+
+def _find_gain(times: Times, best: dict[int, str]) -> float:
+    shares = {rows: 1.0 for rows in times if rows <= FEW_ROWS}
+    if max(times) > FEW_ROWS:
+        shares[max(times)] = PROMPT_TOKENS * sum(shares) / max(times)
+    shares = {rows: share for rows, share in shares.items() if PLAIN in times[rows]}
+    coded = sum(share * times[rows][best[rows]] for rows, share in shares.items())
+    return sum(share * times[rows][PLAIN] for rows, share in shares.items()) / coded if shares else math.inf
 
 
 class CodedChoice:
-    """Chooses plans for the weights of one model. ``time``: measures a call on the device, in seconds."""
+    """Chooses plans for the weights of one model."""
 
-    def __init__(self, path: Path | None = None, time: Callable[[Callable[[], Any]], float] | None = None):
-        self._path, self._time = path, time or time_on_gpu
+    def __init__(self, path: Path | None = None, time: Timer | None = None):
+        self._path, self._time = path, time or time_chain
+        self._shapes: set[tuple[int, int]] = set()
         self._file: MeasuredFile | None = None
         self._told: set[str] = set()
         self._compiled: set[str] = set()
+
+    def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
+        """Weights of these shapes [O, I] are going to come: what they need is compiled with the first one of a form."""
+        self._shapes.update(shapes)
 
     def prepare(self, weights: Iterable[DeviceCodes], dtype: torch.dtype, capability: tuple[int, int]) -> None:
         """Compile all at once what `choose` is going to measure for these weights: one after the other, each shape has
@@ -130,7 +150,8 @@ class CodedChoice:
         machine = _describe_device(weight.codes.device)
         # measured again by versions that have other solutions
         names = sorted({name for rows in ROWS for name in find_candidates(query, rows)})
-        return f"{machine}: {weight.code.value} {query.dtype} {sorted(query.shape.items())} {' '.join(names)}", query
+        form = f"{weight.code.value} {describe_tables(weight)} {query.dtype} {sorted(query.shape.items())}"
+        return f"{machine}: {form} {' '.join(names)}", query
 
     def _find(self, key: str) -> Any:
         if self._file is None:
@@ -141,17 +162,17 @@ class CodedChoice:
         """The plan for a weight on its device; None if it is faster plain."""
         key, query = self._describe(weight, dtype, capability)
         plan = _read_plan(self._find(key), query)
-        is_known = plan is not None
+        if plan is not None and plan.gain > 1.0 and key not in self._told and not warm_up(weight, plan, dtype):
+            plan = None
         if plan is None:
-            self.prepare([weight], dtype, capability)
+            others = self._shapes - {(weight.out_features, weight.in_features)}
+            self.prepare([weight, *(weight.resize(*shape) for shape in sorted(others))], dtype, capability)
             plan = make_plan(measure(weight, query, self._time))
             assert self._file is not None, "it was searched"
             self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
         if key not in self._told:
             self._told.add(key)
             logger.info("%s", describe_plan(weight, plan))
-            if is_known and plan.gain > 1.0:
-                warm_up(weight, plan, dtype)
         return plan if plan.gain > 1.0 else None
 
     def save(self) -> None:
@@ -160,13 +181,19 @@ class CodedChoice:
             self._file.save()
 
 
+def describe_tables(weight: DeviceCodes) -> str:
+    """The form of scales and zero points, on which kernels depend."""
+    zeros = "none" if not weight.has_zeros else "whole" if weight.has_whole_zeros else "any"
+    return f"scales {str(weight.scales.dtype).removeprefix('torch.')}, zeros {zeros}"
+
+
 def describe_plan(weight: DeviceCodes, plan: Plan) -> str:
     """One line: shape, code, and which solution multiplies how many rows."""
     shape = f"{weight.out_features} x {weight.in_features} in {weight.code.value}, groups of {weight.group}"
     if plan.gain <= 1.0:
         return f"{shape}: dequantised, as products with codes are not faster here ({plan.gain:.2f} times as fast)"
     steps = ", ".join(f"{name} up to {most} rows" if most < 1 << 62 else f"{name} beyond" for most, name in plan.steps)
-    return f"{shape}: {steps}; {plan.gain:.2f} times as fast as plain for few rows"
+    return f"{shape}: {steps}; {plan.gain:.2f} times as fast as plain"
 
 
 def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
@@ -180,32 +207,43 @@ def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
 
 
 @torch.no_grad()
-def measure(weight: DeviceCodes, query: KernelQuery, time: Callable[[Callable[[], Any]], float]) -> Times:
+def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
     """The times of all solutions for `ROWS`, which were compiled, so for every number of rows that they serve.
     Solutions that fail or give other numbers than the plain weight are left out, with a warning."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
     plain, times, faults = dequantise(weight, dtype), Times(), find_faults()
+    weights, plains = _repeat(weight, weight.num_bytes, DeviceCodes.copy), _repeat(plain, plain.nbytes, torch.clone)
     left_out: set[str] = set()
     for rows in ROWS:
         x = torch.randn(rows, weight.in_features, device=device).to(dtype)
-        found, expected = {PLAIN: time(partial(F.linear, x, plain))}, F.linear(x, plain).float()
-        candidates = find_candidates(query, rows)
+        copies = MOST_COPIES if rows <= CHAIN_ROWS else 1
+        found = {PLAIN: time([partial(F.linear, x, own) for own in plains[:copies]])}
+        expected, candidates = F.linear(x, plain).float(), find_candidates(query, rows)
         rest = [name for name in find_solutions(query, rows) if name not in candidates]
         for name in candidates + rest:
             if name in left_out or (name in rest and len(found) > 1):
                 continue
-            call = partial(CODED_LINEAR.load(name), x, weight, None)
+            multiply = CODED_LINEAR.load(name)
             try:
-                _compare(call(), expected)
+                _compare(multiply(x, weight, None), expected)
                 _check_fused(name, x, weight, plain)
                 for out, wanted in _call_rows(name, x, weight, expected):
                     _compare(out, wanted)
-                found[name] = time(call)
+                found[name] = time([partial(multiply, x, own, None) for own in weights[:copies]])
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
                 logger.warning("coded product %s is left out from %d rows on: %s", name, rows, error)
         times[rows] = found
     return times
+
+
+def _repeat(weight: T, num_bytes: int, copy: Callable[[T], T]) -> list[T]:
+    """A weight on a GPU and copies of it, too large together for the GPU's cache, as far as there is memory."""
+    weights = [weight]
+    with suppress(torch.OutOfMemoryError):
+        while torch.cuda.is_available() and len(weights) < min(MOST_COPIES, max(2, CHAIN_BYTES // max(1, num_bytes))):
+            weights.append(copy(weight))
+    return weights
 
 
 def _compare(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -274,12 +312,36 @@ def find_faults() -> tuple[type[Exception], ...]:
 
 
 @torch.no_grad()
-def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> None:
-    """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later."""
+def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> bool:
+    """Compile what a plan runs, for every number of rows, which measuring does too: nothing is to compile later. False
+    if it cannot be run any more."""
     _compile([(weight, rows, plan.find(rows)) for rows in ROWS], dtype)
-    for rows in ROWS:
-        x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
-        CODED_LINEAR.load(plan.find(rows))(x, weight, None)
+    try:
+        for rows in ROWS:
+            x = torch.zeros(rows, weight.in_features, dtype=dtype, device=weight.codes.device)
+            CODED_LINEAR.load(plan.find(rows))(x, weight, None)
+    except find_faults() as error:
+        logger.warning("coded products are measured again, as what was chosen before fails: %s", error)
+        return False
+    return True
+
+
+def time_chain(calls: list[Callable[[], Any]]) -> float:
+    """Seconds of a call on the current GPU, the least of `REPEATS`, in a captured graph of calls one after the other,
+    as a step replays them: kernels overlap where they can, and no weight is in the cache if the calls' are too many
+    for it. A single call is measured by itself."""
+    if len(calls) == 1:
+        return time_on_gpu(calls[0])
+    repeats = -(-CHAIN_CALLS // len(calls))
+
+    def run_all() -> None:
+        for call in calls * repeats:
+            call()
+
+    calls[0]()
+    run = _capture(run_all)
+    run()
+    return _time(run, lambda: None) / (repeats * len(calls))
 
 
 def time_on_gpu(call: Callable[[], Any]) -> float:
@@ -288,10 +350,19 @@ def time_on_gpu(call: Callable[[], Any]) -> float:
     call()
     run = _capture(call)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    least = math.inf
-    for _ in range(REPEATS):
+
+    def prepare() -> None:
         for _ in range(FLUSHES):
             flush.zero_()
+
+    return _time(run, prepare)
+
+
+def _time(run: Callable[[], Any], prepare: Callable[[], None]) -> float:
+    """Seconds of ``run`` after ``prepare`` on the current GPU."""
+    least = math.inf
+    for _ in range(REPEATS):
+        prepare()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()

@@ -8,7 +8,7 @@ threads. Tables have a value per output and group, whatever the groups' size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,24 @@ class DeviceCodes:
         if self.rows > 1 and outputs % self.rows:
             return f"scales of {self.rows} outputs do not divide the {outputs} of a matrix"
         return None
+
+    def copy(self) -> DeviceCodes:
+        """The same codes and tables elsewhere in memory."""
+        zeros = None if self.zeros is None else self.zeros.clone()
+        return replace(self, codes=self.codes.clone(), scales=self.scales.clone(), zeros=zeros)
+
+    def resize(self, outputs: int, inputs: int) -> DeviceCodes:
+        """A weight of zeros of another size, in the same form."""
+        group = self.group if self.num_groups > 1 or self.has_powers else inputs
+        num_groups, codes = -(-inputs // group), -(-inputs // BLOCK) * HALF if self.is_short else inputs
+        if self.has_powers:
+            num_groups = -(-inputs // BLOCK) * (BLOCK // POWER_GROUP)
+        scales = self.scales.new_zeros(-(-outputs // self.rows), num_groups)
+        return replace(
+            self, in_features=inputs, codes=self.codes.new_zeros(outputs, codes), scales=scales, group=group,
+            zeros=None if self.zeros is None else torch.zeros_like(scales),
+            order=None if self.order is None else torch.arange(inputs, device=scales.device),
+        )
 
     @property
     def num_bytes(self) -> int:
