@@ -8,6 +8,7 @@ Not here: names of families and of checkpoint tensors (``models/``), and tensors
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -123,6 +124,15 @@ class LatentAttentionSpec:
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
         """One row a token: the latent, then the rotated dims; values are the latent."""
         return CacheSpec("mla", 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, kv_dtype)
+
+
+class SelectingAttention(ABC):
+    """Attention to entries that it selects, so that most of its cache may be in host memory."""
+
+    @abstractmethod
+    def host_cache(self, place: CacheSpec, hot_slots: int) -> CacheSpec:
+        """What is cached where the device keeps ``hot_slots`` entries of each request; ``place`` is what is cached
+        else. Raises `ConfigError` for fewer than it selects."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class HotSizes:
         num_layers, rows = len(group.layers), max_rows + 1
         slot_pages = -(-rows * (slots + 1) // (page_size // ratio))
         staged, most = -(-max_model_len // page_size) + 1, max_model_len // ratio + 1
-        page = POOLS.load(group.spec.kind).page_bytes(group.spec, page_size)
+        page = hosted_page_bytes(group.spec, page_size)
         if not num_layers:
             return cls(slot_pages, 1, most, 0)
         num_bytes = (slot_pages * num_layers + staged) * page + rows * HotSlots.row_bytes(slots, most, num_layers)
@@ -81,13 +81,14 @@ class HotPool(Pool):
     layers share the staged pages, of one request as long as any."""
 
     def __init__(self, group: CacheGroup, layout: CacheLayout, device: torch.device):
-        page_size, spec = layout.page_size, msgspec.structs.replace(group.spec, hot_slots=0)
-        kind: Any = POOLS.load(spec.kind)
+        page_size, (base, spec) = layout.page_size, self.base(group.spec)
+        assert base.is_mappable, f"{base.__name__} cannot be in host memory"
+        kind: Any = base
         plain = msgspec.structs.replace(group, spec=spec)
         self._host: Pool = kind(plain, page_size, device, allocate=allocate_mapped)
         sizes = HotSizes.of(group, page_size, layout.max_rows, layout.max_model_len)
-        self._slots = build_pool(CacheGroup(spec, group.layers, sizes.slot_pages), page_size, device)
-        self._staged = build_pool(CacheGroup(spec, [0], sizes.staged_pages), page_size, device)
+        self._slots = base(CacheGroup(spec, group.layers, sizes.slot_pages), page_size, device)
+        self._staged = base(CacheGroup(spec, [0], sizes.staged_pages), page_size, device)
         self._hot = HotSlots.allocate(
             len(group.layers), layout.max_rows + 1, group.spec.hot_slots, sizes.most_entries, device
         )
@@ -107,9 +108,14 @@ class HotPool(Pool):
         )
 
     @staticmethod
+    def base(spec: CacheSpec) -> tuple[type[Pool], CacheSpec]:
+        """The pool that stores what is in host memory, hot or staged, and its spec."""
+        return POOLS.load(spec.kind), msgspec.structs.replace(spec, hot_slots=0)
+
+    @staticmethod
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
-        """Bytes of the device that a page takes."""
-        return 0
+        """Bytes of one page of one layer."""
+        return POOLS.load(spec.kind).page_bytes(spec, page_size)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The pages in host memory, as tensors of the device."""
@@ -151,10 +157,20 @@ class SwapCounts:
 
 def build_pools(layout: CacheLayout, device: torch.device) -> list[Pool]:
     """The pools of all groups."""
-    return [
-        HotPool(group, layout, device) if group.spec.hot_slots else build_pool(group, layout.page_size, device)
-        for group in layout.groups
-    ]
+    pools: list[Pool] = []
+    for group in layout.groups:
+        kind = POOLS.load(group.spec.kind)
+        if group.spec.hot_slots:
+            pools.append((kind if issubclass(kind, HotPool) else HotPool)(group, layout, device))
+        else:
+            pools.append(build_pool(group, layout.page_size, device))
+    return pools
+
+
+def hosted_page_bytes(spec: CacheSpec, page_size: int) -> int:
+    """Bytes of host memory that a page of one layer takes."""
+    kind = POOLS.load(spec.kind)
+    return kind.page_bytes(spec, page_size) - kind.resident_bytes(spec, page_size)
 
 
 def _as_bytes(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -13,12 +13,12 @@ import msgspec
 import psutil
 import torch
 
-from headrace.base.cache import CacheGroup
+from headrace.base.cache import CACHE_POLICIES, CacheGroup, CacheSpec
 from headrace.base.config import CacheConfig
 from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
-from headrace.memory.hot_pool import HotSizes
+from headrace.memory.hot_pool import HotSizes, hosted_page_bytes
 from headrace.memory.pools import group_page_bytes
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,11 @@ class CacheDemand:
     def hot_bytes(self) -> int:
         """Bytes that those groups take of the device, whatever their pages."""
         return sum(HotSizes.of(g, self.page_size, self.max_rows, self.max_model_len).num_bytes for g in self.hosted)
+
+    @property
+    def hosted_page_bytes(self) -> int:
+        """Bytes of host memory that a page of all of those groups takes."""
+        return sum(hosted_page_bytes(group.spec, self.page_size) * len(group.layers) for group in self.hosted)
 
     @property
     def hosted(self) -> list[CacheGroup]:
@@ -140,7 +145,7 @@ def _check_hosted(demand: CacheDemand, budget: int) -> None:
             f"hot slots of {demand.max_rows} requests take {_mib(demand.hot_bytes)} MiB of the device, "
             f"{_mib(-budget) + 1} more than there are: lower max_running_requests or hot_slots", param="hot_slots"
         )
-    page = sum(group_page_bytes(group, demand.page_size) for group in demand.hosted)
+    page = demand.hosted_page_bytes
     if demand.host_bytes < 2 * page:
         raise ConfigError(
             f"hot_host_gb leaves no room for a page of {page / 2**20:.1f} MiB ({_mib(demand.host_bytes)} MiB of host "
@@ -150,7 +155,8 @@ def _check_hosted(demand: CacheDemand, budget: int) -> None:
 
 def _device_page_bytes(group: CacheGroup, page_size: int) -> int:
     """Bytes of the device that a page takes in all layers of a group."""
-    return 0 if group.spec.hot_slots else group_page_bytes(group, page_size)
+    on_host = hosted_page_bytes(group.spec, page_size) * len(group.layers) if group.spec.hot_slots else 0
+    return group_page_bytes(group, page_size) - on_host
 
 
 def plan_host(groups: list[CacheGroup], page_size: int, budget: int, most_moving: int) -> list[CacheGroup]:
@@ -187,11 +193,12 @@ def memory_lines(
             f"{(group.num_pages - 1) * page_size:,} tokens in {group.num_pages - 1:,} pages, {len(group.layers)} layers"
         )
         if group.spec.hot_slots:
+            on_host = hosted_page_bytes(group.spec, page_size) * len(group.layers) * group.num_pages
             note = (
                 f"{group.spec.hot_slots:,} hot slots for each of {max_rows:,} requests; {note}, "
-                f"{num_bytes / 2**30:.1f} GiB of host memory"
+                f"{on_host / 2**30:.1f} GiB of host memory"
             )
-            num_bytes = HotSizes.of(group, page_size, max_rows, plan.max_model_len).num_bytes
+            num_bytes += HotSizes.of(group, page_size, max_rows, plan.max_model_len).num_bytes - on_host
         lines.append(MemoryLine(f"KV {group.spec.kind.replace('_', ' ')}", num_bytes, note))
     return [line for line in lines if line.num_bytes] + [MemoryLine("free", max(0, free))]
 
@@ -229,7 +236,7 @@ def _most_pages(demand: CacheDemand, config: CacheConfig, budget: int) -> int:
         middle = (low + high) // 2
         total = sum(_pages_of(g, middle, demand, config) * size for g, size in zip(demand.groups, sizes, strict=True))
         low, high = (middle, high) if total <= budget else (low, middle)
-    hosted = sum(group_page_bytes(group, demand.page_size) for group in demand.hosted)
+    hosted = demand.hosted_page_bytes
     return min(low, demand.host_bytes // hosted) if hosted else low
 
 
@@ -242,11 +249,19 @@ def _pages_of(group: CacheGroup, base: int, demand: CacheDemand, config: CacheCo
     if config.window_share is not None:
         wanted = -(-base * config.window_share // 1)
     else:
-        # ``most``: all rows hold a full window (which may straddle one more page), and two steps' chunks are live.
+        # ``most``: all rows hold as many pages as they ever need at once, and two steps' chunks are live.
         share = max(MIN_WINDOW_SHARE, (window + demand.max_step_tokens) / demand.max_model_len)
-        most = demand.max_rows * (-(-window // page) + 1) + 2 * -(-demand.max_step_tokens // page) + 1
+        held = _most_held(group.spec, page, demand.max_model_len)
+        most = demand.max_rows * held + 2 * -(-demand.max_step_tokens // page) + 1
         wanted = min(-(-base * share // 1), most)
     return min(base, max(int(wanted), _pages_needed(group, demand)))
+
+
+def _most_held(spec: CacheSpec, page_size: int, max_model_len: int) -> int:
+    """Pages that a decoding request holds at most of a kind with a window."""
+    if spec.kind in CACHE_POLICIES:
+        return int(CACHE_POLICIES.load(spec.kind)(spec, page_size).peak_pages(max_model_len))
+    return -(-spec.window // page_size) + 1  # a window may straddle one more page
 
 
 def _pages_needed(group: CacheGroup, demand: CacheDemand) -> int:

@@ -69,6 +69,11 @@ class Pool(ABC):
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""
 
+    @staticmethod
+    def resident_bytes(spec: CacheSpec, page_size: int) -> int:
+        """Of a page of one layer, bytes on the device where those of the group are in host memory."""
+        return 0
+
     @abstractmethod
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The page tensors of a model layer of this group: ``(k, v)``, or ``(k, v, scales)`` for int8."""
@@ -140,17 +145,19 @@ class LatentPool(Pool):
     (L = ``value_dim``), then the rotated part; contiguous, zero until written. Keys are whole rows (``head_dim`` =
     L + E), values their first L elements."""
 
+    is_mappable = True
+
     @classmethod
     def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:
         """See `Pool`."""
         is_coded = spec.dtype in (CODES, FLOAT8)
         return f"is for plain keys and values, and it caches {spec.kind}" if is_coded else None
 
-    def __init__(self, group: CacheGroup, page_size: int, device: torch.device):
-        spec = group.spec
+    def __init__(self, group: CacheGroup, page_size: int, device: torch.device, allocate: Allocate | None = None):
+        spec, allocate = group.spec, allocate or allocate_zeros
         self._value_dim = spec.value_dim
         shape = (group.num_pages, page_size, 1, spec.head_dim)
-        self._layers = {layer: allocate_zeros(shape, torch_dtype(spec), device) for layer in group.layers}
+        self._layers = {layer: allocate(shape, torch_dtype(spec), device) for layer in group.layers}
         self.num_bytes = self.page_bytes(spec, page_size) * group.num_pages * len(group.layers)
 
     @staticmethod

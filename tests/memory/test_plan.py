@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.cache import CACHE_POLICIES, CacheGroup, CacheSpec, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError
 from headrace.memory.plan import (
@@ -19,6 +24,10 @@ from headrace.memory.plan import (
     soft_budget,
 )
 from headrace.memory.pools import group_page_bytes
+from headrace.models.catalog import find_family
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from deepseek_v4_tiny import published_config
 
 FULL = CacheSpec("full", 2, 64, 64, "float32")
 WINDOW = CacheSpec("sliding_window", 2, 64, 64, "float32", window=512)
@@ -102,6 +111,60 @@ def test_budget_is_kept_and_every_group_can_serve_the_longest_request(
     assert (windowed.num_pages - 1) * 16 >= min(plan.max_model_len, window + step)
     assert windowed.num_pages <= full.num_pages
     assert plan.max_model_len <= length
+
+
+FLASH_28 = {
+    "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 28, "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 13],
+}
+
+
+def count_streams(hot_slots: int, page_size: int, budget: int) -> int:
+    """Requests of 65,536 tokens that fit ``budget`` bytes of a GPU with 28 layers of DeepSeek-V4-Flash."""
+    family = find_family("DeepseekV4ForCausalLM")
+    spec = family.read_config(published_config(**FLASH_28))
+    if hot_slots:
+        family = family.hosting(spec, hot_slots)
+    groups = group_layers(family.cache_specs(spec, "float8_e4m3fn"))
+    policies = [CACHE_POLICIES.load(group.spec.kind)(group.spec, page_size) for group in groups]
+
+    def fits(rows: int) -> bool:
+        wanted = CacheDemand(
+            groups, page_size, 65536, is_len_fixed=True, max_step_tokens=8192, max_rows=rows, host_bytes=2**40
+        )
+        try:
+            plan = plan_cache(wanted, CacheConfig(), budget)
+        except ConfigError:
+            return False
+        needed = [rows * policy.peak_pages(65536) + 1 for policy in policies]
+        return all(group.num_pages >= least for group, least in zip(plan.groups, needed, strict=True))
+
+    return bisect_left(range(1, 1000), True, key=lambda rows: not fits(rows))
+
+
+def test_hot_slots_let_more_streams_into_the_same_memory():
+    """As published: about three times as many with twice the top-k, fewer with more."""
+    plain, hot, wide = (count_streams(slots, 128, 32 * 2**30) for slots in (0, 1024, 4096))
+    assert plain > 100 and hot >= 2.8 * plain and 2.0 * plain <= wide < hot
+
+
+def test_what_hot_slots_take_is_planned():
+    """Of the device by request, of host memory by page; the lesser of the two decides."""
+    spec = CacheSpec("mla", 1, 64, 48, "float16", hot_slots=7)
+    hosted, key = CacheGroup(spec, [0, 1]), CacheGroup(CacheSpec("full", 1, 8, 8, "float16"), [0, 1])
+    page, key_page = group_page_bytes(hosted, 16), group_page_bytes(key, 16)
+    wanted = replace(demand([hosted, key]), max_rows=3, host_bytes=40 * page, max_model_len=320)
+    assert wanted.hot_bytes >= 4 * 8 * 2 * 64 * 2
+    plan = plan_cache(wanted, CacheConfig(), wanted.hot_bytes + 100 * key_page)
+    assert [group.num_pages for group in plan.groups] == [40, 40], "host memory is the bound"
+    plan = plan_cache(wanted, CacheConfig(), wanted.hot_bytes + 30 * key_page)
+    assert [group.num_pages for group in plan.groups] == [30, 30]
+    lines = memory_lines(weights=1, activations=0, graphs=0, plan=plan, page_size=16, free=0, max_rows=3)
+    assert lines[1].num_bytes == wanted.hot_bytes and "7 hot slots for each of 3 requests" in lines[1].note
+    with pytest.raises(ConfigError, match="lower max_running_requests"):
+        plan_cache(wanted, CacheConfig(), wanted.hot_bytes)
+    with pytest.raises(ConfigError, match="hot_host_gb"):
+        plan_cache(replace(wanted, host_bytes=page), CacheConfig(), 2**40)
 
 
 def test_memory_lines_add_up_and_skip_what_is_empty():

@@ -65,11 +65,24 @@ def test_greedy_tokens_equal_generate(served: Served):
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), atol=1e-4, rtol=1e-4)
 
 
+def test_hot_slots_change_no_token(served: Served):
+    """Latents in host memory: chunks beside decodes, prefix hits, retraction, more tokens than slots."""
+    folder, prompts, expected = served
+    with LLM(str(folder), **BASE | {"kv_pages": 9}, device="cpu", threads=1, max_step_tokens=24, hot_slots=16) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
+        counts = llm.stats().tiers.hot_slots
+    assert sum(o.num_cached_tokens for o in outputs) > 0 < counts.loaded_entries_total < counts.wanted_entries_total
+
+
 @pytest.mark.cuda
-def test_a_gpu_says_the_same(served: Served):
+@pytest.mark.parametrize("options", [{}, {"hot_slots": 16}], ids=str)
+def test_a_gpu_says_the_same(served: Served, options: dict[str, Any]):
     """With graphs and two steps in flight."""
     folder, prompts, expected = served
-    with LLM(str(folder), **BASE, device="cuda", max_step_tokens=24) as llm:
+    with LLM(str(folder), **BASE, device="cuda", max_step_tokens=24, **options) as llm:
         outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
         assert [o.outputs[0].token_ids for o in outputs] == expected
         llm.check()

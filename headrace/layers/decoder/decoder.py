@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.layers.attention.contract import KvPages
@@ -32,7 +34,7 @@ from headrace.layers.narrowing import Narrowing
 from headrace.layers.norm import NoNorm, make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
-from headrace.layers.spec import DecoderSpec, RopeSpec
+from headrace.layers.spec import DecoderSpec, RopeSpec, SelectingAttention
 from headrace.layers.vocabulary import Embedding, Head
 
 HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -109,6 +111,15 @@ class Decoder(ServedModel):
     def wants(self, name: str) -> bool:
         """See `ServedModel`."""
         return not f"{self._rename_one(name)}.".startswith(self._elsewhere)
+
+    @staticmethod
+    def host_caches(spec: Any, specs: list[CacheSpec | None], hot_slots: int) -> list[CacheSpec | None]:
+        """See `ServedModel`; of layers whose attention is a `SelectingAttention`."""
+        kinds = [layer.attention or spec.attention for layer in spec.layers]
+        return [
+            kind.host_cache(place, hot_slots) if place is not None and isinstance(kind, SelectingAttention) else place
+            for kind, place in zip(kinds, specs, strict=True)
+        ]
 
     def own_caches(self, count: int) -> range:
         """See `ServedModel`."""

@@ -30,7 +30,8 @@ STILL_DIMS = 16
 
 
 class IndexedAttention(LatentAttention):
-    """``x [T, D] -> [T, D]``. Pages hold rows of L + E + I: as of `LatentAttention`, then the index key."""
+    """``x [T, D] -> [T, D]``. Pages hold rows of L + E + I: as of `LatentAttention`, then the index key. Where rows are
+    in host memory, index keys are the values of the pages."""
 
     uses_backend = False
 
@@ -65,8 +66,12 @@ class IndexedAttention(LatentAttention):
 
     def _attend_latents(self, q: torch.Tensor, pages: KvPages, step: GroupStep) -> torch.Tensor:
         """See `LatentAttention`; to the selected tokens alone."""
-        seen = RowsBackend.of(step).find_seen(pages.k.squeeze(2)[..., : self.row_dim])
-        return self._attend(q, seen, value_dim=self.spec.kv_lora_rank, scale=self.spec.scale)
+        backend, sizes = RowsBackend.of(step), {"value_dim": self.spec.kv_lora_rank, "scale": self.spec.scale}
+        if pages.hot is None:
+            return self._attend(q, backend.find_seen(pages.k.squeeze(2)[..., : self.row_dim]), **sizes)
+        parts = backend.open_hot(pages.hot).read(pages.hot, backend.selected, lambda own: Slots(own.k.squeeze(2)))
+        mixed = [self._attend(q[tokens], seen, **sizes) for tokens, seen in parts]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
 class TokenIndexer(nn.Module):
@@ -92,9 +97,11 @@ class TokenIndexer(nn.Module):
         spec, backend = self.spec, RowsBackend.of(step)
         angles = self.rotary.cos_sin.index_select(0, positions)
         key = self._rotate(self.key_norm(self.key(x)).unsqueeze(1), angles).squeeze(1)
-        keys = pages.k.squeeze(2)[..., spec.row_dim :]  # [P, page_size, I]
+        hot = None if pages.hot is None else backend.open_hot(pages.hot)
+        keys = pages.k.squeeze(2)[..., spec.row_dim :] if hot is None else pages.v.squeeze(2)  # [P, page_size, I]
         keys.view(-1, keys.shape[-1]).index_copy_(0, step.inputs.slots, key.to(keys.dtype))
         view, top_k = backend.view, spec.top_k
+        numbered = view if hot is None else hot.view
         if view.longest <= top_k:
             return None
         q = self._rotate(self.q(q_latent).unflatten(-1, (spec.index_heads, spec.index_head_dim)), angles)
@@ -104,7 +111,7 @@ class TokenIndexer(nn.Module):
         for low in range(0, len(x), tile):
             tokens = slice(low, min(low + tile, len(x)))
             scores = self._score(queries, weights, Slots(keys), view, scale=scale, top_k=top_k, tokens=tokens)
-            chosen.append(self._select(scores, view, top_k=top_k, per_page=backend.page_size, tokens=tokens))
+            chosen.append(self._select(scores, numbered, top_k=top_k, per_page=backend.page_size, tokens=tokens))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from headrace.kernels.sparse_attention import EntryView, SeenSlots
 from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
 from headrace.layers.batch import GroupStep
+from headrace.layers.hot_entries import HotEntries
+from headrace.memory.hot_pool import HotLayer
 
 
 class RowsBackend(CacheBackend):
@@ -21,11 +23,14 @@ class RowsBackend(CacheBackend):
     the layer before it has selected."""
 
     view: EntryView
+    _inputs: AttentionInputs
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.page_size, self.device = page_size, device
         self.selected: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
+        self._hot: HotEntries | None = None
+        self.verifies_drafts = not spec.hot_slots  # several tokens of a row may want more than it has slots
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
@@ -44,7 +49,13 @@ class RowsBackend(CacheBackend):
         self.view = EntryView(
             inputs.page_table, requests, visible, inputs.max_kv_len, inputs.num_decodes, prefills
         )
-        self.selected = self._all = None
+        self._inputs, self.selected, self._all, self._hot = inputs, None, None, None
+
+    def open_hot(self, layer: HotLayer) -> HotEntries:
+        """How latents in host memory are read in this step; ``selected`` are then numbers of its view."""
+        if self._hot is None:
+            self._hot = HotEntries(layer, self._inputs, self.view)
+        return self._hot
 
     @staticmethod
     def of(step: GroupStep) -> RowsBackend:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from headrace.base.cache import add_cache_kind
 from headrace.layers.names import LATENT_NAMES, CheckpointNames
-from headrace.models.deepseek_v32.spec import ROWS, read_config
+from headrace.models.deepseek_v32.spec import HOSTED, ROWS, read_config
 from headrace.models.family import Family
 
 NAMES = {
@@ -22,6 +22,12 @@ NAMES = {
 add_cache_kind(
     ROWS, policy="headrace.scheduling.cache.groups:FullPolicy", pool="headrace.memory.pools:LatentPool",
     backend="headrace.models.deepseek_v32.backend:RowsBackend", doc="a latent and an index key for each token",
+)
+
+add_cache_kind(
+    HOSTED, policy="headrace.scheduling.cache.groups:FullPolicy",
+    pool="headrace.models.deepseek_v32.pool:HostedRowsPool",
+    backend="headrace.models.deepseek_v32.backend:RowsBackend", doc="the same, latents in host memory",
 )
 
 FAMILY = Family(

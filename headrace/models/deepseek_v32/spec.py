@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
-from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec
+from headrace.layers.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, SelectingAttention
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import (
     add_experts,
@@ -18,8 +18,9 @@ from headrace.models.config_specs import (
     read_sigmoid_routing,
 )
 
-ROWS = "deepseek_v32.rows"
-"""The cache kind: of each token a latent, the rotated part of its key, and its index key, in one row."""
+ROWS, HOSTED = "deepseek_v32.rows", "deepseek_v32.hosted"
+"""The cache kinds: of each token a latent, the rotated part of its key, and its index key, in one row; and the index
+key alone on the device, the others in host memory. There ``value_dim`` are the dims in host memory."""
 DEFAULTS = {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "n_shared_experts": 1,
     "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_routed_experts": 256, "first_k_dense_replace": 3,
@@ -30,7 +31,7 @@ GLM_DEFAULTS = {"n_group": 1, "topk_group": 1, "index_n_heads": 32, "max_positio
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexedAttentionSpec(LatentAttentionSpec):
+class IndexedAttentionSpec(LatentAttentionSpec, SelectingAttention):
     """Latent attention to the ``top_k`` earlier tokens that an indexer of ``index_heads`` heads scores highest.
     ``selects``: False for a layer without an indexer, which attends to what the layer before it has selected.
     ``index_interleaved``: the indexer rotates adjacent dims, not halves."""
@@ -51,6 +52,15 @@ class IndexedAttentionSpec(LatentAttentionSpec):
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
         """The same for every layer, so that all share what is prepared for a step."""
         return CacheSpec(ROWS, 1, self.row_dim + self.index_head_dim, self.kv_lora_rank, kv_dtype)
+
+    def host_cache(self, place: CacheSpec, hot_slots: int) -> CacheSpec:
+        """See `SelectingAttention`; index keys stay on the device."""
+        if hot_slots < self.top_k:
+            raise ConfigError(
+                f"hot_slots {hot_slots} cannot hold the {self.top_k} tokens that a token selects: set it to "
+                f"{2 * self.top_k}, or more where others are selected by each token", param="hot_slots"
+            )
+        return CacheSpec(HOSTED, 1, place.head_dim, self.row_dim, place.dtype, hot_slots=hot_slots)
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
