@@ -85,7 +85,7 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
 
 def test_own_cuda_runs_where_it_cannot_be_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     (tmp_path / "cache").touch()  # in place of a folder
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)

@@ -138,6 +138,10 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         grouped = x.flatten(1).unflatten(1, (self.num_groups, -1)).transpose(0, 1)  # [G, T, I]
-        return torch.bmm(
-            grouped, self.weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2)
-        ).transpose(0, 1).flatten(1)
+        out = x.new_empty(len(x), len(self.weight))
+        # written where it belongs: a result [G, T, O] would have to be copied
+        torch.bmm(
+            grouped, self.weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2),
+            out=out.unflatten(1, (self.num_groups, -1)).transpose(0, 1),
+        )
+        return out
