@@ -61,7 +61,7 @@ def write_model(folder: Path, shape: str) -> None:
     (folder / "config.json").write_text(json.dumps({
         **TEXT, **text, "vocab_size": 264, "vision_config": {**VISION, **vision},
         "image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"],
-        "eos_token_id": ids["<|im_end|>"],
+        "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
     }))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
@@ -77,14 +77,14 @@ def make_jpegs(mega_bytes: float) -> list[bytes]:
     """Noise, as large as asked."""
     from PIL import Image
 
-    side = int((mega_bytes * 1e6 / 2.1) ** 0.5)  # noise takes about 2.1 bytes a pixel at this quality
-    found = []
-    for seed in range(JPEGS):
+    def make(seed: int, side: int) -> bytes:
         buffer = io.BytesIO()
         values = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
         Image.fromarray(values).save(buffer, "JPEG", quality=90)
-        found.append(buffer.getvalue())
-    return found
+        return buffer.getvalue()
+
+    side = int(256 * (mega_bytes * 1e6 / len(make(0, 256))) ** 0.5)
+    return [make(seed, side) for seed in range(JPEGS)]
 
 
 class Streams:
