@@ -280,7 +280,8 @@ class MediaFacts(msgspec.Struct, frozen=True):
     per placeholder, of ``element_bytes`` each. ``is_whole``: the tokens of an item attend to one another in both
     directions, so that a step must compute all of them together. ``pixels``: what its images and videos look like; an
     item that looks otherwise would fail the whole step that encodes it. ``frames``: the same of audio. ``speech``: of a
-    model that writes sound down, whose prompts all begin with an item."""
+    model that writes sound down, whose prompts all begin with an item. ``is_alone``: an item is a prompt of its own, of
+    one placeholder, and the encoder's output its embedding."""
 
     token_ids: dict[str, int]
     texts: dict[str, str]
@@ -290,6 +291,7 @@ class MediaFacts(msgspec.Struct, frozen=True):
     pixels: PixelLayout | None = None
     frames: FrameLayout | None = None
     speech: SpeechFacts | None = None
+    is_alone: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -92,6 +92,37 @@ class ImageSpec:
 
 
 @dataclass(frozen=True)
+class DualSpec:
+    """An encoder of texts and one of images whose embeddings, of ``hidden_size`` elements, are compared. ``num_words``
+    and ``num_positions`` are those of texts, which attend to the left alone if ``is_causal``, and are padded to
+    ``num_positions`` with ``pad_id`` if there is one. ``pools_by_attention``: a learned query attends to the patches;
+    else the class token is the image. ``projection_bias``: of the text's projection; images then have none."""
+
+    text: VisionSpec
+    image: ImageSpec
+    hidden_size: int
+    num_words: int
+    num_positions: int
+    is_causal: bool = False
+    pad_id: int | None = None
+    pools_by_attention: bool = False
+    projection_bias: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return self.text.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Words, and the placeholder of an image, which is the last."""
+        return self.num_words + 1
+
+    @property
+    def max_model_len(self) -> int:
+        return self.num_positions
+
+
+@dataclass(frozen=True)
 class AudioSpec:
     """Whisper's encoder: two convolutions over ``num_mels`` bands of each frame, the second of which takes every other
     frame, learned positions, and ``blocks``."""

@@ -5,7 +5,7 @@ N patches, D hidden size of the encoder, H heads, E head dim. Towers of families
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +50,10 @@ class VisionBlock(nn.Module):
         self.mlp_scale = build.parameter(size) if spec.has_scales else None
         self._attend = SPAN_ATTENTION.choose(build.query(head_dim=spec.head_dim))
 
+    def attend_by(self, attend: Callable[..., torch.Tensor]) -> None:
+        """Attend otherwise than in both directions; ``attend`` is called as `SPAN_ATTENTION` is."""
+        self._attend = attend
+
     def forward(self, residual: Residual, spans: Spans, cos_sin: torch.Tensor | None = None) -> None:
         """``cos_sin`` [N, E] float32: half cosines, half sines, None for no rotation."""
         qkv = self.qkv(self.attention_norm.add(residual)).unflatten(-1, (3, -1))
@@ -83,6 +87,19 @@ def pad_weights(
             sizes = list(zip(target.shape, tensor.shape, strict=True))
             if all(own in (given, pad_size(given)) for own, given in sizes):
                 tensor = F.pad(tensor, [size for own, given in reversed(sizes) for size in (0, own - given)])
+        yield name, tensor
+
+
+def fit_dims(
+    tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors with the dims of their targets: kernels of patch embeddings as matrices, since a convolution whose stride
+    is its size is a product, and class tokens and positions without a batch."""
+    for name, tensor in tensors:
+        target = targets.get(name)
+        if target is not None and isinstance(tensor, torch.Tensor) and tensor.dim() > target.dim():
+            is_same = tensor.numel() == target.numel()
+            tensor = tensor.reshape(target.shape) if is_same else tensor
         yield name, tensor
 
 
@@ -145,6 +162,10 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: torch.Tensor, num_layers: int | None = None) -> torch.Tensor:
         """What leaves layer ``num_layers`` (None: all, and the last norm)."""
+        return self.encode_all(images, num_layers)[:, int(self.spec.has_class_token) :]
+
+    def encode_all(self, images: torch.Tensor, num_layers: int | None = None) -> torch.Tensor:
+        """The same with the class token, which comes first."""
         count = len(images)
         x = self.patches(cut_patches(images, self.spec.patch_size)).unflatten(0, (count, -1))
         if self.class_token is not None:
@@ -161,7 +182,7 @@ class ImageEncoder(nn.Module):
         x = residual.add_pending()
         if num_layers is None and self.last_norm is not None:
             x = self.last_norm(x)
-        return x.unflatten(0, (count, length))[:, int(self.spec.has_class_token) :]
+        return x.unflatten(0, (count, length))
 
 
 class SizedImageEncoder(nn.Module):

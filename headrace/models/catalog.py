@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "BertForMaskedLM": "bert",
     "BertForSequenceClassification": "bert",
     "BertModel": "bert",
+    "CLIPModel": "clip",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek_v3",
@@ -57,6 +58,7 @@ ARCHITECTURES = {
     "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "SiglipModel": "siglip",
     "Starcoder2ForCausalLM": "starcoder2",
     "WhisperForConditionalGeneration": "whisper",
     **{

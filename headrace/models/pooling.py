@@ -97,8 +97,10 @@ def plan_pooling(source: ModelSource, family: Family, task: str) -> PoolingPlan 
         return None
     if task == "classify":
         return _plan_classifier(source, family)
-    # decoders are pooled at the last token, the only one that has seen the whole text; encoders by the mean
-    plan = PoolingPlan("embed", _gguf_reduction(source) or ("last" if family.generates else "mean"), normalise=True)
+    # decoders are pooled at the last token, the only one that has seen the whole text; encoders by the mean, but those
+    # of texts and images, which project a token of the text themselves
+    usual: Reduction = "last" if family.generates or family.media is not None else "mean"
+    plan = PoolingPlan("embed", _gguf_reduction(source) or usual, normalise=True)
     if source.kind == "folder" and (source.folder / "modules.json").is_file():
         plan = _read_modules(source.folder, replace(plan, normalise=False))
     stated = source.config.get("pooling")

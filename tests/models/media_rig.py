@@ -27,6 +27,8 @@ def save_model(model: transformers.PreTrainedModel, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.dim():
+                continue  # a scale of losses
             if "norm" in name or "ln_q" in name or name.endswith("bias"):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
             else:

@@ -6,7 +6,7 @@ What is special to an encoder is in the class that ``EncoderKind.tower`` names. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
-from headrace.layers.vision import pad_weights
+from headrace.layers.vision import fit_dims, pad_weights
 from headrace.parallel.group import Group
 
 
@@ -88,7 +88,7 @@ class MultimodalDecoder(Decoder):
     def _fit_tensors(
         self, tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        return pad_weights(_flatten(self.encoder.adapt(tensors), targets), targets, self.encoder)
+        return pad_weights(fit_dims(self.encoder.adapt(tensors), targets), targets, self.encoder)
 
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         modules, harmless = self.names.modules, HARMLESS
@@ -113,14 +113,3 @@ class MultimodalDecoder(Decoder):
         # DeepStack, arXiv:2406.04334: part i + 1 of the vectors is added behind layer i
         if batch.media is not None and i + 1 < self.spec.encoder.num_parts:
             batch.media.add_part(i + 1, residual.add_pending())
-
-
-def _flatten(tensors: Iterable[tuple[str, torch.Tensor]], targets: Targets) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors with the dims of their targets: kernels of patch embeddings as matrices, since a convolution whose stride
-    is its size is a product, and class tokens and positions without a batch."""
-    for name, tensor in tensors:
-        target = targets.get(name)
-        if target is not None and isinstance(tensor, torch.Tensor) and tensor.dim() > target.dim():
-            is_same = tensor.numel() == target.numel()
-            tensor = tensor.reshape(target.shape) if is_same else tensor
-        yield name, tensor

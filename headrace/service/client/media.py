@@ -42,6 +42,8 @@ def place_items(
     """Put items in the places of their placeholders, each kind in its own order. Raises `RequestError` where there are
     more or fewer placeholders than items, and `ContextLengthExceeded` for a text that is far too long."""
     assert facts.media is not None, "checked before the items were prepared"
+    if facts.media.is_alone:
+        return _place_alone(prompt, items, param)
     known, media = require_tokenizer(tokenizer), facts.media
     if media.speech is not None:  # its prompts are made of special tokens alone, and begin with the clip
         add_special_tokens, mark = False, media.texts["audio"]
@@ -64,6 +66,16 @@ def place_items(
         ]
     placed.sort(key=lambda item: item.place.offset)
     return MediaPrompt(ids, placed, prompt if isinstance(prompt, str) else None)
+
+
+def _place_alone(prompt: str | Sequence[int], items: Sequence[PreparedItem], param: str) -> MediaPrompt:
+    """The prompt of an image that is embedded by itself."""
+    if len(items) != 1 or len(prompt):
+        raise RequestError(
+            "this model embeds a text or an image at a time: send one image without text, and texts by themselves",
+            param=param,
+        )
+    return MediaPrompt(items[0].token_ids, [items[0].item])
 
 
 def with_media(requests: list[EngineRequest], items: list[MediaItem], facts: ModelFacts) -> list[EngineRequest]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Preparer:
             raise ModelError(f"{source.architecture} takes text alone")
         self._facts: MediaFacts = facts
         self._bounds = setup.media
-        self._processor = load_processor(source)
+        self._processor: Any = ImagesAlone(source, facts) if facts.is_alone else load_processor(source)
         self._tokenizer = self._processor.tokenizer
         self._settings = _describe(self._processor)
         self._bytes = None if vars(self._processor).get("image_processor") is None else PixelBytes.find(
@@ -242,21 +242,51 @@ class Preparer:
             name: MediaArray.of(_plain(values)) for name, values in made.items()
             if name not in (*GRIDS, *TEXT_OUTPUTS, *OTHER_OUTPUTS)
         }
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        is_exact = self._tokenizer.encode(text, add_special_tokens=False) == token_ids
         if not runs:
             raise MediaError(f"{param} stands for no tokens in this model", param=param)
-        return PreparedItem(MediaItem(place, arrays), token_ids, text if is_exact else None)
+        return PreparedItem(MediaItem(place, arrays), token_ids, self._spell(token_ids))
+
+    def _spell(self, token_ids: list[int]) -> str | None:
+        """The text of these tokens; None where there is none."""
+        if self._tokenizer is None:
+            return None
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text if self._tokenizer.encode(text, add_special_tokens=False) == token_ids else None
+
+
+class ImagesAlone:
+    """In place of a processor, for models of which an image is a prompt of its own: the image processor alone, as texts
+    go another way."""
+
+    tokenizer = None
+
+    def __init__(self, source: ModelSource, facts: MediaFacts):
+        self.image_processor = _load_part(_import_transformers(), "image_processor", source.folder)
+        self._token_id = facts.token_ids["image"]
+
+    def __call__(
+        self, *, images: list[Any], images_kwargs: Mapping[str, Any] | None = None, **of_texts: Any
+    ) -> dict[str, Any]:
+        return {**self.image_processor(images=images, **(images_kwargs or {})), "input_ids": [[self._token_id]]}
+
+    def to_json_string(self) -> str:
+        """Settings, as processors give them."""
+        text: str = self.image_processor.to_json_string()
+        return text
+
+
+def _import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"media need transformers, which is not installed here: {INSTALL}") from error
+    return transformers
 
 
 def load_processor(source: ModelSource) -> Any:
     """The processor of a model, with image processors on Pillow. Parts whose libraries are missing are left out: the
     first item that needs one fails. Raises `ModelError`."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(f"media need transformers, which is not installed here: {INSTALL}") from error
-    folder = source.folder
+    transformers, folder = _import_transformers(), source.folder
     stated = {name: _read_json(folder / name) for name in _CONFIG_FILES}
     kind = _processor_class(transformers, stated.values(), source.config)
 

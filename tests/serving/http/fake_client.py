@@ -266,14 +266,15 @@ class FakeClient:
         self.adapters.append(tags.adapter)
         if self.state != "ready":
             raise EngineUnavailable(f"the engine is {self.state}", retry_after=3)
-        if isinstance(params, PoolingSpec):
-            return self._read(prompt, params, request_id, namespace, priority)
-        refuse_generation(self.facts)
-        params.validate()
         if isinstance(prompt, MediaPrompt):
             check_media(prompt.items, prompt.token_ids, self.facts.media)
             self.media.append(prompt.items)
             prompt = prompt.token_ids
+        if isinstance(params, PoolingSpec):
+            self.prompts.append(prompt)
+            return self._read(prompt, params, request_id, namespace, priority)
+        refuse_generation(self.facts)
+        params.validate()
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str)
             else list(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import msgspec
 import pytest
 from fake_apps import httpx
 from fake_client import FakeClient
@@ -12,6 +13,7 @@ from media_desk import AUDIO, CAT, DOG, FACTS, IMAGE, VIDEO, Desk, b64, uri
 
 from headrace.base.config import EngineConfig, ServerConfig
 from headrace.base.media_config import MediaConfig
+from headrace.base.pooling import PoolingFacts
 from headrace.serving.http.app import create_app
 
 
@@ -265,3 +267,47 @@ async def test_a_stored_response_with_an_image_goes_on(http, client):
     assert [name for _, name, _ in seen(client)] == [digest(CAT)]
     items = (await http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
     assert items[0]["content"][0]["type"] == "input_image"
+
+
+ALONE = msgspec.structs.replace(FACTS, is_alone=True, texts={"image": "<image>"}, token_ids={"image": IMAGE})
+
+
+async def embed(messages: list, *, media=ALONE, **fields):
+    """The answer of an embedding model, and its client."""
+    client = FakeClient(takes_media=media, pooling=PoolingFacts("embed", 4))
+    app = create_app(client, ServerConfig())
+    app.state.context.media = Desk(client.config)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server") as http:
+        return await http.post("/v1/embeddings", json={"messages": messages, **fields}), client
+
+
+def user(*parts) -> dict:
+    return {"role": "user", "content": list(parts)}
+
+
+async def test_an_image_is_embedded_alone_where_the_model_says_so():
+    answer, client = await embed([user(image(CAT))], encoding_format="float")
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["data"][0]["embedding"]) == 4
+    assert text_of(client.prompts[-1]) == "III" and seen(client)[0][:2] == ("image", digest(CAT))
+    answer, client = await embed([{"role": "user", "content": "a cat"}])
+    assert answer.status_code == 200 and text_of(client.prompts[-1]).endswith("a cat")
+    for messages in ([user(image(CAT), text("what?"))], [user(image(CAT)), user(image(DOG))], [user()]):
+        answer, _ = await embed(messages)
+        assert answer.status_code == 400 and "a text or an image at a time" in answer.json()["error"]["message"]
+
+
+async def test_conversations_with_images_are_embedded_in_the_chat_template():
+    answer, client = await embed([user(text("a"), image(CAT))], media=FACTS)
+    assert answer.status_code == 200, answer.text
+    assert text_of(client.prompts[-1]) == "user: aIII\n" and seen(client)[0][2] == [(7, 3)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"input": "a", "messages": [user(text("a"))]}])
+async def test_embeddings_are_of_input_or_messages(http, fields):
+    client = FakeClient(pooling=PoolingFacts("embed", 4))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=create_app(client, ServerConfig())), base_url="http://server"
+    ) as http:
+        answer = await http.post("/v1/embeddings", json=fields)
+    assert answer.status_code == 400 and "one of input and messages" in answer.json()["error"]["message"]

@@ -15,11 +15,14 @@ from starlette.requests import Request
 from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
+from headrace.service.client.media import place_items
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput
 from headrace.serving.http.generation.context import compute, context_of
+from headrace.serving.http.generation.media import media_of, prepare_media, template_content
 from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
 from headrace.serving.http.generation.sampling import new_request_id
-from headrace.serving.http.protocol.pooling import PoolingFields, PoolingUsage
+from headrace.serving.http.protocol.openai import ChatMessage
+from headrace.serving.http.protocol.pooling import EmbeddingRequest, PoolingFields, PoolingUsage
 
 T = TypeVar("T")
 
@@ -96,6 +99,47 @@ def encoder_for(request: Request, truncate: int | None, side: str | None = None)
     context = context_of(request)
     encoder = PoolingEncoder.of(context.facts(), context.client.tokenizer, truncate)
     return replace(encoder, keeps_end=True) if side == "left" else encoder
+
+
+async def read_messages(
+    request: Request, body: EmbeddingRequest, messages: Sequence[ChatMessage]
+) -> PoolingInput:
+    """The input that a conversation is embedded as: in the model's chat template with its media, or its only part where
+    the model embeds a text or an image. Raises typed errors."""
+    context = context_of(request)
+    facts, encoder = context.facts(), encoder_for(request, body.truncate_prompt_tokens, body.truncation_side)
+    items = await prepare_media(request, context, media_of(messages), salt=body.cache_salt or "")
+    contents = [template_content(message.content) for message in messages]
+
+    def render() -> PoolingInput:
+        if facts.media is not None and facts.media.is_alone:
+            texts = [text for content in contents for text in _texts_of(content) if text]
+            if items or len(texts) != 1:
+                return PoolingInput(place_items("".join(texts), items, None, facts, param="messages"))
+            return encoder.encode(texts[0], add_special_tokens=body.add_special_tokens is not False)
+        tokenizer = context.tokenizer()
+        if not tokenizer.has_chat_template:
+            raise RequestError(
+                "this model has no chat template; send input, or start the server with --chat-template",
+                param="messages",
+            )
+        text = tokenizer.render_chat(
+            [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)],
+            add_generation_prompt=bool(body.add_generation_prompt),
+        )
+        has_special = bool(body.add_special_tokens)
+        if not items:
+            return encoder.encode(text, add_special_tokens=has_special)
+        return PoolingInput(
+            place_items(text, items, tokenizer, facts, add_special_tokens=has_special, param="messages")
+        )
+
+    size = sum(len(text) for content in contents for text in _texts_of(content))
+    return await compute(request, render, size=size)
+
+
+def _texts_of(content: str | list[dict[str, str]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 async def tokenize(request: Request, make: Callable[[], T], texts: Sequence[PlainPrompt]) -> T:

@@ -16,6 +16,7 @@ from headrace.serving.http.protocol.fields import (
     TokenId,
     Truncation,
 )
+from headrace.serving.http.protocol.openai import ChatMessage
 
 MAX_LABELS = 128  # label tokens per request
 Texts = Annotated[list[str], Meta(min_length=1)]
@@ -40,9 +41,13 @@ class PoolingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
-    """Texts or token ids, one or many. ``dimensions`` keeps the first values of each embedding, at unit length."""
+    """Texts or token ids, one or many; or ``messages``, which may have images: one embedding of the conversation in the
+    model's chat template, or of its only part where the model embeds a text or an image. ``dimensions`` keeps the first
+    values of each embedding, at unit length."""
 
-    input: Input
+    input: Input | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
+    add_generation_prompt: bool | None = None
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     add_special_tokens: bool | None = None

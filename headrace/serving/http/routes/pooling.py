@@ -20,6 +20,7 @@ from headrace.serving.http.generation.pooling import (
     check_amount,
     check_dimensions,
     encoder_for,
+    read_messages,
     require_kind,
     run_pooling,
     split_inputs,
@@ -51,11 +52,16 @@ async def _run(
 
 
 async def create_embeddings(request: Request) -> JsonResponse:
-    """Embeddings of texts."""
+    """Embeddings of texts and images."""
     context, body = await read_request(request, EMBED_BODY)
     context.check_request(body.model)
     check_dimensions(body.dimensions, require_kind(context.facts(), "embed").width)
-    outputs = await _run(request, body, limit=context.server.max_batch_prompts, id_prefix="embd-")
+    if (body.input is None) == (body.messages is None):
+        raise RequestError("give one of input and messages", param="input")
+    if body.messages is not None:
+        outputs = await run_pooling(request, [await read_messages(request, body, body.messages)], body, "embd-")
+    else:
+        outputs = await _run(request, body, limit=context.server.max_batch_prompts, id_prefix="embd-")
 
     def write(packed: bytes) -> list[float] | str:
         if body.encoding_format != "base64":
@@ -203,7 +209,8 @@ async def classify(request: Request) -> JsonResponse:
 
 ENDPOINTS = (
     post(
-        "/v1/embeddings", create_embeddings, "pooling", "Embeddings of texts.", wire.EmbeddingResponse, body=EMBED_BODY,
+        "/v1/embeddings", create_embeddings, "pooling", "Embeddings of texts and images.", wire.EmbeddingResponse,
+        body=EMBED_BODY,
         errors=GENERATION_ERRORS
     ),
     post(
