@@ -8,6 +8,7 @@ with the same engine without adapters in the batch; prefix caches are emptied be
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -104,6 +105,37 @@ def measure_cold(engine: Engine, read: ReadAdapter, vocab_size: int) -> None:
         print("cold:", ", ".join(told), flush=True)
 
 
+def measure_stall(engine: Engine, read: ReadAdapter, vocab_size: int) -> None:
+    """The longest time between two tokens of a request while another begins: of the base model, and of an adapter that
+    is read from the page cache and put on the device meanwhile."""
+    prompt = [(5 * i) % vocab_size for i in range(64)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(engine, Path(folder))
+        engine.executor.adapters._read = read
+        for adapter in ("", "beside0", "", "beside1"):  # the first of each warms up
+            engine.reset_prefix_cache()
+            engine.submit(EngineRequest("long", prompt, SamplingSpec(), StopSpec(max_tokens=200)))
+            gaps, last, load = [], 0.0, None
+            while engine.has_work:
+                for output in engine.step():
+                    if output.request_id != "long" or not output.token_ids:
+                        continue
+                    now = time.perf_counter()
+                    gaps.append(now - last)
+                    last = now
+                    if len(gaps) == 50 and adapter:
+                        load = engine.adapters.begin_load(LoadAdapter(adapter, folder))
+                    elif len(gaps) == 150:
+                        assert load is None or load.done(), "reading takes longer than expected"
+                        stop = StopSpec(max_tokens=1)
+                        engine.submit(EngineRequest("other", prompt[::-1], SamplingSpec(), stop, adapter=adapter))
+                engine.adapters.settle()
+            times = statistics.median(gaps[1:]), max(gaps[50:150]), max(gaps[150:])
+            median, reading, beginning = (f"{seconds * 1e3:.2f} ms" for seconds in times)
+            name = "adapter" if adapter else "base"
+            print(f"stall: {name:8s} median {median}, while read {reading}, when it begins {beginning}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
@@ -129,6 +161,8 @@ def main() -> None:
     names = [f"a{i:0{i}d}" for i in range(args.slots)]
     for name in names:
         engine.adapters.load(LoadAdapter(name))
+    gc.collect()
+    gc.freeze()  # as `headrace.LLM` does: a collection in a run would look at the whole model
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     cells: dict[str, list[str]] = {"base": []}
     for count in args.counts.split(","):
@@ -147,6 +181,7 @@ def main() -> None:
             share = seconds["base"] / seconds[cell]
             print(f"{workload:12s} {cell:24s} {seconds[cell]:8.3f} s  {100 * share:6.1f} % of base", flush=True)
     measure_cold(engine, read, vocab_size)
+    measure_stall(engine, read, vocab_size)
     engine.close()
 
 

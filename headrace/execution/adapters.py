@@ -21,12 +21,13 @@ from headrace.execution.rows import Rows
 from headrace.execution.step import Step
 from headrace.execution.upload import Upload, to_device
 from headrace.kernels.lora import SlotRows
+from headrace.layers.lora.bank import LoadBytes
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
 from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
 from headrace.memory.plan import free_bytes
 from headrace.models.adapters.gguf import GgufForm
-from headrace.models.adapters.reader import AdapterSource, read_adapter
+from headrace.models.adapters.reader import AdapterSource, count_whole_bytes, read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,21 @@ def read_call(
     """Read the adapter of a call; ``gguf``: what GGUF files of the family are like."""
     source = AdapterSource(call.name, call.path, call.tensors, call.config)
     return read_adapter(source, sites, max_rank=max_rank, gguf=gguf)
+
+
+def count_startup_bytes(banks: AdapterBanks | None, config: AdapterConfig, item_bytes: int) -> int:
+    """Bytes to set aside for the adapters of ``lora_modules`` beside their low-rank additions, with so many for a
+    number: of those with the most, as many as are on the device at a time. What cannot be read counts nothing here; it
+    is refused when it is loaded."""
+    if banks is None:
+        return 0
+    counts = []
+    for module in config.modules:
+        try:
+            counts.append(count_whole_bytes(module.path, banks.sites, item_bytes))
+        except (HeadraceError, OSError):
+            continue
+    return sum(sorted(counts)[-config.max_loras :])
 
 
 @dataclass
@@ -70,10 +86,14 @@ class AdapterStore:
         self._prepared: OrderedDict[int, Future[PreparedAdapter]] = OrderedDict()
         # asked for, and not yet on the device: kept too, so that loading need not read again what was dropped meanwhile
         self._wanted: OrderedDict[int, Future[PreparedAdapter]] = OrderedDict()
+        is_gpu = banks is not None and banks.device.type == "cuda"
+        self._side = torch.cuda.Stream(banks.device) if is_gpu and banks is not None else None
+        self._begun = torch.cuda.Event() if is_gpu else None
+        self._copied: torch.cuda.Event | None = None
 
     def serve(self, banks: AdapterBanks | None) -> None:
         """The model was loaded anew: its banks are others, of the same shapes."""
-        self._banks = banks
+        self._banks, self._copied = banks, None
 
     def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
         """Read an adapter under a number of its own."""
@@ -99,8 +119,35 @@ class AdapterStore:
 
     def load(self, slot: int, adapter_id: int) -> None:
         """Copy an adapter into a slot of the device, in stream order; 0 empties it."""
-        self._own_banks.load(slot, self.prepare(adapter_id).result() if adapter_id else {})
+        self._own_banks.load(slot, self._take(adapter_id))
+
+    def load_beside(self, slot: int, adapter_id: int) -> None:
+        """As `load`, beside the step that was launched since `begin_step`, which does not use the slot."""
+        banks, adapter = self._own_banks, self._take(adapter_id)
+        if self._side is None or self._begun is None or not banks.is_copied(adapter):
+            banks.load(slot, adapter)
+            return
+        # steps that are in flight may still read what is replaced, for rows that have ended
+        self._side.wait_event(self._begun)
+        with torch.cuda.stream(self._side):
+            banks.load(slot, adapter)
+        self._copied = self._side.record_event()
+
+    def begin_step(self, *, has_loads: bool) -> None:
+        """Let the step, and what follows, wait for what was copied beside others; ``has_loads``: more will be."""
+        if self._side is None:
+            return
+        stream = torch.cuda.current_stream(self._own_banks.device)
+        if self._copied is not None:
+            stream.wait_event(self._copied)
+            self._copied = None
+        if has_loads and self._begun is not None:
+            self._begun.record(stream)
+
+    def _take(self, adapter_id: int) -> PreparedAdapter:
+        adapter = self.prepare(adapter_id).result() if adapter_id else {}
         self._wanted.pop(adapter_id, None)
+        return adapter
 
     def close(self) -> None:
         """End the threads."""
@@ -125,17 +172,19 @@ class AdapterStore:
     def _read_first(self, source: _Source) -> PreparedAdapter:
         weights = self._load(source)
         prepared = self._own_banks.prepare(weights)
-        self._check_room(source.call.name, self._own_banks.count_extra_bytes(prepared))
+        self._check_room(source.call.name, self._own_banks.count_bytes(prepared))
         source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
         return prepared
 
-    def _check_room(self, name: str, num_bytes: int) -> None:
+    def _check_room(self, name: str, needed: LoadBytes) -> None:
         """Refuse an adapter that will not fit on the device, before a step fails by it."""
-        if num_bytes and num_bytes > (free := free_bytes(self._own_banks.device)):
+        total = needed.kept + needed.passing
+        if total and total > (free := free_bytes(self._own_banks.device)):
+            while_loaded = f" and {needed.passing / 2**20:.0f} MiB while it is loaded," if needed.passing else ""
             raise AdapterError(
-                f"adapter {name!r}: its whole modules and embeddings take {num_bytes / 2**20:.0f} MiB of the device "
-                f"beside the room for max_lora_rank, and {free / 2**20:.0f} MiB are free; lower memory_fraction, "
-                "or train it without modules_to_save", param="lora_path"
+                f"adapter {name!r}: its whole modules and embeddings take {needed.kept / 2**20:.0f} MiB of the device "
+                f"beside the room for max_lora_rank,{while_loaded} and {free / 2**20:.0f} MiB are free; lower "
+                "memory_fraction, or train it without modules_to_save and use_dora", param="lora_path"
             )
 
     def _read_again(self, source: _Source) -> PreparedAdapter:

@@ -24,7 +24,7 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelFacts, Place
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
-from headrace.execution.adapters import AdapterStore, read_call
+from headrace.execution.adapters import AdapterStore, count_startup_bytes, read_call
 from headrace.execution.assembly import Assembly
 from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
@@ -69,7 +69,7 @@ class LocalExecutor:
 
     def _serve_adapters(self, runner: Runner) -> None:
         self.adapters.serve(self._model.adapters)
-        runner.load_adapter = self.adapters.load
+        runner.adapters = self.adapters
 
     @property
     def config(self) -> EngineConfig:
@@ -280,7 +280,8 @@ def _build_on(
     free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
     reserve += staging_bytes(config, device)
     encoded = 0 if loaded.model.media is None else config.cache.encoder_cache_mib * 2**20
-    budget = kv_budget(device.type, free - reserve - encoded, config.cache.memory_fraction)
+    adapters = count_startup_bytes(loaded.model.adapters, config.adapters, loaded.dtype.itemsize)
+    budget = kv_budget(device.type, free - reserve - encoded - adapters, config.cache.memory_fraction)
     plan = plan_cache(_demand(assembly), config.cache, budget, soft_budget(device.type, loaded.num_bytes))
     plan = _agree(fit_host(plan, config, device), ranks.world)
     progress("running a first step", 0.9)
@@ -292,8 +293,11 @@ def _build_on(
     kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(
         weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, encoded=encoded, plan=plan,
-        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded, max_rows=assembly.max_rows,
+        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded - adapters,
+        max_rows=assembly.max_rows,
     )
+    if adapters:
+        memory.insert(-1, MemoryLine("whole modules of adapters", adapters))
     facts = read_facts(loaded, model.layout, str(device), config.model)
     logger.info("%s (%s) on %s in %s, %d threads", facts.model, facts.family, device, facts.dtype, threads)
     progress("ready", 1.0)

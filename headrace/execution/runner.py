@@ -12,8 +12,8 @@ import torch
 
 from headrace.base.cache import CacheLayout
 from headrace.base.speculation import StepTimes
-from headrace.base.step import StepPlan
-from headrace.execution.adapters import AdapterInputs
+from headrace.base.step import AdapterLoad, StepPlan
+from headrace.execution.adapters import AdapterInputs, AdapterStore
 from headrace.execution.captures import Records
 from headrace.execution.graphs import CapturedSteps, GraphSizes
 from headrace.execution.inputs import InputBuilder
@@ -78,7 +78,7 @@ class Runner:
         if all(backend.fuses_layers for backend in backends):
             self.paths.insert(0, FusedPath(model, self._rows, self._tables))
         self._proposer: Proposer | None = None
-        self.load_adapter: Callable[[int, int], None] | None = None  # into a slot, an adapter by its number
+        self.adapters: AdapterStore | None = None
         self.times = StepTimes()
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
@@ -116,7 +116,7 @@ class Runner:
     def _execute(self, plan: StepPlan) -> PendingSample:
         # First: the sampling reads row state (penalties, rules, matchers) that this plan's releases and starts change.
         self._close_step()
-        upload = Upload()
+        upload, later = Upload(), self._load_adapters(plan)
         self._apply_rows(plan, upload)
         if not plan.rows:
             self._apply_pages(upload.send(self._device))
@@ -148,6 +148,9 @@ class Runner:
         self._media.encode(plan.media.encodes)
         output = launch(sent)
         self.swaps.fetch()
+        for load in later:
+            assert self.adapters is not None
+            self.adapters.load_beside(load.slot, load.adapter_id)
         self._media.drop(plan.media.drops)
         # Behind the launch: a fill may wait for the previous step's tokens, and by now the device has work.
         fill = self._begin_fill(step, sent)
@@ -265,12 +268,22 @@ class Runner:
         if self._grammars is not None:
             self._grammars.release(row)
 
+    def _load_adapters(self, plan: StepPlan) -> list[AdapterLoad]:
+        """Load those that the plan's own rows use, or all without any; returns the others, which nothing waits for."""
+        if self.adapters is None:
+            assert not plan.adapter_loads, "adapters are not served"
+            return []
+        self.adapters.begin_step(has_loads=bool(plan.adapter_loads))
+        used = {start.adapter_slot for start in plan.starts}
+        later = [load for load in plan.adapter_loads if plan.rows and load.slot not in used]
+        for load in plan.adapter_loads:
+            if load not in later:
+                self.adapters.load(load.slot, load.adapter_id)
+        return later
+
     def _apply_rows(self, plan: StepPlan, upload: Upload) -> None:
         """Change the host's row state now and pack the page table updates for `_apply_pages`. Releases come before
         starts: a row that is released may be started again in the same plan."""
-        for load in plan.adapter_loads:
-            assert self.load_adapter is not None, "adapters are not served"
-            self.load_adapter(load.slot, load.adapter_id)
         for row in plan.releases:
             self._release(row)
         for start in plan.starts:

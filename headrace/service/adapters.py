@@ -211,7 +211,7 @@ class AdapterRegistry:
             known = sorted(self._by_name)
             more = ", ..." if len(known) > NUM_NAMED else ""
             told = f"loaded: {', '.join(known[:NUM_NAMED])}{more}" if known else "none is loaded"
-            raise NotFound(f"there is no adapter {name!r}; {told}", param="model")
+            raise NotFound(f"this engine has no adapter {name!r}, load it first; {told}", param="model")
         return adapter
 
     def _describe(self, adapter: Adapter) -> AdapterInfo:

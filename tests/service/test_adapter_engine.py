@@ -6,10 +6,12 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from adapter_rig import VOCAB, Answer, Rig, ask, check_answer, drain, make_config, take, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from headrace.base.config import CacheConfig, ModelConfig
 from headrace.base.errors import AdapterError, Conflict, NotFound
 from headrace.base.messages import Call, EngineRequest
 from headrace.execution import adapters
+from headrace.layers.lora.bank import MEASURED, MEASURED_COPIES
 from headrace.service.build import build_engine
 from headrace.service.control import Control
 from headrace.service.engine import Engine
@@ -273,8 +276,8 @@ def test_what_was_prepared_for_a_request_is_not_read_when_a_step_begins(rig: Rig
     engine.close()
 
 
-def test_whole_modules_that_do_not_fit_on_the_device(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """They are refused when they are loaded, with what they take; additions have room of their own."""
+def write_whole(rig: Rig) -> tuple[Path, int]:
+    """An adapter that replaces the embedding, which is the head; and the bytes of its matrix."""
     folder = write_adapter(rig.base, rig.folder / "whole", 70)
     matrix = load_file(rig.base / "model.safetensors")["model.embed_tokens.weight"]
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -282,12 +285,45 @@ def test_whole_modules_that_do_not_fit_on_the_device(rig: Rig, monkeypatch: pyte
     save_file(tensors, folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["embed_tokens"]}))
-    monkeypatch.setattr(adapters, "free_bytes", lambda _: matrix.nbytes - 1)
+    return folder, matrix.nbytes
+
+
+def test_whole_modules_that_do_not_fit_on_the_device(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """They are refused when they are loaded, with what they take; additions have room of their own."""
+    folder, num_bytes = write_whole(rig)
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: num_bytes - 1)
     with pytest.raises(AdapterError, match="whole modules and embeddings take"):
         rig.engine.adapters.load(LoadAdapter("whole", str(folder)))
-    monkeypatch.setattr(adapters, "free_bytes", lambda _: 2 * matrix.nbytes)  # the head is the embedding
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: 2 * num_bytes)  # the head is the embedding
     rig.engine.adapters.load(LoadAdapter("whole", str(folder)))
     rig.engine.adapters.unload(UnloadAdapter("whole"))
+
+
+def test_whole_modules_of_the_first_adapters_are_planned(rig: Rig):
+    """Pages get what they leave."""
+    folder, num_bytes = write_whole(rig)
+    config = make_config(rig.base, adapters=AdapterConfig(
+        enable_lora=True, max_loras=2, lora_modules=f"whole={folder} plain={rig.paths[0]}"
+    ))
+    engine = build_engine(config)
+    lines = {line.name: line.num_bytes for line in engine.executor.memory}
+    assert lines["whole modules of adapters"] == 2 * num_bytes
+    engine.close()
+
+
+def test_weights_whose_norms_an_adapter_needs_must_fit(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Of DoRA, while it is loaded."""
+    folder = write_adapter(rig.base, rig.folder / "dora", 71, targets=("q_proj",))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if "lora_B" in name:
+            tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(tensor))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: MEASURED)
+    with pytest.raises(AdapterError, match=f"and {MEASURED * MEASURED_COPIES >> 20} MiB while it is loaded"):
+        rig.engine.adapters.load(LoadAdapter("dora", str(folder)))
 
 
 def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):
@@ -306,18 +342,40 @@ def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):
 def test_an_adapter_that_cannot_be_loaded_fails_no_later_step(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Such as one for whose whole modules the device has no memory."""
     engine = make_engine_of_one(rig, "large")
-    number, load = engine.adapters._by_name["large"].number, engine.executor._runner.load_adapter
+    number, load = engine.adapters._by_name["large"].number, engine.executor.adapters.load
 
     def load_others(slot: int, adapter_id: int) -> None:
         if adapter_id == number:
             raise RuntimeError("no memory")
         load(slot, adapter_id)
 
-    monkeypatch.setattr(engine.executor._runner, "load_adapter", load_others)
+    monkeypatch.setattr(engine.executor.adapters, "load", load_others)
     engine.submit(ask("large", prompt(1), "large"))
     assert drain(engine)["large"].error == "step_failed"
     engine.submit(ask("base", prompt(2), max_tokens=3))
     assert len(drain(engine)["base"].token_ids) == 3
+    engine.close()
+
+
+def test_an_adapter_is_loaded_behind_the_launch_of_a_step_of_others(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Not before it, where the device would wait for the host."""
+    engine = make_engine_of_one(rig, "late")
+    runner, store, order = engine.executor._runner, engine.executor.adapters, []
+    choose, beside, load = runner._choose_path, store.load_beside, store.load
+
+    def note(what: str, call: Any) -> Any:
+        return lambda *args: (order.append(what), call(*args))[1]
+
+    monkeypatch.setattr(runner, "_choose_path", note("launch", choose))
+    monkeypatch.setattr(store, "load_beside", note("beside", beside))
+    monkeypatch.setattr(store, "load", note("load", load))
+    engine.submit(ask("base", prompt(1), max_tokens=12))
+    answers: dict[str, Answer] = {}
+    take(engine.step(), answers)
+    engine.submit(ask("own", prompt(2), "late", max_tokens=2))
+    drain(engine, answers)
+    assert len(answers["own"].token_ids) == 2
+    assert "load" not in order and order[order.index("beside") - 1] == "launch"
     engine.close()
 
 

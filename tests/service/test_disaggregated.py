@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import test_tiers_served as tiers
+from adapter_rig import write_adapter
 
 from headrace.base.config import engine_config
 from headrace.base.disaggregation import DisaggregationConfig
+from headrace.base.errors import NotFound
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.service.engine import Engine
@@ -47,10 +49,12 @@ class Side:
         return next(c for c in self.engine._waiting_room._coordinators if isinstance(c, TransferGate))
 
     def submit(self, name: str, prompt: list[int], *, sampling: SamplingSpec = GREEDY, fetches_from: int = 0,
-               room: str = "", num_tokens: int = NUM_TOKENS) -> None:
+               room: str = "", num_tokens: int = NUM_TOKENS, adapter: str = "") -> None:
         spec = TransferSpec(room, "127.0.0.1" if fetches_from else "", fetches_from) if room else None
         self.outputs[name] = []
-        self.engine.submit(EngineRequest(name, prompt, sampling, StopSpec(max_tokens=num_tokens), transfer=spec))
+        self.engine.submit(EngineRequest(
+            name, prompt, sampling, StopSpec(max_tokens=num_tokens), transfer=spec, adapter=adapter
+        ))
 
     def step(self) -> None:
         for output in self.engine.step():  # also without work: it hears what the agent says
@@ -156,6 +160,37 @@ def expected_tokens(start, llama) -> list[list[int]]:
 def pair_of(start, llama, backend: str = "shared-memory") -> tuple[Side, Side]:
     folder, options, _ = llama
     return start(folder, options, "prefill", backend), start(folder, options, "decode", backend)
+
+
+def test_adapters_are_those_of_both_sides(start, llama, tmp_path: Path):
+    """Pages of another adapter of the same name are of no use, and a request for one that is not here ends alone."""
+    folder, options, prompts = llama
+    with_lora = [{**options, "enable_lora": True}] * 3
+    for i in range(2):
+        path = write_adapter(Path(folder), tmp_path / f"a{i}", 30 + i)
+        with_lora[i] = {**with_lora[i], "lora_modules": f"sql={path}"}
+    own, other, none = with_lora
+    answers = {}
+    for name, side in (("own", start(folder, own)), ("other", start(folder, other))):
+        side.submit("r", prompts[0], adapter="sql")
+        side.submit("base", prompts[0])
+        run_until([side], lambda side=side: side.is_done("r") and side.is_done("base"))
+        answers[name], answers["base"] = side.tokens("r"), side.tokens("base")
+    assert len({tuple(tokens) for tokens in answers.values()}) == 3
+    prefill, decode = start(folder, own, "prefill"), start(folder, own, "decode")
+    differs, lacks = start(folder, other, "decode"), start(folder, none, "decode")
+    sides = [prefill, decode, differs, lacks]
+    for i, side in enumerate(sides[1:]):
+        for name, adapter in (("r", "sql"), ("base", "")):
+            prefill.submit(f"{name}{i}", prompts[0], room=f"{name}{i}", adapter=adapter)
+            side.submit(name, prompts[0], room=f"{name}{i}", fetches_from=prefill.port, adapter=adapter)
+    run_until(sides, lambda: all(side.is_done("r") and side.is_done("base") for side in sides[1:]))
+    assert [side.tokens("r") for side in sides[1:]] == [answers["own"], answers["other"], []]
+    assert [side.tokens("base") for side in sides[1:]] == [answers["base"]] * 3
+    assert decode.gate.outcomes["received"] == 2 and differs.gate.outcomes["received"] == 1
+    error = lacks.outputs["r"][-1].finish.error
+    assert error.kind == NotFound.kind and "no adapter 'sql', load it first" in error.message
+    settle(sides)
 
 
 @pytest.mark.parametrize("fault", [

@@ -12,9 +12,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from tiny_models import write_tiny_model
 
-from headrace import LLM, Grammar, SamplingParams
+from headrace import LLM, Grammar, LoRARequest, SamplingParams
 from headrace.base.errors import HeadraceError, RequestError
 
 CONFIG = {
@@ -210,3 +211,32 @@ def test_a_bad_grammar_fails_alone(llm: LLM):
 def test_a_model_without_a_tokenizer_says_so(folder: Path):
     with LLM(str(folder), **BASE, skip_tokenizer=True) as llm, pytest.raises(HeadraceError, match="tokenizer"):
         llm.generate(prompt_token_ids=[[5]], sampling_params=[SamplingParams(grammar=Grammar.json_object())])
+
+
+def test_grammars_hold_with_adapters(folder: Path, expected: list[list[tuple[str, str]]]):
+    """Every other request has one; alone and in one batch they say the same, and most not what the base says."""
+    generator, shapes = torch.Generator().manual_seed(4), {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 48)}
+    tensors = {}
+    for layer in range(2):
+        for name, (outputs, inputs) in shapes.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+
+    def answer(**options: object) -> list[list[tuple[str, str]]]:
+        with LLM(str(folder), **BASE, enable_lora=True, **options) as llm:
+            llm.load_adapter("own", tensors=tensors, config=config)
+            prompts = [f"{'give me json ' * (i % 4)}{i}" for i in range(len(asks()))]
+            adapters = [None if i % 2 else LoRARequest("own") for i in range(len(prompts))]
+            outputs = llm.generate(prompts, asks(), lora_request=adapters)
+            return [[(c.finish_reason or "", c.text) for c in output.outputs] for output in outputs]
+
+    alone = answer(overlap_depth=1, max_running_requests=1, prefix_cache=False)
+    assert answer(overlap_depth=2) == alone
+    for params, choices in zip(asks(), alone, strict=True):
+        for reason, text in choices:
+            if reason == "stop" and params.grammar:
+                check(params, text)
+    assert alone[1::2] == expected[1::2]
+    assert sum(own != base for own, base in zip(alone[::2], expected[::2], strict=True)) >= 3

@@ -38,6 +38,9 @@ TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
 ALIGNMENT = 64
 """Bytes, of tensors in one buffer."""
 
+MEASURED, MEASURED_COPIES = 2**24, 3
+"""Bytes of a weight's rows in float32 whose norms are computed at a time, and how many such tensors there are."""
+
 RANK_STEP = 16
 """Ranks are padded to multiples of this with zeros, for tensor cores."""
 
@@ -74,6 +77,14 @@ class PreparedPart:
         return any(
             tensor is not None for tensor in (self.magnitude, self.bias, self.weight, self.token_ids)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBytes:
+    """Bytes of the device that loading an adapter takes: ``kept`` ones, and those given back when it is loaded."""
+
+    kept: int = 0
+    passing: int = 0
 
 
 @dataclass(slots=True)
@@ -113,6 +124,11 @@ class AdapterBank(nn.Module):
     def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
         """What is needed here of an adapter's part, in host memory; raises `UnsupportedFeature`."""
         raise NotImplementedError
+
+    def count_bytes(self, parts: Sequence[PreparedPart]) -> LoadBytes:
+        """What `load` takes of the device beside the room that the bank has set aside; unless replaced, all tensors."""
+        tensors = (getattr(part, name) for part in parts for name in TENSORS)
+        return LoadBytes(sum(tensor.nbytes for tensor in tensors if tensor is not None))
 
     def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
         """Take an adapter into a slot; without parts the slot is empty. In stream order, behind steps that were
@@ -324,13 +340,23 @@ class LinearBank(AdapterBank):
         out.index_copy_(0, own, base)
 
     def base_weight(self) -> torch.Tensor:
-        """This rank's weight as the checkpoint has it, [O, I] float32: the parameter or a copy."""
+        """This rank's weight as the checkpoint has it, [O, I]: the parameter, or a copy in float32."""
         layer = self._layers[0]
         weight = plain_weight(layer)
         if weight is not None:
-            return weight.detach().float()
+            return weight.detach()
         assert layer.stored is not None
         return layer.stored.unpack(torch.float32)
+
+    def count_bytes(self, parts: Sequence[PreparedPart]) -> LoadBytes:
+        """See `AdapterBank`."""
+        kept = sum(tensor.nbytes for part in parts for tensor in (part.weight, part.token_rows) if tensor is not None)
+        scaled = [part for part in parts if part.magnitude is not None]
+        if not scaled:
+            return LoadBytes(kept)
+        is_plain = plain_weight(self._layers[0]) is not None
+        whole = 0 if is_plain else 4 * self.ends[-1] * self.columns.length
+        return LoadBytes(kept + 4 * self.ends[-1], whole + MEASURED * MEASURED_COPIES)
 
     def _make_extras(self, parts: Sequence[PreparedPart]) -> Extras:
         device, extras = self.b.device, Extras()
@@ -352,11 +378,16 @@ class LinearBank(AdapterBank):
         return extras
 
     def _measure(self, part: PreparedPart, weight: torch.Tensor) -> torch.Tensor:
-        """Norms of the rows of ``weight`` [O', I] with the part's addition."""
-        if part.a is not None and part.b is not None:
-            weight = weight + part.b.to(weight.device).t() @ part.a.to(weight.device).float()
-        squares = weight.square().sum(1)
-        return (squares if self._group is None else self._group.all_reduce(squares)).sqrt()
+        """Norms [O'] float32 of the rows of ``weight`` [O', I] with the part's addition; some rows at a time."""
+        squares, step = [], max(1, MEASURED // (4 * weight.shape[1]))
+        for first in range(0, len(weight), step):
+            rows = weight[first : first + step].float()
+            if part.a is not None and part.b is not None:
+                b = part.b[:, first : first + step].to(weight.device)
+                rows = torch.addmm(rows, b.t(), part.a.to(weight.device).float())
+            squares.append(rows.square().sum(1))
+        found = torch.cat(squares)
+        return (found if self._group is None else self._group.all_reduce(found)).sqrt()
 
     def _make_shift(self, parts: Sequence[PreparedPart], extras: Extras) -> torch.Tensor | None:
         """What makes of the base's bias, which is scaled with its output, the adapter's. Products of weights that are

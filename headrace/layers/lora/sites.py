@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import AdapterBank, PreparedPart, gather_parts
+from headrace.layers.lora.bank import AdapterBank, LoadBytes, PreparedPart, gather_parts
 from headrace.layers.lora.contract import AdapterSite, AdapterSites, AdapterWeights
 
 PreparedAdapter = dict[str, list[PreparedPart]]
@@ -65,16 +65,18 @@ class AdapterBanks:
             gather_parts((part for parts in prepared.values() for part in parts), is_pinned=True)
         return dict(prepared)
 
-    def count_extra_bytes(self, adapter: PreparedAdapter) -> int:
-        """Bytes of the device that an adapter takes beside the room that banks have set aside: whole modules, rows of
-        tokens, and what is added to embeddings and experts."""
-        tensors = []
-        for name, parts in adapter.items():
-            for part in parts:
-                tensors += [part.weight, part.token_rows]
-                if self._banks[name].kind in ("embedding", "experts"):
-                    tensors += [part.a, part.b]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    def count_bytes(self, adapter: PreparedAdapter) -> LoadBytes:
+        """What an adapter takes of the device beside the room that banks have set aside: whole modules, rows of tokens,
+        and what is added to embeddings and experts; while it is loaded the weights whose norms it needs."""
+        found = [self._banks[name].count_bytes(parts) for name, parts in adapter.items()]
+        return LoadBytes(sum(one.kept for one in found), max((one.passing for one in found), default=0))
+
+    def is_copied(self, adapter: PreparedAdapter) -> bool:
+        """Whether loading an adapter is copying alone, into the room of banks."""
+        return all(
+            self._banks[name].kind in ("linear", "head") and not any(part.has_extras for part in parts)
+            for name, parts in adapter.items()
+        )
 
     @property
     def device(self) -> torch.device:

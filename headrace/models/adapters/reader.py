@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,6 +22,9 @@ from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_F
 from headrace.models.adapters.gguf import GgufForm, read_gguf_parts
 from headrace.models.adapters.naming import LOW_RANK, SiteNames, group_tensors, last_parts, list_names
 from headrace.models.adapters.tensors import AdapterTensors, check_parts
+
+WHOLE = ("weight", "token_rows")
+"""Kinds of tensors that replace the base's."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,24 @@ def read_adapter(
         # whoever asked for the adapter may correct it, also where a file is wrong
         kind = type(error) if isinstance(error, RequestError) else AdapterError
         raise kind(f"adapter {source.name!r}: {error.message}", param=error.param or "lora_path") from error
+
+
+def count_whole_bytes(path: str, sites: AdapterSites, item_bytes: int) -> int:
+    """Bytes of the tensors of an adapter in a folder that are more than low-rank additions to linear layers, with so
+    many for a number: whole modules, rows of tokens, and what is added to embeddings and experts. By the header of its
+    file alone. Raises as `read_adapter`."""
+    found = find_adapter(path)
+    if not (found / WEIGHTS_FILE).is_file():
+        return 0
+    names, count = SiteNames(sites), 0
+    with closing(AdapterTensors.open(found / WEIGHTS_FILE)) as tensors:
+        for module, group in group_tensors(tensors.entries).items():
+            site = names.find(module)
+            kind = "experts" if site is None else site.kind
+            is_whole = kind in ("embedding", "experts")
+            own = sum(prod(tensors.shape(name)) for (what, _), name in group.items() if is_whole or what in WHOLE)
+            count += 2 * own if kind == "embedding" and sites.is_tied else own  # for the head, too
+    return count * item_bytes
 
 
 def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufForm | None) -> AdapterWeights:
