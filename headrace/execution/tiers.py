@@ -7,6 +7,7 @@ import hashlib
 import logging
 from pathlib import Path
 
+import msgspec
 import torch
 
 from headrace.base.cache import group_layers
@@ -147,9 +148,11 @@ def describe_pages(model: DeviceModel) -> str:
     """A digest of all that decides what a page of this rank holds for given tokens: weights, configuration, layout. The
     same on every machine that has the same."""
     loaded, config, layout = model.loaded, model.config, model.layout
+    # a page's bytes are the same wherever it is
+    groups = [(msgspec.structs.replace(group.spec, hot_slots=0), group.layers) for group in layout.groups]
     parts = (
         digest_model(loaded.source), None if loaded.source.weight_files else config.model.seed, str(loaded.dtype),
-        config.model.quantization, layout.page_size, [(group.spec, group.layers) for group in layout.groups],
+        config.model.quantization, layout.page_size, groups,
         repr(config.speculation.options), model.ranks.layout.rank, model.ranks.world.size, model.device.type,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
