@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headrace.base.config import engine_config
-from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.media import LEVELS, NUM_LEVELS, MediaArray, MediaItem, MediaPlace, digest_of
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.build import build_engine
@@ -40,11 +40,12 @@ VISION = {
 
 
 def make_image(seed: int) -> MediaItem:
-    """An item of ``GRID``; its placeholders begin at 10."""
+    """An item of ``GRID``, of bytes as workers prepare it; its placeholders begin at 10."""
     count = GRID[0] * GRID[1] * GRID[2]
-    values = np.random.default_rng(seed).standard_normal((count, 1176), dtype=np.float32)
+    values = np.random.default_rng(seed).integers(0, NUM_LEVELS, (count, 1176), dtype=np.uint8)
+    levels = np.tile(np.linspace(-1.8, 2.1, NUM_LEVELS, dtype=np.float32), (3, 1))
     place = MediaPlace("image", digest_of("image", "", [values.tobytes()]), [(10, count // MERGE**2)], GRID)
-    return MediaItem(place, {"pixel_values": MediaArray.of(values)})
+    return MediaItem(place, {"pixel_values": MediaArray.of(values), LEVELS: MediaArray.of(levels)})
 
 
 def make_request(name: str, item: MediaItem, num_tokens: int) -> EngineRequest:
