@@ -126,6 +126,18 @@ class Assembly:
         num_graphs += len(sizes.with_media) if model.media is not None and model.media.captured is not None else 0
         return captured + num_graphs * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 
+    @property
+    def context_bytes(self) -> int:
+        """Bytes that the largest step takes at the end of the longest context beyond those at its beginning. On a CPU
+        nothing is reserved for activations."""
+        if self.device.type == "cpu":
+            return 0
+        tokens, longest = self.max_step_tokens, self.loaded.max_model_len
+        return sum(
+            max(0, backend.context_bytes(tokens, longest) - backend.context_bytes(tokens, min(tokens, longest)))
+            for backend in self.backends
+        )
+
     def layout_of(self, plan: CachePlan) -> CacheLayout:
         """The layout of a planned cache."""
         cache = self.config.cache

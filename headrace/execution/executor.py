@@ -278,7 +278,7 @@ def _build_on(
     reserve = assembly.graph_reserve(measured.captured) + _release_measured(config, device, measured)
     # Processes on the CPU share its memory; each GPU has its own.
     free = free_bytes(device) // (place.count if device.type == "cpu" else 1)
-    reserve += staging_bytes(config, device)
+    reserve += staging_bytes(config, device) + assembly.context_bytes
     encoded = 0 if loaded.model.media is None else config.cache.encoder_cache_mib * 2**20
     adapters = count_startup_bytes(loaded.model.adapters, config.adapters, loaded.dtype.itemsize)
     budget = kv_budget(device.type, free - reserve - encoded - adapters, config.cache.memory_fraction)
@@ -292,8 +292,9 @@ def _build_on(
         graphs = max(graphs, reserve)  # most are still to come
     kv_bytes = sum(pool.num_bytes for pool in model.runner.pools)
     memory = memory_lines(
-        weights=loaded.num_bytes, activations=measured.largest, graphs=graphs, encoded=encoded, plan=plan,
-        page_size=model.layout.page_size, free=free - kv_bytes - graphs - encoded - adapters,
+        weights=loaded.num_bytes, activations=measured.largest + assembly.context_bytes, graphs=graphs,
+        encoded=encoded, plan=plan, page_size=model.layout.page_size,
+        free=free - kv_bytes - graphs - encoded - adapters,
         max_rows=assembly.max_rows,
     )
     if adapters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec, group_layers
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
+from headrace.execution.assembly import Assembly
 from headrace.kernels.block_scaled.reference import ceil_power_of_two, power_of_two
 from headrace.kernels.latents.slots import pack_keys, pack_vectors, unpack_keys, unpack_vectors
 from headrace.kernels.sparse_attention.reference import attend
@@ -21,6 +23,7 @@ from headrace.layers.attention.contract import KvPages
 from headrace.memory.pools import build_pool, group_page_bytes
 from headrace.models.catalog import find_family
 from headrace.models.deepseek_v4 import layout
+from headrace.models.deepseek_v4.backends import EntriesBackend
 from headrace.models.deepseek_v4.layout import CompressorStatePolicy
 from headrace.models.deepseek_v4.places import open_slots
 from headrace.models.deepseek_v4.spec import cache_specs, places
@@ -143,6 +146,19 @@ def test_at_the_end_of_a_page_only_overlapping_windows_need_state():
         CompressorStatePolicy(CacheSpec(layout.STATE, 1, 8, 8, "float32", w, r), 256) for w, r in ((128, 128), (8, 4))
     )
     assert wide.first_needed(512) == 2 and overlapping.first_needed(512) == 1
+
+
+def test_scores_of_a_chunk_at_the_end_of_a_long_context_are_planned_for():
+    """The largest step is measured at the beginning of a prompt."""
+    keys, vectors = (
+        EntriesBackend(CacheSpec(kind, 1, 128, 128, layout.FP8, compress_ratio=4), 256, CPU)
+        for kind in (layout.INDEX_KEYS_FP8, layout.ENTRIES_FP8)
+    )
+    for longest, most in ((131_072, 2**30), (16_384, 8192 * 4096 * 4), (4096, 0)):
+        config = SimpleNamespace(scheduler=SimpleNamespace(max_step_tokens=8192))
+        assembly = Assembly(config, SimpleNamespace(max_model_len=longest), [keys, vectors], torch.device("cuda"))
+        assert assembly.context_bytes == max(0, most - 8192 * min(longest, 8192) // 4 * 4)
+    assert Assembly(config, SimpleNamespace(max_model_len=131_072), [keys], CPU).context_bytes == 0
 
 
 def test_pages_that_do_not_hold_whole_windows_are_refused():

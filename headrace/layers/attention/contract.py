@@ -135,6 +135,11 @@ class CacheBackend(ABC):
         """Called once a step before its layers run; must not synchronise with the device. For a step that is captured
         in a CUDA graph it may be called during the capture: replays repeat its device work, not its host work."""
 
+    def context_bytes(self, num_tokens: int, kv_len: int) -> int:
+        """Bytes of activations that a chunk of so many tokens takes for the length of its context, ``kv_len``: what
+        measuring a chunk at the beginning of a prompt does not find. 0 where they do not grow with it."""
+        return 0
+
 
 class AttentionBackend(CacheBackend):
     """Causal paged attention for mixed batches of prefill chunks and decodes; built as ``Class(geometry, device)``."""

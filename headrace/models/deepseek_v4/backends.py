@@ -17,7 +17,15 @@ from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
 from headrace.layers.hot_entries import HotEntries
 from headrace.memory.hot_pool import HotLayer
-from headrace.models.deepseek_v4.layout import BLOCK, PAGE_SIZE, draft_ring_rows, slots_per_page
+from headrace.models.deepseek_v4.layout import (
+    BLOCK,
+    INDEX_KEYS,
+    INDEX_KEYS_FP8,
+    PAGE_SIZE,
+    SCORES_AT_ONCE,
+    draft_ring_rows,
+    slots_per_page,
+)
 
 
 class _Backend(CacheBackend):
@@ -88,6 +96,11 @@ class EntriesBackend(_Backend):
             self._hot = HotEntries(layer, self._inputs, self.view)
             self.view = self._hot.view
         return self._hot
+
+    def context_bytes(self, num_tokens: int, kv_len: int) -> int:
+        """See `CacheBackend`: scores of index keys."""
+        has_scores = self.spec.kind in (INDEX_KEYS, INDEX_KEYS_FP8)
+        return 4 * min(SCORES_AT_ONCE, num_tokens * (kv_len // self.spec.compress_ratio)) if has_scores else 0
 
     def list_all(self) -> torch.Tensor:
         """Slots [R, longest] int64 of every entry of each request, undefined beyond the request's own; made at the

@@ -13,11 +13,8 @@ from headrace.layers.linear import Linear
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import EntriesBackend
 from headrace.models.deepseek_v4.compressor import Compressor
-from headrace.models.deepseek_v4.layout import OVERLAPPING
+from headrace.models.deepseek_v4.layout import OVERLAPPING, SCORES_AT_ONCE
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec
-
-SCORES_AT_ONCE = 2**28
-"""Most scores that exist at a time: 1 GiB."""
 
 
 class Indexer(nn.Module):

@@ -27,6 +27,8 @@ BLOCK = 128
 largest ratio, so that a block holds whole windows of both kinds."""
 
 FP8 = "float8_e4m3fn"
+SCORES_AT_ONCE = 2**28
+"""Most scores of index keys that exist at a time: 1 GiB."""
 
 
 def packed_value_bytes(head_dim: int) -> int:
