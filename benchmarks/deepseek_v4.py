@@ -72,6 +72,7 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
             skip_tokenizer=True, prefix_cache=False, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
             max_step_tokens=args.step, max_running_requests=max(count for count, _ in cells),
             memory_fraction=args.memory_fraction, graphs=args.graphs, moe_experts=args.moe_experts,
+            hot_slots=args.hot_slots, page_size=128 if args.hot_slots else None,
         )
 
 
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--trace", type=lambda text: text.split(","), default=[], help="cells to trace")
     parser.add_argument("--step", type=int, default=8192, help="tokens of the largest step")
     parser.add_argument("--memory-fraction", type=float, default=0.9)
+    parser.add_argument("--hot-slots", type=int, default=0, help="entries of a request on the device, 0: all")
     parser.add_argument("--graphs", default="on", help="CUDA graphs: on, lazy or off")
     parser.add_argument("--moe-experts", default="auto", help="how experts are computed")
     parser.add_argument("--device", default="auto")

@@ -6,6 +6,8 @@ Refuses: which entries are wanted (layers know), and which page is whose (the sc
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,8 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.pages import GATHER_PAGES, PageParts
 from headrace.memory.mapped import allocate_mapped
 from headrace.memory.pools import POOLS, PagePart, Pool, build_pool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,12 @@ class HotPool(Pool):
         assert base.is_mappable, f"{base.__name__} cannot be in host memory"
         kind: Any = base
         plain = msgspec.structs.replace(group, spec=spec)
+        began = time.monotonic()
         self._host: Pool = kind(plain, page_size, device, allocate=allocate_mapped)
+        logger.info(
+            "%.1f GiB of host memory behind hot slots, ready in %.1f s", self._host.num_bytes / 2**30,
+            time.monotonic() - began
+        )
         sizes = HotSizes.of(group, page_size, layout.max_rows, layout.max_model_len)
         self._slots = base(CacheGroup(spec, group.layers, sizes.slot_pages), page_size, device)
         self._staged = base(CacheGroup(spec, [0], sizes.staged_pages), page_size, device)

@@ -66,14 +66,26 @@ def test_greedy_tokens_equal_generate(served: Served):
 
 
 def test_hot_slots_change_no_token(served: Served):
-    """Latents in host memory: chunks beside decodes, prefix hits, retraction, more tokens than slots."""
+    """Latents in host memory: chunks beside decodes, prefix hits, more tokens than slots; then retraction, as requests
+    that stop at once make the scheduler expect short outputs."""
     folder, prompts, expected = served
-    with LLM(str(folder), **BASE | {"kv_pages": 9}, device="cpu", threads=1, max_step_tokens=24, hot_slots=16) as llm:
+    longer = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    stops = SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[expected[0][0]])
+    options = {**BASE, "device": "cpu", "threads": 1, "max_step_tokens": 24, "overlap_depth": 2}
+    with LLM(str(folder), **options) as llm:
+        at_length = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=prompts, sampling_params=longer)]
+    with LLM(str(folder), **options | {"kv_pages": 12, "hot_slots": 16}) as llm:
         for _ in range(2):
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
             assert [o.outputs[0].token_ids for o in outputs] == expected
+        for _ in range(10):
+            llm.generate(prompt_token_ids=prompts[:1], sampling_params=stops)
+        retracted = llm.generate(prompt_token_ids=prompts, sampling_params=longer)
+        assert [o.outputs[0].token_ids for o in retracted] == at_length
         llm.check()
-        counts = llm.stats().tiers.hot_slots
+        stats = llm.stats()
+    counts = stats.tiers.hot_slots
+    assert stats.retracted_total > 0 == stats.num_used_pages
     assert sum(o.num_cached_tokens for o in outputs) > 0 < counts.loaded_entries_total < counts.wanted_entries_total
 
 

@@ -183,8 +183,7 @@ def decoded(served: tuple[Path, list[list[int]], list[list[int]]]) -> tuple[Path
 def test_hot_slots_change_no_token(
     decoded: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]
 ):
-    """Prompts in chunks beside decodes, prefix hits, retraction, rows that others had; entries within and beyond the
-    slots of a row."""
+    """Prompts in chunks beside decodes, prefix hits, rows that others had; entries within and beyond a row's slots."""
     folder, prompts, expected = decoded
     with LLM(str(folder), **BASE | options) as llm:
         for _ in range(2):
