@@ -10,13 +10,13 @@ import torch
 import transformers
 from harness import CPU, Harness, Sequence
 
-from headrace.base.cache import group_layers
+from headrace.base.cache import CacheLayout, group_layers
 from headrace.base.config import CacheConfig
 from headrace.execution.assembly import choose_backends
 from headrace.layers.attention.contract import KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep
 from headrace.layers.build import Build
-from headrace.memory.pools import build_pool
+from headrace.memory.hot_pool import build_pools
 from headrace.models.catalog import find_family
 
 VOCAB = 256
@@ -99,11 +99,13 @@ def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 128, max_len: int = 768,
     num_sequences: int = 4,
     kv_dtype: str = "float32", dtype: torch.dtype = torch.float32, device: torch.device = CPU,
-    moe_experts: str = "auto",
+    moe_experts: str = "auto", hot_slots: int = 0,
 ) -> V4Harness:
     """Build the model, load ``tensors`` in shuffled order, and give it pools of shuffled pages."""
     family = find_family("DeepseekV4ForCausalLM")
     spec = family.read_config(config)
+    if hot_slots:
+        family = family.hosting(spec, hot_slots)
     build = Build(device, dtype, max_len, moe_experts)
     model = family.build_model(spec, build)
     pairs = list(tensors.items())
@@ -112,11 +114,11 @@ def build_harness(
     places = family.cache_specs(spec, kv_dtype)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
     groups = [type(g)(g.spec, g.layers, num_pages) for g in group_layers(places)]
-    pools = [build_pool(group, page_size, device) for group in groups]
+    pools = build_pools(CacheLayout(page_size, num_sequences, max_len, groups), device)
     pages, owners = [None] * len(places), [None] * len(places)
     for g, (group, pool) in enumerate(zip(groups, pools, strict=True)):
         for place in group.layers:
-            pages[place], owners[place] = KvPages(*pool.layer(place)), g
+            pages[place], owners[place] = KvPages(*pool.layer(place), hot=pool.hot(place)), g
             for tensor in pool.layer(place):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     model.bind_cache(pages, owners)

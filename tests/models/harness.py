@@ -29,6 +29,7 @@ class Sequence:
     page_tables: list[list[int]]
     length: int = 0
     slot: int = -1
+    row: int = 0
 
 
 @dataclass
@@ -42,11 +43,14 @@ class Harness:
     max_len: int
     free: list[list[int]] = field(default_factory=list)
     device: torch.device = CPU
+    num_started: int = field(default=0, init=False)
 
     def start(self, slot: int = -1) -> Sequence:
         """A new sequence with all its pages, of the adapter in a slot."""
         num_pages = -(-self.max_len // self.page_size)
-        return Sequence(slot=slot, page_tables=[[free.pop() for _ in range(num_pages)] for free in self.free])
+        self.num_started += 1
+        tables = [[free.pop() for _ in range(num_pages)] for free in self.free]
+        return Sequence(slot=slot, row=self.num_started - 1, page_tables=tables)
 
     @torch.inference_mode()
     def step(self, *spans: tuple[Sequence, list[int]], wanted: list[int] | None = None) -> list[torch.Tensor]:
@@ -132,6 +136,7 @@ class Harness:
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=self.device),
             page_table=torch.tensor([table[:width] for table in tables], dtype=torch.int32, device=self.device),
             slots=torch.tensor(slots, device=self.device),
+            rows=torch.tensor([s.row for s, _ in spans], device=self.device),
         )
 
 

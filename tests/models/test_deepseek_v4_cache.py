@@ -166,13 +166,16 @@ def test_pages_that_do_not_hold_whole_windows_are_refused():
         build_pool(CacheGroup(CacheSpec(layout.WINDOW, 1, 8, 8, "float32", window=16), [0], 3), 16, CPU)
 
 
+PACKED = {
+    "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 3,
+    "compress_ratios": [4, 128, 0], "index_topk": 64
+}
+
+
 def test_serving_in_8_bits():
     """Vectors of 512 dims packed, against the same model whose cache keeps float32: near, and the same choice
     mostly."""
-    options = {
-        **TINY, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 3,
-        "compress_ratios": [4, 128, 0], "index_topk": 64
-    }
+    options = {**TINY, **PACKED}
     state, text = make_oracle(**options).state_dict(), prompt(0, 200)
     logits = []
     for kv_dtype in ("float32", layout.FP8):
@@ -183,6 +186,27 @@ def test_serving_in_8_bits():
     assert (packed - exact).norm() < 0.1 * exact.norm()
     assert (packed.argmax(-1) == exact.argmax(-1)).float().mean() > 0.8
     assert not torch.equal(packed, exact)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_packed_entries_in_host_memory_are_read_like_those_on_the_device(device: str):
+    """Prompts whose pages are staged in turns, chunks beside decodes, decodes beyond their slots. The first layer
+    selects, so that rounding, as the parts of a step are summed apart, changes no selection."""
+    options = {**TINY, **PACKED}
+    state, logits = make_oracle(**options).state_dict(), []
+    for hot_slots in (0, 64):
+        harness = build_harness(
+            published_config(**options), state, max_len=384, num_sequences=3, hot_slots=hot_slots, kv_dtype=layout.FP8,
+            dtype=torch.float32 if device == "cpu" else torch.bfloat16, device=torch.device(device)
+        )
+        first, second, third = (harness.start() for _ in range(3))
+        steps = [
+            ((first, prompt(0, 200)), (second, prompt(1, 250)), (third, prompt(2, 300))), ((first, [5]), (third, [6])),
+            ((second, [7]), (first, prompt(3, 150)), (third, [8])), ((third, prompt(4, 70)), (second, [9])),
+            *(((first, [n]), (third, [n + 9]), (second, [n + 5])) for n in range(1, 9)),
+        ]
+        logits.append(torch.cat([piece.float() for step in steps for piece in harness.step(*step)]))
+    assert (logits[1] - logits[0]).norm() <= 1e-2 * logits[0].norm()
 
 
 def test_a_broken_8_bit_pool_leaves_the_model_servable(
