@@ -265,13 +265,15 @@ FrameLayout = ClipFrames | WindowFrames
 class SpeechFacts(msgspec.Struct, frozen=True):
     """What a model that writes sound down is asked with. ``num_positions``: tokens of text, prompt and output.
     ``banned_ids`` are never written, output does not begin with ``banned_first_ids``. ``most_at_first``: the latest
-    time stamp that it begins with, in steps of 20 ms. ``is_multilingual``: prompts name language and task."""
+    time stamp that it begins with, in steps of 20 ms. ``is_multilingual``: prompts name language and task.
+    ``alignment_heads``: pairs of layer and head whose attention follows what is said."""
 
     num_positions: int
     banned_ids: list[int] = []
     banned_first_ids: list[int] = []
     most_at_first: int = 50
     is_multilingual: bool = True
+    alignment_heads: list[tuple[int, int]] = []
 
 
 class MediaFacts(msgspec.Struct, frozen=True):

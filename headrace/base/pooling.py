@@ -15,18 +15,30 @@ PoolingKind = Literal["embed", "classify"]
 Activation = Literal["sigmoid", "softmax", "identity"]
 
 
+class Alignment(msgspec.Struct, frozen=True, array_like=True):
+    """Asks which sound each token attends to, of the tokens from position ``begin`` on in a prompt that begins with a
+    window of sound. ``num_positions`` of the window, of 20 ms each, are the clip. ``heads``: pairs of layer and head,
+    which follow what is said."""
+
+    begin: int
+    num_positions: int
+    heads: list[tuple[int, int]]
+
+
 class PoolingSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request that is only prefilled and returns float32 values instead of tokens.
 
     Without ``label_ids``: the output of the model's pooling head, an embedding or the logits of its classes. With them:
     the log-probabilities of these tokens as the next one. Tokens from position ``second_start`` on belong to a second
     text (0: there is none). ``needs_all_tokens``: the head pools hidden states of all positions (mean pooling, for
-    example), so none may be taken from the prefix cache.
+    example), so none may be taken from the prefix cache. With ``alignment``: a matrix [tokens, num_positions] of how
+    much each attends to each, normalised, smoothed and averaged over the heads; ``needs_all_tokens`` then.
     """
 
     label_ids: list[int] = []
     second_start: int = 0
     needs_all_tokens: bool = False
+    alignment: Alignment | None = None
 
     @property
     def n(self) -> int:

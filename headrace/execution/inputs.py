@@ -21,7 +21,7 @@ from headrace.execution.upload import Upload
 from headrace.kernels.verify import DecodeInputs
 from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
-from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
+from headrace.layers.batch import AlignedTexts, ForwardBatch, GroupStep, WantedTokens
 from headrace.memory.page_tables import PageTables
 from headrace.parallel.links import Handover
 
@@ -126,6 +126,14 @@ class InputBuilder:
         )
         starts = np.repeat(seconds - shape.begins + shape.query_start[:-1], shape.lengths)
         return (np.arange(shape.num_tokens) >= starts).astype(np.int64)
+
+    def find_aligned(self, shape: StepShape) -> AlignedTexts | None:
+        """Requests that ask which sound their tokens attend to; None where there is none."""
+        specs = [self.rows[int(row)].pooling for row in shape.rows]
+        found = [(i, spec.alignment) for i, spec in enumerate(specs) if spec is not None and spec.alignment is not None]
+        if not found:
+            return None
+        return AlignedTexts([i for i, _ in found], [alignment for _, alignment in found], [[] for _ in found])
 
     def build(self, shape: StepShape, sent: dict[str, torch.Tensor], pruned: np.ndarray | None = None) -> ForwardBatch:
         """The batch, with every backend prepared. Waits for nothing.

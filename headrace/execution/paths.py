@@ -22,6 +22,7 @@ from headrace.execution.step import Step, StepFeature
 from headrace.execution.upload import Upload
 from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.kernels.verify.reference import entry_tokens
+from headrace.layers.batch import AlignedTexts
 from headrace.layers.model import ServedModel
 from headrace.memory.page_tables import PageTables
 
@@ -33,13 +34,15 @@ class StepOutput:
     int64: argmax ids, states and counts (`headrace.kernels.verify.ACCEPT`), which are already in the rows' state.
     ``hidden`` [T, D]: set at least where prompt logprobs or pooling need it. All may be overwritten by the next step's
     launch. ``propose`` makes drafts for the next step, given what was sampled (as ``greedy``, whoever sampled it); set
-    where the step wants that. Empty in pipeline stages before the last."""
+    where the step wants that. ``aligned``: of requests that ask which sound their tokens attend to. Empty in pipeline
+    stages before the last."""
 
     logits: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     propose: Callable[[torch.Tensor], object] | None = None
+    aligned: AlignedTexts | None = None
 
 
 Sent = dict[str, torch.Tensor]
@@ -95,13 +98,15 @@ class PlainPath:
             batch.adapters = self._inputs.adapters.view(step, sent)
         if StepFeature.MEDIA in step.features:
             self._inputs.media.fill(batch, step, sent)
+        if StepFeature.POOLING in step.features:
+            batch.aligned = self._inputs.find_aligned(step.shape)
         is_drafting = StepFeature.DRAFTING in step.features
         if is_drafting and self._proposer is not None:
             batch.features = self._proposer.ask_features()
         hidden = self._model.forward(batch)
         if self._inputs.handover.pass_on(hidden):
             return StepOutput()
-        output = StepOutput(positions=self._inputs.find_positions(sent))
+        output = StepOutput(positions=self._inputs.find_positions(sent), aligned=batch.aligned)
         if is_pruned:
             # hidden [S, D]: the sampled positions already
             output.logits = self._model.compute_logits(hidden) if len(step.samples) else None

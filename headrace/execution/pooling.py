@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from headrace.execution.rows import IS_POOLED, OutputsOf, Rows
 from headrace.execution.step import StepShape
 from headrace.execution.upload import Upload, to_host
+from headrace.layers.batch import AlignedTexts
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import PoolingHead
 
+MEDIAN_WIDTH = 7
+"""Positions whose median is taken."""
 NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 
 
@@ -25,7 +29,9 @@ NOT_FINITE = "the model's result is not finite (NaN or infinity)"
 class PoolBatch:
     """Spans of pooled rows, as host arrays: their rows [P], then indices into the P by what must be done. ``resumed``:
     combine with the kept state of earlier chunks; ``unfinished``: keep the state for later chunks; ``finished``: apply
-    the pooling head; ``labelled``: compute log-probabilities of the row's label tokens, ``num_labels`` of them."""
+    the pooling head; ``labelled``: compute log-probabilities of the row's label tokens, ``num_labels`` of them.
+    ``aligned``: rows whose tokens' attention to sound is wanted, and whether this is their first, and their last chunk.
+    """
 
     rows: np.ndarray
     resumed: np.ndarray
@@ -33,6 +39,7 @@ class PoolBatch:
     finished: np.ndarray
     labelled: np.ndarray
     num_labels: list[int]
+    aligned: list[tuple[int, bool, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class Pooler:
         self._rows, self._model, self._outputs_of = rows, model, outputs_of
         self._pooling_head: PoolingHead | None = model.pooling_head
         self._states: torch.Tensor | None = None  # [max_rows, D] float32, of texts whose first chunks are computed
+        self._weights: dict[int, list[torch.Tensor]] = {}  # by row, [heads, tokens, positions] of each chunk
 
     def pack(self, shape: StepShape, upload: Upload) -> PoolBatch:
         """Add what pooling needs to the upload."""
@@ -68,11 +76,13 @@ class Pooler:
         known = [self._rows[int(row)] for row in rows]
         totals = np.array([len(row.token_ids) for row in known])
         labels = [row.pooling.label_ids if row.pooling is not None else [] for row in known]
-        is_own, is_done = np.array([not ids for ids in labels]), ends == totals
+        is_aligned = np.array([row.pooling is not None and row.pooling.alignment is not None for row in known])
+        is_own, is_done = np.array([not ids for ids in labels]) & ~is_aligned, ends == totals
         batch = PoolBatch(
             rows, np.flatnonzero(is_own & (begins > 0)), np.flatnonzero(is_own & ~is_done),
-            np.flatnonzero(is_own & is_done), np.flatnonzero(~is_own & is_done),
+            np.flatnonzero(is_own & is_done), np.flatnonzero(~is_own & ~is_aligned & is_done),
             [len(ids) for ids, done in zip(labels, is_done, strict=True) if ids and done],
+            [(int(rows[i]), bool(begins[i] == 0), bool(is_done[i])) for i in np.flatnonzero(is_aligned)],
         )
         upload.add("pool_spans", spans)
         upload.add("pool_first", shape.query_start[:-1][spans])
@@ -93,7 +103,8 @@ class Pooler:
         return batch
 
     def pool(
-        self, batch: PoolBatch | None, hidden: torch.Tensor | None, sent: dict[str, torch.Tensor]
+        self, batch: PoolBatch | None, hidden: torch.Tensor | None, sent: dict[str, torch.Tensor],
+        aligned: AlignedTexts | None = None,
     ) -> list[PooledRows]:
         """Results of the rows that end in this step, on their way to the host; ``hidden`` [T, D]."""
         if batch is None:
@@ -115,6 +126,21 @@ class Pooler:
                 logits.gather(1, sent["pool_labels"].view(len(batch.labelled), -1)) - logits.logsumexp(-1, keepdim=True)
             )
             found.append(self._send(batch.rows[batch.labelled], chosen, batch.num_labels))
+        return found + (self._align(batch, aligned) if aligned is not None else [])
+
+    def _align(self, batch: PoolBatch, aligned: AlignedTexts) -> list[PooledRows]:
+        """Attention to sound of rows that end in this step; what earlier chunks have is kept until then."""
+        found = []
+        for (row, is_first, is_last), alignment, weights in zip(
+            batch.aligned, aligned.alignments, aligned.weights, strict=True
+        ):
+            kept = self._weights[row] = [] if is_first else self._weights.get(row, [])
+            if weights:
+                kept.append(torch.cat(weights))
+            if is_last:
+                count = len(self._rows[row].token_ids) - alignment.begin
+                matrix = weigh_sound(torch.cat(self._weights.pop(row), dim=1)[:, -count:, : alignment.num_positions])
+                found.append(self._send(np.array([row]), matrix.view(1, -1), None))
         return found
 
     def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -150,6 +176,18 @@ class Pooler:
     @staticmethod
     def _send(rows: np.ndarray, values: torch.Tensor, widths: list[int] | None) -> PooledRows:
         return PooledRows([int(row) for row in rows], widths or [values.shape[1]] * len(rows), to_host(values.float()))
+
+
+def weigh_sound(weights: torch.Tensor) -> torch.Tensor:
+    """How much tokens attend to positions of sound, [heads, tokens, positions] to [tokens, positions]: each position
+    compared with the others' tokens, medians of neighbours, and the mean of heads; arXiv:2212.04356, section 3.8, and
+    the code published with it."""
+    mean, std = weights.mean(dim=1, keepdim=True), weights.std(dim=1, keepdim=True, unbiased=False)
+    weights, side = (weights - mean) / std.clamp(min=1e-10), MEDIAN_WIDTH // 2
+    if weights.shape[-1] > side:
+        padded = F.pad(weights, (side, side), mode="reflect")
+        weights = padded.unfold(-1, MEDIAN_WIDTH, 1).sort()[0][..., side]
+    return weights.mean(dim=0)
 
 
 def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) -> torch.Tensor:

@@ -157,7 +157,7 @@ class Runner:
         pending = PendingSample(
             plan.step_id, step.batch, self._plan_sampling(step, output, sent, fill),
             self._prompt_scorer.compute(spans, output.hidden, sent), check_finite=self._check_finite, order=step.order,
-            pooled=self._pooler.pool(pooled, output.hidden, sent), propose=output.propose,
+            pooled=self._pooler.pool(pooled, output.hidden, sent, output.aligned), propose=output.propose,
         )
         return self._leave(pending, fill)
 

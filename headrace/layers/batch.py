@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.base.pooling import Alignment
 from headrace.kernels.lora import SlotRows
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs, MediaBlock
 from headrace.layers.residual import Residual
@@ -131,6 +132,17 @@ class MediaVectors:
 
 
 @dataclass(slots=True)
+class AlignedTexts:
+    """Asks a forward how much tokens attend to sound: of the step's ``requests``, in the heads of ``alignments``. It
+    adds to ``weights[i]``, of the tokens of request i behind its window, [heads, tokens, positions] float32 by layer;
+    nothing where none of them is in the step."""
+
+    requests: list[int]
+    alignments: list[Alignment]
+    weights: list[list[torch.Tensor]]
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R requests. ``token_ids`` [T] int64, ``positions`` [T] int64, both on the device. ``groups[g]`` is
     cache group g, as numbered by the layout. ``lengths`` [R] are the requests' tokens in this step, on the host;
@@ -143,7 +155,8 @@ class ForwardBatch:
     this one is concerned. ``adapters``: which of the T tokens have which adapter; None where none has.
     ``media``: encoder outputs in place of embeddings. ``rope_positions``: what is rotated by in place of ``positions``,
     [T] int64, or [3, T] where tokens have positions in time, height and width. ``rotations`` [T, E] float32: rows of
-    cosines and sines made of the latter, of which ``rope_positions`` then are the numbers."""
+    cosines and sines made of the latter, of which ``rope_positions`` then are the numbers. ``aligned``: for models that
+    attend to sound."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -159,6 +172,7 @@ class ForwardBatch:
     media: MediaVectors | None = None
     rope_positions: torch.Tensor | None = None
     rotations: torch.Tensor | None = None
+    aligned: AlignedTexts | None = None
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

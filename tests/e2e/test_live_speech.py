@@ -20,6 +20,7 @@ from tiny_whisper import (
     FIRST_TIME,
     GERMAN,
     PLAIN,
+    POSITIONS,
     PREVIOUS,
     RATE,
     START,
@@ -30,6 +31,8 @@ from tiny_whisper import (
     text_of,
     write_whisper,
 )
+
+from headrace.serving.http.generation.spoken_words import find_words
 
 soundfile = pytest.importorskip("soundfile")
 GREEDY = 1e-6
@@ -108,6 +111,40 @@ def test_long_clips_go_on_behind_the_last_segment(client, oracle):
     assert client.audio.transcriptions.create(**common, response_format="vtt").startswith("WEBVTT\n\n00:00:0")
 
 
+@pytest.mark.parametrize("seconds", [1.3, 5.0])
+def test_words_have_the_times_of_transformers(client, oracle, seconds):
+    clip = noise(seconds, 1)
+    features, prompt = oracle.extract(clip), [START, ENGLISH, TRANSCRIBE]
+    found = client.audio.transcriptions.create(
+        file=wav(clip), model="default", language="en", temperature=GREEDY, response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    expected = []
+    for seek in sorted({segment.seek for segment in found.segments}):
+        ids = oracle.write(features, seek, prompt, has_times=True)
+        positions = min(POSITIONS, (int(seconds * 100) - seek) // 2)
+        times = oracle.find_times(features, seek, prompt, ids, positions)
+        times.append(times[-1])
+        begin = 0
+        for segment in (each for each in found.segments if each.seek == seek):
+            own = [i for i, token in enumerate(segment.tokens, begin) if token < 256]
+            assert ids[begin : begin + len(segment.tokens)] == segment.tokens
+            begin += len(segment.tokens)
+            ends = [times[i] for i in own] + [times[own[-1] + 1]]
+            expected += [
+                (word.text.strip(), seek / 100 + word.start, seek / 100 + word.end)
+                for word in find_words([ids[i] for i in own], ends, text_of, "en")
+            ]
+    assert found.words and [word.word for word in found.words] == [text for text, *_ in expected]
+    for word, (_, start, end) in zip(found.words, expected, strict=True):
+        assert (word.start, word.end) == (pytest.approx(start, abs=0.006), pytest.approx(end, abs=0.006))
+    alone = client.audio.transcriptions.create(
+        file=wav(clip), model="default", language="en", temperature=GREEDY, response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    assert alone.words == found.words and alone.segments is None
+
+
 @pytest.mark.parametrize("seconds", [1.0, 4.5])
 def test_streams(client, seconds):
     clip = wav(noise(seconds, 2))
@@ -150,7 +187,8 @@ def test_other_rates_and_channels_are_heard(client):
 
 
 @pytest.mark.parametrize("fields, param", [
-    ({"language": "klingon"}, "language"), ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
+    ({"language": "klingon"}, "language"), ({"timestamp_granularities[]": "letter"}, "timestamp_granularities[0]"),
+    ({"timestamp_granularities[]": "word"}, "response_format"),
     ({"response_format": "xml"}, "response_format"), ({"temperature": "2"}, "temperature"),
     ({"stream": "true", "response_format": "srt"}, "stream"), ({"nonsense": "1"}, "nonsense"),
 ])

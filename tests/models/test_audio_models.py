@@ -25,6 +25,7 @@ from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError, RequestError
 from headrace.base.media import SpeechFacts, WindowFrames
 from headrace.base.messages import EngineRequest
+from headrace.base.pooling import Alignment, PoolingSpec, unpack_floats
 from headrace.base.sampling import LogitRules, SamplingSpec, StopSpec, TimestampRules
 from headrace.models.whisper.family import read_config, read_media
 from headrace.service.build import build_engine
@@ -234,9 +235,54 @@ def test_published_shapes(vocab_size: int, token_id: int, mels: int, is_multilin
     }
     facts = read_media(config)
     assert facts.token_ids == {"audio": token_id} and facts.frames == WindowFrames(mels, 3000, 1536)
-    assert facts.speech == SpeechFacts(448, [1, 2, 7], [220, 50257], 50, is_multilingual)
+    upper_half = [(layer, head) for layer in range(16, 32) for head in range(20)]
+    assert facts.speech == SpeechFacts(448, [1, 2, 7], [220, 50257], 50, is_multilingual, upper_half)
+    stated = read_media({**config, "alignment_heads": [[7, 0], [10, 17]]}).speech
+    assert stated is not None and stated.alignment_heads == [(7, 0), (10, 17)]
+    for wrong in ([[32, 0]], [[0, 20]], [[1]], [], "all", [[0, 1.5]]):
+        with pytest.raises(ConfigError, match="alignment_heads must be pairs"):
+            read_media({**config, "alignment_heads": wrong})
     assert read_config(config).max_model_len == 1536 + 448
     with pytest.raises(ConfigError, match="decoder_attention_heads"):
         read_config({**config, "decoder_attention_heads": 7})
     with pytest.raises(ConfigError, match="suppress_tokens must be a list"):
         read_media({**config, "suppress_tokens": 5})
+
+
+@pytest.mark.parametrize("step_tokens", [24, 256])
+def test_which_sound_tokens_attend_to(writer: Any, step_tokens: int):
+    """The matrices that transformers makes time stamps of words from, also where a text comes in chunks."""
+    from transformers.models.whisper.generation_whisper import _median_filter
+
+    model, folder = writer
+    eager = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    engine = start_engine(folder, max_model_len=None, max_running_requests=8, max_step_tokens=step_tokens)
+    heads, begin, asks = [(0, 1), (1, 0), (1, 1)], 3, [hear(0, *range(1, 12)), hear(1, 1, 2, 9, 8, 7, 5)]
+    for i, prompt in enumerate(asks):
+        spec = PoolingSpec(
+            needs_all_tokens=True, alignment=Alignment(WINDOW + begin, POSITIONS - i, [tuple(h) for h in heads])
+        )
+        engine.submit(EngineRequest(
+            f"r{i}", list(prompt.ids), SamplingSpec(), StopSpec(0), pooling=spec, media=list(prompt.items)
+        ))
+    engine.submit(EngineRequest(  # a decode beside them
+        "other", list(hear(2, 4).ids), SamplingSpec(), StopSpec(6), media=list(hear(2, 4).items)
+    ))
+    found = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.finish is None or output.finish.error is None, output.finish
+            if output.pooled is not None:
+                found[output.request_id] = torch.tensor(unpack_floats(output.pooled))
+    for i, prompt in enumerate(asks):
+        features = to_tensor(prompt.items[0].arrays["input_features"]).T[None]
+        with torch.no_grad():
+            made = eager(
+                input_features=features, decoder_input_ids=torch.tensor([prompt.ids[WINDOW:]]), output_attentions=True
+            )
+        weights = torch.stack([made.cross_attentions[layer][0, head] for layer, head in heads])
+        weights = weights[:, begin:, : POSITIONS - i]
+        std, mean = weights.std(dim=-2, keepdim=True, unbiased=False), weights.mean(dim=-2, keepdim=True)
+        expected = _median_filter(((weights - mean) / std)[None], 7)[0].mean(dim=0)
+        torch.testing.assert_close(found[f"r{i}"].view_as(expected), expected, atol=1e-3, rtol=1e-3)
+    engine.close()

@@ -109,3 +109,21 @@ class Oracle:
                     logits = process(torch.tensor([ids]), logits)
                 ids.append(int(logits.argmax()))
         return [i for i in ids[len(prompt) :] if i != END]
+
+    def find_times(self, features: Any, seek: int, prompt: list[int], ids: list[int], positions: int) -> list[float]:
+        """When each token was said, in seconds of its window, from the heads of the upper half of the layers."""
+        import torch
+        from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
+
+        self._model.set_attn_implementation("eager")
+        with torch.no_grad():
+            made = self._model(
+                features[:, :, seek : seek + 2 * POSITIONS], decoder_input_ids=torch.tensor([prompt + ids]),
+                output_attentions=True,
+            )
+        weights = made.cross_attentions[1][0, :, len(prompt) :, :positions]
+        std, mean = weights.std(dim=-2, keepdim=True, unbiased=False), weights.mean(dim=-2, keepdim=True)
+        matrix = _median_filter(((weights - mean) / std)[None], 7)[0].mean(dim=0)
+        texts, times = _dynamic_time_warping(-matrix.double().numpy())
+        jumps = np.pad(np.diff(texts), (1, 0), constant_values=1).astype(bool)
+        return [float(time) for time in times[jumps] * 0.02]

@@ -103,8 +103,27 @@ def _read_speech(config: dict[str, Any], spec: WhisperSpec) -> SpeechFacts:
     banned, first = (_read_ids(config, name, spec) for name in ("suppress_tokens", "begin_suppress_tokens"))
     return SpeechFacts(
         spec.num_positions, banned, first, fields.count("max_initial_timestamp_index", 50),
-        fields.flag("is_multilingual", spec.vocab_size >= MULTILINGUAL),
+        fields.flag("is_multilingual", spec.vocab_size >= MULTILINGUAL), _read_heads(config, spec),
     )
+
+
+def _read_heads(config: dict[str, Any], spec: WhisperSpec) -> list[tuple[int, int]]:
+    """Stated with most checkpoints; else all of the upper half, as in the code that was published with the paper."""
+    stated = config.get("alignment_heads")
+    if stated is None:
+        return [(i, head) for i in range(spec.num_layers // 2, spec.num_layers) for head in range(spec.num_heads)]
+    pairs = [tuple(pair) if isinstance(pair, list) else () for pair in stated] if isinstance(stated, list) else []
+    bounds = (spec.num_layers, spec.num_heads)
+    is_right = [
+        len(pair) == 2 and all(type(i) is int and 0 <= i < most for i, most in zip(pair, bounds, strict=True))
+        for pair in pairs
+    ]
+    if not pairs or not all(is_right):
+        raise ConfigError(
+            f"generation_config.json: alignment_heads must be pairs of a layer below {bounds[0]} and a head below "
+            f"{bounds[1]}, got {stated!r:.200}", param="alignment_heads",
+        )
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 def _read_ids(config: dict[str, Any], name: str, spec: WhisperSpec) -> list[int]:

@@ -6,8 +6,9 @@ T tokens of which t are text, N placeholders, R requests, D hidden size, E head 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.media import MediaPlace
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs, AttentionParams, KvPages
 from headrace.layers.audio import AudioEncoder, adapt_tensors
-from headrace.layers.batch import ForwardBatch, GroupStep
+from headrace.layers.batch import AlignedTexts, ForwardBatch, GroupStep
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
@@ -43,11 +44,33 @@ HARMLESS = ("proj_out.weight",)
 @dataclass(slots=True)
 class TextStep:
     """The text of a step. ``indices`` [t] int64 among its tokens, None where all are text. ``text`` and ``sound`` are
-    what attention to text and to sound reads: in the latter each token is a decode."""
+    what attention to text and to sound reads: in the latter each token is a decode. ``lengths`` [R]: tokens of text of
+    each request of the step."""
 
     indices: torch.Tensor | None
     text: AttentionInputs
     sound: AttentionInputs
+    lengths: np.ndarray
+
+
+Watch = Callable[[torch.Tensor, torch.Tensor, float], None]
+"""Called with the queries [t, H, E] of a layer's attention to sound, its pages of keys, and the scale of logits."""
+
+
+def watch_heads(
+    layer: int, aligned: AlignedTexts, step: TextStep, num_positions: int, q: torch.Tensor, keys: torch.Tensor,
+    scale: float,
+) -> None:
+    """Add to ``aligned`` how much its tokens attend to each position of sound in this layer's heads."""
+    ends = step.lengths.cumsum()
+    for request, alignment, weights in zip(aligned.requests, aligned.alignments, aligned.weights, strict=True):
+        end, length = int(ends[request]), int(step.lengths[request])
+        heads = [head for own, head in alignment.heads if own == layer]
+        if not heads or not length:
+            continue
+        heard = keys.index_select(0, step.sound.page_table[end - 1]).flatten(0, 1)[:num_positions]
+        own = [q[end - length : end, head].float() @ heard[:, head].float().T * scale for head in heads]
+        weights.append(torch.stack(own).softmax(dim=-1))
 
 
 class CrossAttention(nn.Module):
@@ -68,9 +91,13 @@ class CrossAttention(nn.Module):
         for own, part in zip((pages.k, pages.v), found.unbind(1), strict=True):
             own.flatten(0, 1).index_copy_(0, slots, part.to(own.dtype))
 
-    def add(self, norm: Norm, residual: Residual, backend: AttentionBackend, pages: KvPages) -> None:
-        """As `headrace.layers.residual.Branch.add`."""
+    def add(
+        self, norm: Norm, residual: Residual, backend: AttentionBackend, pages: KvPages, watch: Watch | None
+    ) -> None:
+        """As `headrace.layers.residual.Branch.add`; ``watch`` is given queries and keys."""
         q = self.query(norm.add(residual)).unflatten(-1, (-1, self.head_dim))
+        if watch is not None:
+            watch(q, pages.k, self.params.scale)
         self.output.add_to(residual, backend.attend(q, pages, self.params).flatten(1))
 
 
@@ -87,10 +114,10 @@ class WhisperBlock(nn.Module):
         )
         self.cross, self.mlp = CrossAttention(spec, build), Mlp(spec.mlp, size, build)
 
-    def forward(self, residual: Residual, sound: AttentionBackend) -> None:
+    def forward(self, residual: Residual, sound: AttentionBackend, watch: Watch | None = None) -> None:
         assert self.attention.pages is not None
         self.attention.add(self.attention_norm, residual)
-        self.cross.add(self.cross_norm, residual, sound, self.attention.pages)
+        self.cross.add(self.cross_norm, residual, sound, self.attention.pages, watch)
         self.mlp.add(self.mlp_norm, residual)
 
 
@@ -189,8 +216,11 @@ class Whisper(ServedModel):
         # padding of a captured step has positions before those of text
         places = (positions - self.spec.num_placeholders).clamp(0, self.spec.num_positions - 1)
         residual = Residual(self.embedding(token_ids).add_(F.embedding(places, self.positions)))
-        for block in self._blocks:
-            block(residual, sound)
+        for layer, block in enumerate(self._blocks):
+            watch = None if batch.aligned is None else partial(
+                watch_heads, layer, batch.aligned, step, self.spec.audio.num_positions
+            )
+            block(residual, sound, watch)
         return self.norm.add(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -241,7 +271,7 @@ class Whisper(ServedModel):
             query_start=query_start, kv_lens=(kv_lens - first).clamp_(min=1), slots=slots,
             page_table=pages.clone(memory_format=torch.contiguous_format), last_run=None,
         )
-        return TextStep(indices, text, self._listen(text, table[:, :columns], own[requests]))
+        return TextStep(indices, text, self._listen(text, table[:, :columns], own[requests]), own)
 
     def _listen(self, text: AttentionInputs, table: torch.Tensor, lengths: np.ndarray) -> AttentionInputs:
         """What attention to sound reads: every token of text is a decode at the end of the window of its request.

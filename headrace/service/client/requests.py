@@ -325,7 +325,7 @@ def build_pooling_request(
     check_ids(token_ids, "input", facts.vocab_size)
     check_schedule(priority, deadline_s)
     check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)
-    if facts.pooling is None and not spec.label_ids:
+    if facts.pooling is None and not spec.label_ids and spec.alignment is None:
         raise RequestError(
             f"{facts.model} generates text; it makes no embeddings and no scores of texts. Serve a model made for "
             "that, or start with --task embed",

@@ -7,22 +7,32 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import Conflict, MediaError, QueueFull, RequestError, UnsupportedFeature
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, SpeechFacts, WindowFrames, digest_of
+from headrace.base.pooling import Alignment, PoolingSpec
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.media import MediaPrompt
 from headrace.service.media.wire import PreparedItem
 from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.generation.context import AppContext
-from headrace.serving.http.generation.run import GenerationRequest, delta_error, open_generation
+from headrace.serving.http.generation.run import (
+    GenerationRequest,
+    collect_generation,
+    delta_error,
+    open_generation,
+)
+from headrace.serving.http.generation.spoken_words import Word, find_times, find_words
 from headrace.serving.http.protocol.audio import LANGUAGES
 from headrace.serving.http.transport.threads import while_connected
+
+T = TypeVar("T")
 
 FRAMES_PER_SECOND, FRAMES_PER_STAMP = 100, 2
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -75,7 +85,8 @@ class SpeechMarks:
 @dataclass(frozen=True, kw_only=True)
 class SpeechTask:
     """What a request wants. ``language``: a code, None to be found. ``has_times``: segments begin and end at time
-    stamps. ``is_final``: text is told as it is written, so that none is tried again."""
+    stamps; ``has_words``: words have times, too. ``is_final``: text is told as it is written, so that none is tried
+    again."""
 
     request_id: str
     is_translation: bool = False
@@ -84,6 +95,7 @@ class SpeechTask:
     temperature: float = 0.0
     seed: int | None = None
     has_times: bool = False
+    has_words: bool = False
     is_final: bool = False
     namespace: str = ""
     priority: int = 0
@@ -126,6 +138,7 @@ class Segment:
     token_ids: list[int]
     text: str
     window: WindowText
+    words: tuple[Word, ...] = ()
 
 
 @dataclass
@@ -175,6 +188,8 @@ class Transcriber:
                     seek += size
                     continue
                 segments, advance = self._divide(found, seek, size)
+                if self.task.has_words and found.token_ids:
+                    segments = await self._with_words(item, found, segments, size)
                 if tell is not None:
                     self._tell(tell, "".join(segment.text for segment in segments))  # what is incomplete stays so
                 yield [segment for segment in segments if segment.text.strip()]
@@ -220,6 +235,36 @@ class Transcriber:
                 break
         return found
 
+    async def _with_words(
+        self, item: MediaItem, found: WindowText, segments: list[Segment], size: int
+    ) -> list[Segment]:
+        """The segments of a window with their words; what the model wrote is read again, to see what it attends to."""
+        prompt, ids = self._prompt(), found.token_ids
+        alignment = Alignment(
+            self._window.num_tokens + len(prompt), max(1, size // FRAMES_PER_STAMP), self._facts.alignment_heads
+        )
+        spec = PoolingSpec(needs_all_tokens=True, alignment=alignment)
+        packed = await self._repeat(lambda: self._align(item, [*prompt, *ids], spec))
+        times = await asyncio.to_thread(find_times, packed, len(ids))
+        times.append(times[-1])
+        done, begin = [], 0
+        for segment in segments:  # they are runs of the window's tokens, from its first on
+            own = [i for i, token in enumerate(segment.token_ids, begin) if token < self._first_mark]
+            begin += len(segment.token_ids)
+            if own:
+                ends = [times[i] for i in own] + [times[own[-1] + 1]]
+                words = find_words([ids[i] for i in own], ends, self._decode, self.language)
+                offset = segment.seek / FRAMES_PER_SECOND
+                segment = replace(segment, words=tuple(
+                    Word(word.text, round(offset + word.start, 2), round(offset + word.end, 2)) for word in words
+                ))
+            done.append(segment)
+        return done
+
+    async def _align(self, item: MediaItem, ids: list[int], spec: PoolingSpec) -> bytes:
+        _, outputs = await collect_generation(self.request, self._request(item, ids, spec))
+        return outputs[0].outputs[0].pooled or b""
+
     def _prompt(self) -> list[int]:
         marks, ids = self._marks, list[int]()
         if self.task.prompt.strip() and marks.previous is not None:
@@ -244,11 +289,14 @@ class Transcriber:
     async def _ask(
         self, item: MediaItem, ids: Sequence[int], params: SamplingParams, tell: Callable[[str], None] | None
     ) -> tuple[list[int], list[TokenLogprobs]]:
-        """Tokens behind a window and a prompt, and their logprobs. What has begun waits while the queue is full: the
-        windows before would be lost."""
+        """Tokens behind a window and a prompt, and their logprobs."""
+        return await self._repeat(lambda: self._ask_once(item, ids, params, tell))
+
+    async def _repeat(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the engine answers. What has begun waits while the queue is full: the windows before would be lost."""
         while True:
             try:
-                return await self._ask_once(item, ids, params, tell)
+                return await ask()
             except QueueFull as error:
                 if self._num_asked == 1:
                     raise
@@ -258,16 +306,8 @@ class Transcriber:
     async def _ask_once(
         self, item: MediaItem, ids: Sequence[int], params: SamplingParams, tell: Callable[[str], None] | None
     ) -> tuple[list[int], list[TokenLogprobs]]:
-        prompt = MediaPrompt([*[self._token_id] * self._window.num_tokens, *ids], [item])
-        self._num_asked += 1
-        asked = GenerationRequest(
-            request_id=self.task.request_id, stream_ids=[f"{self.task.request_id}-{self._num_asked}"],
-            prompts=[prompt], params=[params],
-            namespace=self.task.namespace, priority=self.task.priority, prompt_field="file",
-            is_continued=self._num_asked > 1,
-        )
         token_ids, logprobs, reason = list[int](), list[TokenLogprobs](), None
-        async with await open_generation(self.request, asked) as generation:
+        async with await open_generation(self.request, self._request(item, ids, params)) as generation:
             async for _, delta in generation.deltas():
                 error = delta_error(delta)
                 if error is not None:
@@ -283,6 +323,19 @@ class Transcriber:
         if reason == "abort":  # a part of the text would look like the whole
             raise Conflict("the request was aborted before its clip was written down")
         return token_ids, logprobs
+
+    def _request(
+        self, item: MediaItem, ids: Sequence[int], params: SamplingParams | PoolingSpec
+    ) -> GenerationRequest:
+        """The next request of this clip: about tokens behind a window."""
+        prompt = MediaPrompt([*[self._token_id] * self._window.num_tokens, *ids], [item])
+        self._num_asked += 1
+        return GenerationRequest(
+            request_id=self.task.request_id, stream_ids=[f"{self.task.request_id}-{self._num_asked}"],
+            prompts=[prompt], params=[params],
+            namespace=self.task.namespace, priority=self.task.priority, prompt_field="file",
+            is_continued=self._num_asked > 1,
+        )
 
     def _find_sure(self, token_ids: Sequence[int]) -> int:
         """How many tokens of a window stay: with time stamps those of complete segments, as the next window begins

@@ -84,8 +84,17 @@ class SpeechSegment(Struct):
     no_speech_prob: float
 
 
+class SpeechWord(Struct):
+    """A word with the marks around it; ``start`` and ``end`` in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
 class Transcript(Struct):
-    """What was said. The fields from ``task`` on come with ``verbose_json``; ``duration`` in seconds."""
+    """What was said. The fields from ``task`` on come with ``verbose_json``; ``duration`` in seconds. ``segments`` or
+    ``words``, or both, as ``timestamp_granularities`` says."""
 
     text: str
     usage: SoundUsage
@@ -93,6 +102,7 @@ class Transcript(Struct):
     language: str | UnsetType = UNSET
     duration: float | UnsetType = UNSET
     segments: list[SpeechSegment] | UnsetType = UNSET
+    words: list[SpeechWord] | UnsetType = UNSET
 
 
 class TranscriptDelta(Struct, tag="transcript.text.delta"):

@@ -45,18 +45,22 @@ async def transcribe(request: Request) -> Response:
     """A clip to text in its language."""
     check_form_origin(request.headers, context_of(request).server)
     _, body = await read_request(request, TRANSCRIPTION_BODY)
-    if "word" in (body.timestamp_granularities or ()):
+    granularities = body.timestamp_granularities or ["segment"]
+    if "word" in granularities and context_of(request).client.config.parallel.tensor_parallel_size > 1:
         raise UnsupportedFeature(
-            "time stamps of words are not supported; ask for those of segments", param="timestamp_granularities"
+            "time stamps of words need a model on one device; ask for those of segments, or serve with "
+            "--tensor-parallel-size 1", param="timestamp_granularities"
         )
     if body.timestamp_granularities and body.response_format != "verbose_json":
         raise UnsupportedFeature("timestamp_granularities needs response_format verbose_json", param="response_format")
     if body.stream and body.response_format not in (None, "json", "text"):
         raise UnsupportedFeature("stream needs response_format json or text", param="stream")
-    transcriber = await _open(request, body, language=body.language, is_final=bool(body.stream))
+    transcriber = await _open(
+        request, body, language=body.language, is_final=bool(body.stream), has_words="word" in granularities
+    )
     if body.stream:
         return await start_stream(transcriber)
-    return await _respond(transcriber, body.response_format or "json")
+    return await _respond(transcriber, body.response_format or "json", has_segments="segment" in granularities)
 
 
 async def translate(request: Request) -> Response:
@@ -69,7 +73,7 @@ async def translate(request: Request) -> Response:
 
 async def _open(
     request: Request, body: wire.SpeechRequest, *, language: str | None = None, is_translation: bool = False,
-    is_final: bool = False,
+    is_final: bool = False, has_words: bool = False,
 ) -> Transcriber:
     """Check the request, and prepare its clip while the client waits."""
     context = request.app.state.context
@@ -84,12 +88,12 @@ async def _open(
     return Transcriber(request, context, clip, SpeechTask(
         request_id=pick_request_id(body.request_id, request, "transcribe-"), is_translation=is_translation,
         language=language, prompt=body.prompt or "", temperature=body.temperature or 0.0, seed=body.seed,
-        has_times=is_long or body.response_format in TIMED, is_final=is_final, namespace=body.cache_salt or "",
-        priority=body.priority or 0,
+        has_times=is_long or body.response_format in TIMED, has_words=has_words, is_final=is_final,
+        namespace=body.cache_salt or "", priority=body.priority or 0,
     ))
 
 
-async def _respond(transcriber: Transcriber, form: str) -> Response:
+async def _respond(transcriber: Transcriber, form: str, *, has_segments: bool = True) -> Response:
     segments = [segment async for window in transcriber.write() for segment in window]
     text = "".join(segment.text for segment in segments).strip()
     if form == "text":
@@ -103,7 +107,13 @@ async def _respond(transcriber: Transcriber, form: str) -> Response:
         transcript.task = "translate" if transcriber.task.is_translation else "transcribe"
         transcript.language = wire.LANGUAGES[transcriber.language or "en"]
         transcript.duration = transcriber.num_frames / FRAMES_PER_SECOND
-        transcript.segments = [_describe(number, segment) for number, segment in enumerate(segments)]
+        if has_segments:
+            transcript.segments = [_describe(number, segment) for number, segment in enumerate(segments)]
+        if transcriber.task.has_words:
+            transcript.words = [
+                wire.SpeechWord(word.text.strip(), word.start, word.end)
+                for segment in segments for word in segment.words
+            ]
     return JsonResponse(transcript)
 
 
