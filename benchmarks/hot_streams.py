@@ -147,21 +147,20 @@ def measure(
         own = replace(loaded, groups=own_groups(specs, range(len(specs)), loaded.ranks.tensor))
     assembly = Assembly.of(options, own, device)
     streams = Streams(assembly, lay_out(own, args.streams, args.context), args.context)
-    if args.has_compiled:
-        precompile(lambda: streams.capture(NoRecorder()), f"hot streams {slots}", device)
+    precompile(lambda: streams.capture(NoRecorder()), f"hot streams {slots} {args}", device)
     top_k = loaded.spec.indexer.top_k
     choice = SyntheticChoice(device, args.context // 4, top_k)
     with replaced_selection(loaded.model, choice):
         streams.capture(Recorder(device) if device.type == "cuda" else NoRecorder())
         taken = sum(pool.num_bytes for pool in streams.runner.pools)
-        for share in args.shares:
+        for share in args.shares if slots else args.shares[:2]:
             choice.kept.fill_(round(share * top_k))
             before = streams.runner.swaps.totals
             time_ms = min(streams.run(args.steps) for _ in range(2))
             wanted, copied = (b - a for a, b in zip(before, streams.runner.swaps.totals, strict=True))
             print(
-                f"{slots or 'no'} hot slots, {args.streams} x {args.context} tokens, {taken / 2**30:.2f} GiB: overlap "
-                f"{share:.0%} {time_ms:.3f} ms a step, copied {copied / max(1, wanted):.1%} of what was wanted",
+                f"{slots or 'no'} hot slots, {args.streams} x {args.context} tokens, caches {taken / 2**30:.2f} GiB: "
+                f"overlap {share:.0%} {time_ms:.3f} ms a step, {copied / max(1, wanted):.1%} of wanted entries copied",
                 flush=True
             )
     streams.runner.detach()
@@ -191,12 +190,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--context", type=int, default=65536)
     parser.add_argument("--slots", type=lambda text: [int(n) for n in numbers(text)], default=[0, 1024])
-    parser.add_argument("--shares", type=numbers, default=[1.0, 0.9, 0.75, 0.5, 0.25, 0.0])
+    parser.add_argument("--shares", type=numbers, default=[0.9, 1.0, 0.75, 0.5, 0.25, 0.0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="float8_e4m3fn")
-    parser.add_argument("--has-compiled", action="store_true", help="compile in processes before")
     parser.add_argument("--tiny", action="store_true", help="a small model instead")
     run(parser.parse_args())
 

@@ -119,7 +119,7 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
         return CachePlan([], demand.max_model_len)
     if demand.hosted:
         budget -= demand.hot_bytes
-        _check_hosted(demand, budget)
+        _check_hosted(demand, budget, config.kv_pages or 2)
     base = config.kv_pages or _most_pages(demand, config, budget)
     if base < 2:  # the null page takes one
         page = sum(_device_page_bytes(g, demand.page_size) for g in demand.groups)
@@ -138,18 +138,19 @@ def plan_cache(demand: CacheDemand, config: CacheConfig, budget: int, soft: int 
     return CachePlan(groups, _longest_context(demand, groups))
 
 
-def _check_hosted(demand: CacheDemand, budget: int) -> None:
-    """Raise `ConfigError` unless hot slots leave ``budget`` bytes of the device, and host memory has room for pages."""
+def _check_hosted(demand: CacheDemand, budget: int, least: int) -> None:
+    """Raise `ConfigError` unless hot slots leave ``budget`` bytes of the device, and host memory has room for ``least``
+    pages."""
     if budget <= 0:
         raise ConfigError(
             f"hot slots of {demand.max_rows} requests take {_mib(demand.hot_bytes)} MiB of the device, "
             f"{_mib(-budget) + 1} more than there are: lower max_running_requests or hot_slots", param="hot_slots"
         )
     page = demand.hosted_page_bytes
-    if demand.host_bytes < 2 * page:
+    if demand.host_bytes < least * page:
         raise ConfigError(
-            f"hot_host_gb leaves no room for a page of {page / 2**20:.1f} MiB ({_mib(demand.host_bytes)} MiB of host "
-            "memory): raise it, or free host memory", param="hot_host_gb"
+            f"hot_host_gb leaves {_mib(demand.host_bytes)} MiB of host memory to this rank, and {least} pages take "
+            f"{_mib(least * page)}: raise it, lower kv_pages, or free host memory", param="hot_host_gb"
         )
 
 

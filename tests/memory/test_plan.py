@@ -165,6 +165,8 @@ def test_what_hot_slots_take_is_planned():
         plan_cache(wanted, CacheConfig(), wanted.hot_bytes)
     with pytest.raises(ConfigError, match="hot_host_gb"):
         plan_cache(replace(wanted, host_bytes=page), CacheConfig(), 2**40)
+    with pytest.raises(ConfigError, match="41 pages take"):
+        plan_cache(wanted, CacheConfig(kv_pages=41), 2**40)
 
 
 def test_memory_lines_add_up_and_skip_what_is_empty():
