@@ -1,6 +1,7 @@
 """Run by `test_cuda_compiled_ahead` in a process and with a Triton cache of its own: ``python kernels_after_start.py
 MODEL OPTIONS`` prints, as JSON, the kernels compiled before the first request and the pairs of request and kernel
-compiled after it. OPTIONS are more of the engine's, as JSON. Prompts repeat themselves, so that text is drafted."""
+compiled after it. OPTIONS are more of the engine's, as JSON. What processes compiled for this one counts as compiled
+before."""
 
 from __future__ import annotations
 
@@ -43,27 +44,24 @@ def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
     yield [40, 41], {"n": 3, "temperature": 0.7}
 
 
-def make_prompt(rng: random.Random, length: int) -> list[int]:
-    few = [rng.randrange(3, 300) for _ in range(7)]
-    return (few * (length // 7 + 1))[:length]
-
-
 def main(model: str, options: dict[str, Any]) -> None:
     compiled: list[str] = []
+    found: list[str] = []
 
     def note(*, metadata: dict[str, Any], cache_hit: bool, src: Any = None, **_: Any) -> None:
-        if not cache_hit:
-            compiled.append(f"{metadata['name']} {getattr(src, 'constants', '')} {getattr(src, 'attrs', '')}")
+        (found if cache_hit else compiled).append(
+            f"{metadata['name']} {getattr(src, 'constants', '')} {getattr(src, 'attrs', '')}"
+        )
 
     knobs.compilation.listener = note
     rng = random.Random(0)
     with LLM(model, load_format="dummy", device="cuda", seed=3, **options) as llm:
-        before, after = compiled.copy(), []
+        before, after = [*compiled, *found], []
         for lengths, kind in kinds():
             compiled.clear()
             params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **kind})
             llm.generate(
-                prompt_token_ids=[make_prompt(rng, n) for n in lengths], sampling_params=params
+                prompt_token_ids=[[rng.randrange(3, 300) for _ in range(n)] for n in lengths], sampling_params=params
             )
             after += [(f"{lengths} {kind}", name) for name in compiled]
         num_drafts = llm.stats().speculation.num_draft_tokens

@@ -36,7 +36,9 @@ SHAPES = {
 }
 
 
-OPTIONS = {"qwen3": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "gemma3": {}}
+# any token that a long prompt has, which is any token, is behind one that was sampled before
+DRAFTS = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+OPTIONS = {"qwen3": {"speculative_config": DRAFTS}, "gemma3": {}}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -51,4 +53,4 @@ def test_requests_of_all_kinds_wait_for_no_compiler(name: str, tmp_path: Path):
     told = json.loads(done.stdout.splitlines()[-1])
     assert len(told["before"]) > 10, "the cache was not empty, or nobody takes note of what is compiled"
     assert told["after"] == []
-    assert told["num_drafts"] > 100 or not OPTIONS[name]
+    assert told["num_drafts"] > 50 or not OPTIONS[name]
