@@ -16,7 +16,7 @@ import torch
 from benchmarks.cuda_kernels import Call, time_calls
 from benchmarks.roofline import BANDWIDTH, MATRIX_RATE
 from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows
-from headrace.kernels.latents import LatentNorm
+from headrace.kernels.latents import LatentNorm, LatentRows
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots
 from headrace.kernels.streams import StreamMix, StreamShape
@@ -142,20 +142,21 @@ def index_cases() -> Iterator[Case]:
 
 
 def latent_cases() -> Iterator[Case]:
+    from headrace.kernels.compressor import RowNorm, fused
     from headrace.kernels.compressor import reference as pooling
     from headrace.kernels.compressor import triton as pooling_triton
-    from headrace.kernels.latents import reference, triton
 
     for tokens in (1, 64, 8192):
         slots, x = vectors(256, 34), randn(tokens, 1536)[:, 1024:]
         norm = LatentNorm(randn(512), 1e-6, angles(9000))
         positions = torch.arange(tokens, device="cuda")
         numbers = torch.randperm(33 * 256, device="cuda")[:tokens] + 256
+        query = RowNorm(randn(tokens, 1536)[:, :1024], randn(1024), 1e-6)
         yield (
-            f"write_latents T{tokens}", tokens * (1024.0 + 584), 0.0,
+            f"norm and latents T{tokens}", tokens * (4096.0 + 1024 + 584), 0.0,
             {
-                n: partial(m.write_latents, x, norm, positions, slots, numbers)
-                for n, m in (("torch", reference), ("triton", triton))
+                n: partial(m.finish, query, LatentRows(x, norm, positions, slots, numbers), ())
+                for n, m in (("torch", pooling), ("triton", fused))
             },
             lambda _, slots=slots, numbers=numbers: slots.gather(numbers, torch.float32),
         )

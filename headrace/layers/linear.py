@@ -63,6 +63,10 @@ class Linear(StorableLayer):
         self._gated_linear = choose_fused(GATED_LINEAR, query)
         self._gate_rows = GATE_ROWS.choose(query)
 
+    def has_part(self, name: str) -> bool:
+        """See `StorableLayer.has_part`."""
+        return name in self.rows
+
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """See `StorableLayer.part`; of ``weight`` or ``bias``."""
         return parameter[self.rows[name]]

@@ -109,6 +109,8 @@ def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping
             targets.put(f"{name}.{kind}", target, cut_of(parameter), parameter)
             continue
         assert isinstance(module, StorableLayer), f"{path} has no parts"
+        if not module.has_part(part):  # one of a layer of another kind
+            continue
         if "{x}" not in name:
             targets.put(f"{name}.{kind}", module.part(target, part), module.part_cut(parameter, part), parameter)
             continue

@@ -7,8 +7,8 @@ import torch
 from devices import relative_error
 from test_latents import copy, make_norm, make_slots, packing_error
 
-from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows, reference
-from headrace.kernels.latents import LatentNorm
+from headrace.kernels.compressor import EntryPages, Pool, Pooling, RowNorm, StatePages, Windows, reference
+from headrace.kernels.latents import LatentNorm, LatentRows
 from headrace.kernels.latents.slots import Slots
 
 RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -76,6 +76,81 @@ def test_triton_pools_what_plain_torch_pools(ratio: int, kind: str, head_dim: in
     assert torch.equal(projected, before[0]) and torch.equal(state.values.nan_to_num(), before[1].nan_to_num())
 
 
+def make_pool(
+    device: str, ratio: int, kind: str, head_dim: int, table: torch.Tensor, norm: LatentNorm, begins: list[int]
+) -> Pool:
+    """Decodes at positions ``begins``, with random state in pages of their own, of which some end a window. Rows of
+    projections are those of a wider tensor, and the last token's are not stored."""
+    generator = torch.Generator().manual_seed(ratio + head_dim)
+    width, count = 2 * head_dim if ratio == 4 else head_dim, len(begins)
+    state_table = (torch.arange(3 * count).view(count, 3) + 1).int()
+    ring, per_page = 8 if ratio == 4 else 128, ROWS[ratio]
+    state = [torch.randn(3 * count + 1, per_page, width, generator=generator).to(device) for _ in range(2)]
+    numbers = [begin // ratio if (begin + 1) % ratio == 0 else -1 for begin in begins]
+    own = [begin // 128 * ring + begin % ring for begin in begins]
+    rows = [int(state_table[i, at // per_page]) * per_page + at % per_page for i, at in enumerate(own)]
+    rows[-1] = 3
+    windows = Windows(
+        torch.arange(count, device=device), torch.tensor(numbers, device=device),
+        torch.arange(count + 1, dtype=torch.int32, device=device),
+        torch.tensor(begins, dtype=torch.int32, device=device) + 1,
+    )
+    return Pool(
+        torch.randn(count, 2 * width + 24, generator=generator).to(device)[:, 8 : 8 + 2 * width], windows,
+        StatePages(*state, state_table.to(device), 128, ring), torch.tensor(rows, device=device),
+        Pooling(ratio, torch.randn(ratio, width, generator=generator).to(device)), norm,
+        EntryPages(make_slots(kind, head_dim, device, pages=73), table),
+    )
+
+
+@pytest.mark.parametrize("device", RUNS)
+@pytest.mark.parametrize(("ratio", "kinds"), [(4, ("vectors", "keys")), (4, ("plain", "plain")), (128, ("vectors",))])
+def test_a_decode_step_in_one_kernel(ratio: int, kinds: tuple[str, ...], device: str):
+    """Latents, state and entries are those of plain torch, one after the other."""
+    pytest.importorskip("triton")
+    from headrace.kernels.compressor.fused import finish
+
+    begins = [ratio - 1, 2 * ratio - 1, 2 * ratio, 383, 255, 130]
+    table = (torch.arange(72).view(6, 12) + 1).int().to(device)
+    norm = make_norm(128, 64, device, torch.float32)
+    pools = [
+        make_pool(device, ratio, kind, dim, table, make_norm(dim, 64, device, torch.float32)._replace(
+            cos_sin=norm.cos_sin
+        ), begins)
+        for kind, dim in zip(kinds, (512, 128), strict=False)
+    ]
+    twins = [
+        pool._replace(
+            state=pool.state._replace(values=pool.state.values.clone(), gates=pool.state.gates.clone()),
+            entries=EntryPages(copy(pool.entries.slots), table),
+        )
+        for pool in pools
+    ]
+    x = torch.randn(6, 96 + 128, generator=torch.Generator().manual_seed(0)).to(device)
+    query = RowNorm(x[:, :96], torch.rand(96, device=device), 1e-6)
+    slots, numbers = make_slots("vectors", 128, device), torch.arange(8, 14, device=device)
+    latents = LatentRows(x[:, 96:], norm, torch.tensor(begins, device=device), slots, numbers)
+    twin = latents._replace(slots=copy(slots))
+    assert relative_error(finish(query, latents, tuple(pools)), reference.finish(query, twin, tuple(twins))) < 1e-5
+    assert relative_error(*(part.slots.gather(numbers, torch.float32) for part in (latents, twin))) < (
+        packing_error(device)
+    )
+    for pool, other in zip(pools, twins, strict=True):
+        for one, two in ((pool.state.values, other.state.values), (pool.state.gates, other.state.gates)):
+            assert torch.equal(one[1:], two[1:])  # but the null page
+        ended = pool.windows.numbers >= 0
+        requests, entry = pool.windows.requests[ended], pool.windows.numbers[ended]
+        written = table[requests, entry // 8].long() * 8 + entry % 8
+        ours, theirs = (part.entries.slots.gather(written, torch.float32) for part in (pool, other))
+        assert len(written) >= 2 and relative_error(ours, theirs) < packing_error(device)
+        rest = torch.ones(73 * 8, dtype=torch.bool, device=device)
+        rest[:8], rest[written] = False, False
+        everything = torch.arange(73 * 8, device=device)[rest]
+        assert torch.equal(*(
+            part.entries.slots.values[everything // 8, everything % 8] for part in (pool, other)
+        )), "other slots stay as they are"
+
+
 @pytest.mark.parametrize("device", RUNS)
 @pytest.mark.parametrize("width", [32, 96, 2048])
 def test_state_is_stored_where_it_is_needed(width: int, device: str):
@@ -114,8 +189,8 @@ def make_far_slots(per_page: int, device: str) -> tuple[Slots, int]:
 def test_the_last_token_of_a_million_behind_two_gigabytes(ratio: int, device: str):
     """Position 2**20 - 1 ends a window of each ratio; its slot is in the last page of a pool of over 2**31 bytes."""
     pytest.importorskip("triton")
+    from headrace.kernels.compressor.fused import finish
     from headrace.kernels.compressor.triton import compress
-    from headrace.kernels.latents.triton import write_latents
 
     per_page = 256 // ratio
     slots, last = make_far_slots(per_page, device)
@@ -130,8 +205,9 @@ def test_the_last_token_of_a_million_behind_two_gigabytes(ratio: int, device: st
     if ratio == 1:
         numbers = torch.tensor([last * per_page + 255], device=device)
         positions = torch.tensor([MILLION - 1], device=device)
-        write_latents(x, norm, positions, slots, numbers)
-        write_latents(x, norm, positions, near, torch.tensor([8], device=device))
+        query = RowNorm(x, norm.weight, norm.eps)
+        finish(query, LatentRows(x, norm, positions, slots, numbers), ())
+        finish(query, LatentRows(x, norm, positions, near, torch.tensor([8], device=device)), ())
     else:
         width = 1024 if ratio == 4 else 512
         rows = ROWS[ratio]

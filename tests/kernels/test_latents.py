@@ -6,8 +6,10 @@ import pytest
 import torch
 from devices import DEVICES, relative_error
 
-from headrace.kernels.latents import LatentNorm, reference
+from headrace.kernels.compressor import RowNorm
+from headrace.kernels.latents import LatentNorm, LatentRows, reference
 from headrace.kernels.latents.slots import Slots
+from headrace.kernels.rowwise.reference import rms_norm
 
 PAGE = 8
 
@@ -56,7 +58,7 @@ def test_triton_writes_what_plain_torch_writes(
     kind: str, head_dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float
 ):
     pytest.importorskip("triton")
-    from headrace.kernels.latents.triton import write_latents
+    from headrace.kernels.compressor.fused import finish
 
     generator = torch.Generator().manual_seed(1)
     norm = make_norm(head_dim, rotary_dim, device, dtype)
@@ -66,8 +68,11 @@ def test_triton_writes_what_plain_torch_writes(
     x = wide.to(device, dtype)[:, 24 : 24 + head_dim]  # strided
     positions = torch.randint(0, 500, (9,), generator=generator).to(device)
     numbers = (torch.randperm(3 * PAGE, generator=generator)[:9] + PAGE).to(device)
-    write_latents(x, norm, positions, ours, numbers)
-    reference.write_latents(x, norm, positions, theirs, numbers)
+    query = torch.randn(9, 200, generator=generator).to(device, dtype)[:, 40:136]  # strided, no power of two
+    weight = (torch.rand(96, generator=generator) + 0.5).to(device, dtype)
+    normalised = finish(RowNorm(query, weight, 1e-6), LatentRows(x, norm, positions, ours, numbers), ())
+    assert normalised.dtype == dtype and relative_error(normalised, rms_norm(query, weight, 1e-6)) < tolerance
+    reference.write_latents(LatentRows(x, norm, positions, theirs, numbers))
     everything = torch.arange(4 * PAGE, device=device)
     assert relative_error(ours.gather(numbers, torch.float32), theirs.gather(numbers, torch.float32)) < (
         tolerance if kind == "plain" else packing_error(device)
@@ -82,3 +87,35 @@ def test_triton_writes_what_plain_torch_writes(
         if one is not None and other is not None:
             pages, at = everything[rest] // PAGE, everything[rest] % PAGE
             assert torch.equal(one[pages, at], other[pages, at]), "other slots stay as they are"
+
+
+@pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)
+])
+@pytest.mark.parametrize("count", [1, 70])
+def test_index_tensors_of_decodes(count: int, device: str):
+    pytest.importorskip("triton")
+    from headrace.kernels.latents import decodes
+
+    generator = torch.Generator().manual_seed(count)
+    lens = torch.randint(1, 700, (count,), generator=generator)
+    lens[0] = 512  # ends windows of both ratios
+    kv_lens = lens.int().to(device)
+    # a row of a wider table
+    table = torch.randint(1, 99, (count, 5), generator=generator).int().to(device)[:, 1:4]
+    for window, per_page in ((128, 256), (40, 64)):
+        ours = decodes.decode_windows(table, kv_lens, window=window, per_page=per_page)
+        theirs = reference.decode_windows(table, kv_lens, window=window, per_page=per_page)
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    for ratio, ring in ((4, 8), (4, 40), (128, 128)):
+        shape = {"ratio": ratio, "block": 128, "ring": ring, "per_page": 2 * ring}
+        state = zip(
+            decodes.decode_state(table, kv_lens, **shape), reference.decode_state(table, kv_lens, **shape), strict=True
+        )
+        assert all(torch.equal(one, other) and one.dtype == torch.int64 for one, other in state)
+        entries = zip(
+            decodes.decode_entries(kv_lens, ratio=ratio), reference.decode_entries(kv_lens, ratio=ratio), strict=True
+        )
+        assert all(torch.equal(one, other) and one.dtype == torch.int64 for one, other in entries)
+    numbers = reference.decode_state(table, kv_lens, ratio=128, block=128, ring=128, per_page=256)[1].tolist()
+    assert numbers == [n // 128 - 1 if n % 128 == 0 else -1 for n in lens.tolist()]

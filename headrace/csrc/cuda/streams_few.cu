@@ -18,6 +18,7 @@ constexpr int PIECES = COLUMNS / 4;  // of 16 bytes of a row of weights
 
 struct Call {
   const uint16 *streams, *out;  // [T, S, width] and [T, width] bfloat16, strides in elements
+  const uint16 *more;           // [T, width], added to `out` and rounded first; or null
   const float *post, *mix;      // [T, S], [T, S, S], of what is pending
   uint16 *fresh;                // [T, S, width]
   const float *fn;              // [WEIGHTS, S * width]
@@ -25,7 +26,7 @@ struct Call {
   const uint16 *norm;           // [width]
   uint16 *x;                    // [T, width]
   float *new_post, *new_mix;
-  int64 token_stride, stream_stride, out_stride;
+  int64 token_stride, stream_stride, out_stride, more_stride;
   int tokens, width, iterations;
   float eps, norm_eps;
 };
@@ -141,7 +142,7 @@ __device__ __forceinline__ void balance(const Call &call, float own, int64 token
 // A thread's column of all tokens: what is pending is written back, in the dtype of the streams.
 __device__ __forceinline__ void read_column(
     const Call &call, const Shared &shared, float (&x)[TOKENS][S], int64 first, int column) {
-  uint16 own[TOKENS][S], out[TOKENS];
+  uint16 own[TOKENS][S], out[TOKENS], more[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
     const bool there = first + t < call.tokens;
@@ -149,15 +150,17 @@ __device__ __forceinline__ void read_column(
     for (int s = 0; s < S; s++)
       own[t][s] = there ? call.streams[(first + t) * call.token_stride + s * call.stream_stride + column] : 0;
     out[t] = WRITES && there ? call.out[(first + t) * call.out_stride + column] : 0;
+    more[t] = WRITES && there && call.more ? call.more[(first + t) * call.more_stride + column] : 0;
   }
   if (WRITES) sync_workers();  // post and mix are in shared memory
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
+    const float written = widen(narrow(widen(out[t]) + widen(more[t])));
 #pragma unroll
     for (int k = 0; k < S; k++) {
       x[t][k] = widen(own[t][k]);
       if (!WRITES) continue;
-      float sum = shared.post[t][k] * widen(out[t]);
+      float sum = shared.post[t][k] * written;
 #pragma unroll
       for (int j = 0; j < S; j++) sum += shared.mix[t][j][k] * widen(own[t][j]);
       const uint16 rounded = narrow(sum);  // first: the next sublayer sees what is written

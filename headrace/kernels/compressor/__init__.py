@@ -15,6 +15,7 @@ from headrace.kernels.operation import Operation, requires
 if TYPE_CHECKING:
     import torch
 
+    from headrace.kernels.latents import LatentNorm
     from headrace.kernels.latents.slots import Slots
 
 
@@ -61,14 +62,42 @@ entries: EntryPages)``: for each window that ends, the sum over its n tokens of 
 per channel; then norm and rotation by the position of the window's first token, and the write. Packed index keys are
 turned by a Hadamard matrix before.
 
-``projected`` has values, then gate logits, of this step's tokens; those of tokens before it are read from ``state``,
-which is not written. Candidates without a window write to the null page or nothing. The query's shape has
-``head_dim``, ``rotary_dim`` and ``packed``.
+``projected``, whose rows may be strided, has values, then gate logits, of this step's tokens; those of tokens before it
+are read from ``state``, which is not written. Candidates without a window write to the null page or
+nothing. The query's shape has ``head_dim``, ``rotary_dim`` and ``packed``.
 """
 
 STORE_STATE = Operation("compressor state kernel")
 """``store_state(projected [T, 2W] float32, state: StatePages, rows [T] int64)``: write each token's values and gate
 logits to the row of that number (page * rows of a page + row); tokens may share a row only in the null page."""
+
+class RowNorm(NamedTuple):
+    """Rows ``x`` [T, L], which may be strided, to be RMS-normalised with the ``weight`` [L] and ``eps``."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+
+
+class Pool(NamedTuple):
+    """What `STORE_STATE`, by ``rows``, and then `COMPRESS` do with the projections of a step."""
+
+    projected: torch.Tensor
+    windows: Windows
+    state: StatePages
+    rows: torch.Tensor
+    pooling: Pooling
+    norm: LatentNorm
+    entries: EntryPages
+
+
+FINISH_PROJECTIONS = Operation("latent step kernel")
+"""``finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> [T, L]``: what follows the products with a
+layer's input: the normalised rows of the query, latents written, and up to two pools. ``pools`` are for steps in which
+each token is the only one of a request, in order, and no two requests share pages that either writes: then token t is
+candidate t of the windows. All rotate by one table. The query's shape has ``head_dim``, ``rotary_dim`` and ``packed``
+of latents and of the first pool's entries.
+"""
 
 COMPRESS.add("reference", "headrace.kernels.compressor.reference:compress", doc="plain torch")
 COMPRESS.add(
@@ -82,6 +111,15 @@ STORE_STATE.add(
 )
 COMPRESS.add(
     "triton_pdl", "headrace.kernels.compressor.triton:compress_pdl", supports=reason_against_dependent, priority=15,
+    doc="with dependent launch",
+)
+FINISH_PROJECTIONS.add("reference", "headrace.kernels.compressor.reference:finish", doc="one after the other")
+FINISH_PROJECTIONS.add(
+    "triton", "headrace.kernels.compressor.fused:finish", supports=reason_against_latents, priority=10,
+    doc="one kernel: norms, rotations, pooling, packing, writes",
+)
+FINISH_PROJECTIONS.add(
+    "triton_pdl", "headrace.kernels.compressor.fused:finish_pdl", supports=reason_against_dependent, priority=15,
     doc="with dependent launch",
 )
 STORE_STATE.add(

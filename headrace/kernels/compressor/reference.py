@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.compressor import EntryPages, Pooling, StatePages, Windows
-from headrace.kernels.latents import LatentNorm
-from headrace.kernels.latents.reference import hadamard, make_latents
+from headrace.kernels.compressor import EntryPages, Pool, Pooling, RowNorm, StatePages, Windows
+from headrace.kernels.latents import LatentNorm, LatentRows
+from headrace.kernels.latents.reference import hadamard, make_latents, write_latents
 from headrace.kernels.latents.slots import find_slots
+from headrace.kernels.rowwise.reference import rms_norm
 
 
 def compress(
@@ -63,3 +64,12 @@ def store_state(projected: torch.Tensor, state: StatePages, rows: torch.Tensor) 
     """See `STORE_STATE`."""
     for pages, part in zip((state.values, state.gates), projected.chunk(2, dim=1), strict=True):
         pages.view(-1, part.shape[1]).index_copy_(0, rows, part)
+
+
+def finish(query: RowNorm, latents: LatentRows, pools: tuple[Pool, ...]) -> torch.Tensor:
+    """See `FINISH_PROJECTIONS`."""
+    write_latents(latents)
+    for pool in pools:
+        store_state(pool.projected, pool.state, pool.rows)
+        compress(pool.projected, pool.windows, pool.state, pool.pooling, pool.norm, pool.entries)
+    return rms_norm(query.x, query.weight, query.eps)

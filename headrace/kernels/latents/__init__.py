@@ -13,6 +13,8 @@ from headrace.kernels.operation import KernelQuery, Operation, requires
 if TYPE_CHECKING:
     import torch
 
+    from headrace.kernels.latents.slots import Slots
+
 GROUP = 64
 """Plain dims that share a scale in a packed slot."""
 ROTATED = 64
@@ -32,12 +34,32 @@ class LatentNorm(NamedTuple):
     cos_sin: torch.Tensor
 
 
-WRITE_LATENTS = Operation("latent write kernel")
-"""``write_latents(x [T, E], norm: LatentNorm, positions [T] int64, slots: Slots, numbers [T] int64)``: normalise and
-rotate each row, and write it to the slot of that number. x may be strided, its last dimension contiguous. Rows may
-share a slot only in the null page. The query's shape has ``head_dim``, ``rotary_dim``, and ``packed``: 1 for slots of
-8 bits.
+class LatentRows(NamedTuple):
+    """Rows ``x`` [T, E] to be normalised and rotated by their ``positions`` [T] int64, and written to the ``slots`` of
+    ``numbers`` [T] int64. x may be strided, its last dimension contiguous. Rows may share a slot only in the null
+    page."""
+
+    x: torch.Tensor
+    norm: LatentNorm
+    positions: torch.Tensor
+    slots: Slots
+    numbers: torch.Tensor
+
+
+DECODE_WINDOWS = Operation("decode window kernel")
+"""``decode_windows(page_table [R, W] int32, kv_lens [R] int32, *, window, per_page) -> (numbers [R, window] int64,
+counts [R] int64)``: of the last token of each request, the slots of the latest positions, its own first, and how many
+there are; the others are undefined.
 """
+
+DECODE_ENTRIES = Operation("decode entry kernel")
+"""``decode_entries(kv_lens [R] int32, *, ratio) -> (requests [R] int64, visible [R] int64)``: the requests' own
+numbers, and how many whole windows of ``ratio`` tokens each has."""
+
+DECODE_STATE = Operation("decode state kernel")
+"""``decode_state(page_table [R, W] int32, kv_lens [R] int32, *, ratio, block, ring, per_page) -> (requests, windows,
+rows)``, [R] int64 each: the requests' own numbers; the window that ends with each one's last token, or -1; the row of
+that token, of a ring of ``ring`` rows for each ``block`` tokens, ``per_page`` rows to a page."""
 
 
 def reason_against_latents(query: KernelQuery) -> str | None:
@@ -57,12 +79,15 @@ def reason_against_dependent(query: KernelQuery) -> str | None:
     return requires(device="cuda", capability=(9, 0))(query) or reason_against_latents(query)
 
 
-WRITE_LATENTS.add("reference", "headrace.kernels.latents.reference:write_latents", doc="plain torch")
-WRITE_LATENTS.add(
-    "triton", "headrace.kernels.latents.triton:write_latents", supports=reason_against_latents, priority=10,
-    doc="one kernel: norm, rotation, packing, write",
-)
-WRITE_LATENTS.add(
-    "triton_pdl", "headrace.kernels.latents.triton:write_latents_pdl", supports=reason_against_dependent, priority=15,
-    doc="with dependent launch",
-)
+for _operation, _name in (
+    (DECODE_WINDOWS, "decode_windows"), (DECODE_ENTRIES, "decode_entries"), (DECODE_STATE, "decode_state")
+):
+    _operation.add("reference", f"headrace.kernels.latents.reference:{_name}", doc="plain torch")
+    _operation.add(
+        "triton", f"headrace.kernels.latents.decodes:{_name}", supports=requires(device="cuda"), priority=10,
+        doc="one kernel"
+    )
+    _operation.add(
+        "triton_pdl", f"headrace.kernels.latents.decodes:{_name}_pdl",
+        supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
+    )

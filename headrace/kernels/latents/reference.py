@@ -6,17 +6,15 @@ import math
 
 import torch
 
-from headrace.kernels.latents import LatentNorm
-from headrace.kernels.latents.slots import Slots
+from headrace.kernels.latents import LatentNorm, LatentRows
+from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.reference import rms_norm, rotate
 
 
-def write_latents(
-    x: torch.Tensor, norm: LatentNorm, positions: torch.Tensor, slots: Slots, numbers: torch.Tensor
-) -> None:
-    """See `WRITE_LATENTS`."""
-    slots.write(numbers, make_latents(x, norm, positions))
+def write_latents(rows: LatentRows) -> None:
+    """Write what `LatentRows` says."""
+    rows.slots.write(rows.numbers, make_latents(rows.x, rows.norm, rows.positions))
 
 
 def make_latents(x: torch.Tensor, norm: LatentNorm, positions: torch.Tensor) -> torch.Tensor:
@@ -33,6 +31,32 @@ def rotate_last(x: torch.Tensor, cos_sin: torch.Tensor, *, backwards: bool = Fal
         cos_sin = torch.cat((cos_sin[:, : rotary_dim // 2], -cos_sin[:, rotary_dim // 2 :]), dim=-1)
     rotated = rotate(x[..., -rotary_dim:], cos_sin, rotary_dim, True).to(x.dtype)
     return torch.cat((x[..., :-rotary_dim], rotated), dim=-1)
+
+
+def decode_windows(
+    page_table: torch.Tensor, kv_lens: torch.Tensor, *, window: int, per_page: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `DECODE_WINDOWS`."""
+    lens = kv_lens.long()
+    seen = (lens[:, None] - 1 - torch.arange(window, device=lens.device)).clamp_(min=0)
+    requests = torch.arange(len(lens), device=lens.device)[:, None].expand_as(seen)
+    return find_slots(page_table, requests, seen, per_page), lens.clamp(max=window)
+
+
+def decode_entries(kv_lens: torch.Tensor, *, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `DECODE_ENTRIES`."""
+    visible = torch.div(kv_lens.long(), ratio, rounding_mode="floor")
+    return torch.arange(len(kv_lens), device=kv_lens.device), visible
+
+
+def decode_state(
+    page_table: torch.Tensor, kv_lens: torch.Tensor, *, ratio: int, block: int, ring: int, per_page: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `DECODE_STATE`."""
+    requests, lens = torch.arange(len(kv_lens), device=kv_lens.device), kv_lens.long()
+    positions = lens - 1
+    rows = find_slots(page_table, requests, positions // block * ring + positions % ring, per_page)
+    return requests, (lens // ratio - 1).masked_fill_(lens % ratio != 0, -1), rows
 
 
 @cache_once

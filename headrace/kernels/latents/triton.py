@@ -3,16 +3,14 @@ rotated, P pages, S slots of a page."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, LatentNorm
+from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES
 from headrace.kernels.latents.slots import Slots
-from headrace.kernels.launch import wait_for_previous
 
 PLAIN, VECTORS, KEYS = 0, 1, 2
 """How slots hold a vector: as it is; packed with a scale per `GROUP`; packed with one scale, turned by a Hadamard
@@ -111,14 +109,12 @@ def write_slot(
 
 
 @triton.jit
-def _write_kernel(
-    x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, numbers_ptr, x_stride, eps, codes_ptr, wide_ptr, scales_ptr,
+def write_latent(
+    token, x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, numbers_ptr, x_stride, eps, codes_ptr, wide_ptr, scales_ptr,
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, HOW: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr,
 ):
-    # one program a token
-    token = tl.program_id(0).to(tl.int64)
-    wait_for_previous(PDL)
+    """Row ``token`` of `LatentRows`."""
     x = tl.load(x_ptr + token * x_stride + tl.arange(0, E)).to(tl.float32)
     position = tl.load(positions_ptr + token)
     x = finish_latent(x, weight_ptr, cos_sin_ptr, position, eps, E, R, x_ptr.dtype.element_ty)
@@ -129,21 +125,3 @@ def _write_kernel(
 def scale_step(how: int, head_dim: int) -> int:
     """Elements of ``scales`` from one slot to the next, at least as many as a vector has groups."""
     return {PLAIN: 1, VECTORS: max(8, head_dim // GROUP), KEYS: KEY_SCALE_BYTES // 4}[how]
-
-
-def write_latents(
-    x: torch.Tensor, norm: LatentNorm, positions: torch.Tensor, slots: Slots, numbers: torch.Tensor,
-    *, pdl: bool = False,
-) -> None:
-    """See `WRITE_LATENTS`."""
-    num_tokens, head_dim = x.shape
-    if num_tokens:
-        where = slot_arguments(slots)
-        _write_kernel[(num_tokens,)](
-            x, norm.weight, norm.cos_sin, positions, numbers, x.stride(0), norm.eps, **where, E=head_dim,
-            R=norm.cos_sin.shape[1], GROUP=GROUP, SCALES=scale_step(where["HOW"], head_dim), PDL=pdl,
-            num_warps=4, launch_pdl=pdl,
-        )
-
-
-write_latents_pdl = partial(write_latents, pdl=True)

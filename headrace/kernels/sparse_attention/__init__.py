@@ -70,7 +70,8 @@ class EntryView:
 
 INDEX_SCORES = Operation("index score kernel")
 """``index_scores(queries: Queries, weights [T, H], keys: Slots, view: EntryView, *, scale, top_k, tokens: slice) -> [n,
-N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``.
+N] float32``: for each of the ``n`` tokens and each entry, sum over h of ``scale * weights[h] * relu(q[h] . key)``; rows
+of ``weights`` may be strided.
 Queries are rotated; where keys are packed, they are packed the same way: turned by a Hadamard matrix, then in e4m3 with
 a scale for each head. They have no norm. Undefined for entries
 that a token may not see, and for tokens that see at most ``top_k``. The query's shape has ``head_dim``, ``rotary_dim``

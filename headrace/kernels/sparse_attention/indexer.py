@@ -40,48 +40,64 @@ def _load_queries(q_ptr, cos_sin_ptr, row, is_row, position, E: tl.constexpr, R:
     return q.to(q_ptr.dtype.element_ty)
 
 
+@triton.jit
+def _load_keys(
+    codes_ptr, scales_ptr, table, number, visible, E: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr,
+    SLOT: tl.constexpr
+):
+    """Keys ``number`` [n] of a request, whose row of the page table is ``table``, and their scales."""
+    is_inside, dim = number < visible, tl.arange(0, E)
+    page = tl.load(table + number // S, mask=is_inside, other=0).to(tl.int64)
+    start = page * PAGE + number % S * SLOT
+    key = tl.load(codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0)
+    return key, tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["first_token", "num_columns"])
 def _score_codes_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
-    table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
+    weights_stride, table_width, num_columns, top_k, scale, codes_ptr, scales_ptr, H: tl.constexpr, HEADS: tl.constexpr,
     E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    IS_ONE: tl.constexpr, PDL: tl.constexpr,
 ):
     # Both factors in e4m3. Keys are the rows of the product, so that the sum over heads is along a row.
     nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first_token + nth
+    signs = hadamard_signs(E).to(q_ptr.dtype.element_ty)  # while the kernel before ends
     wait_for_previous(PDL)
     visible = tl.load(visible_ptr + token).to(tl.int32)
     if (visible > top_k) & (part * BLOCK < visible):
         position, request = tl.load(positions_ptr + token), tl.load(requests_ptr + token)
+        table, scores = table_ptr + request * table_width, scores_ptr + nth * num_columns
+        number = part * BLOCK + tl.arange(0, BLOCK)
+        if IS_ONE:  # on their way while queries are packed
+            key, key_scale = _load_keys(codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT)
         head = tl.arange(0, HEADS)
         is_head = head < H
         q = _load_queries(q_ptr, cos_sin_ptr, token * H + head, is_head, position + head * 0, E, R)
-        turned = tl.dot(q, hadamard_signs(E).to(q.dtype), input_precision="ieee") * (1.0 / tl.sqrt_rn(E * 1.0))
+        weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0).to(tl.float32)
+        turned = tl.dot(q, signs, input_precision="ieee") * (1.0 / tl.sqrt_rn(E * 1.0))
         step = tl.div_rn(tl.maximum(tl.max(tl.abs(turned), axis=1), LEAST_AMAX), LARGEST)
         codes = tl.trans(tl.div_rn(turned, tl.broadcast_to(step[:, None], turned.shape)).to(tl.float8e4nv))
-        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0).to(tl.float32) * scale * step
-        dim, place = tl.arange(0, E), tl.arange(0, BLOCK)
-        for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
-            number = first + place
-            is_inside = number < visible
-            page = tl.load(table_ptr + request * table_width + number // S, mask=is_inside, other=0).to(tl.int64)
-            start = page * PAGE + number % S * SLOT
-            key = tl.load(
-                codes_ptr + start[:, None] + dim[None, :], mask=is_inside[:, None] & (dim >= 0)[None, :], other=0.0
-            )
-            hits = tl.maximum(tl.dot(key, codes), 0.0)
+        weight *= scale * step
+        if IS_ONE:
             # a key's scale is positive, so that it may come behind the relu
-            score = tl.sum(hits * weight[None, :], axis=1)
-            score *= tl.load(scales_ptr + page * (PAGE // 4) + number % S, mask=is_inside, other=0.0)
-            tl.store(scores_ptr + nth * num_columns + number, score, mask=is_inside)
+            score = tl.sum(tl.maximum(tl.dot(key, codes), 0.0) * weight[None, :], axis=1) * key_scale
+            tl.store(scores + number, score, mask=number < visible)
+        else:
+            for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
+                number = first + tl.arange(0, BLOCK)
+                key, key_scale = _load_keys(codes_ptr, scales_ptr, table, number, visible, E, S, PAGE, SLOT)
+                score = tl.sum(tl.maximum(tl.dot(key, codes), 0.0) * weight[None, :], axis=1) * key_scale
+                tl.store(scores + number, score, mask=number < visible)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_columns"])
 def _score_kernel(
     q_ptr, positions_ptr, cos_sin_ptr, weights_ptr, requests_ptr, visible_ptr, table_ptr, scores_ptr, first_token,
-    table_width, num_columns, top_k, scale, keys_ptr, H: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    weights_stride, table_width, num_columns, top_k, scale, keys_ptr, H: tl.constexpr, HEADS: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     nth, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first_token + nth
@@ -92,7 +108,7 @@ def _score_kernel(
         head = tl.arange(0, HEADS)
         is_head = head < H
         q = _load_queries(q_ptr, cos_sin_ptr, token * H + head, is_head, position + head * 0, E, R)
-        weight = tl.load(weights_ptr + token * H + head, mask=is_head, other=0.0).to(tl.float32) * scale
+        weight = tl.load(weights_ptr + token * weights_stride + head, mask=is_head, other=0.0).to(tl.float32) * scale
         dim = tl.arange(0, E)
         for first in range(part * BLOCK, visible, tl.num_programs(1) * BLOCK):
             number = first + tl.arange(0, BLOCK)
@@ -115,7 +131,7 @@ def index_scores(
     num_heads, dim = queries.q.shape[1:]
     count = len(range(*tokens.indices(len(queries.q))))
     scores = torch.empty((count, view.longest), dtype=torch.float32, device=queries.q.device)
-    assert queries.q.is_contiguous() and weights.is_contiguous() and view.page_table.stride(1) == 1
+    assert queries.q.is_contiguous() and weights.stride(1) == 1 and view.page_table.stride(1) == 1
     if not scores.numel():
         return scores
     first, longest = tokens.indices(len(queries.q))[0], view.longest
@@ -128,7 +144,7 @@ def index_scores(
         queries.q, queries.positions, queries.cos_sin, weights, view.requests, view.visible, view.page_table, scores,
         first,
     )
-    sizes = (view.page_table.stride(0), longest, top_k, scale)
+    sizes = (weights.stride(0), view.page_table.stride(0), longest, top_k, scale)
     # entries that a program scores at a time, and among how many programs those of a token are divided
     block = KEYS if place["HOW"] == PLAIN else PACKED_KEYS
     grid = (count, min(ceil_div(longest, block), max(1, PROGRAMS // count)))
@@ -136,8 +152,8 @@ def index_scores(
         _score_kernel[grid](*inputs, *sizes, place["codes_ptr"], **shared, BLOCK=block, num_warps=4, launch_pdl=pdl)
     else:
         _score_codes_kernel[grid](
-            *inputs, *sizes, place["codes_ptr"], place["scales_ptr"], **shared, BLOCK=block, num_warps=4, num_stages=3,
-            launch_pdl=pdl,
+            *inputs, *sizes, place["codes_ptr"], place["scales_ptr"], **shared, BLOCK=block,
+            IS_ONE=block * grid[1] >= longest, num_warps=4, num_stages=3, launch_pdl=pdl,
         )
     return scores
 

@@ -48,8 +48,9 @@ WRITE_STREAMS = Operation("stream write kernel")
 
 WRITE_READ_STREAMS = Operation("stream write and read kernel")
 """``write_read_streams(streams [T, S, D], out [T, D], post [T, S], mixing [T, S, S], mix: StreamMix, norm [D], shape:
-StreamShape) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS`, then `READ_STREAMS` of what
-was written. The query's shape as for these."""
+StreamShape, *, more [T, D] | None = None) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``:
+`WRITE_STREAMS` of out plus ``more``, rounded, then `READ_STREAMS` of what was written. The query's shape as for
+these."""
 
 READ_STREAMS.add("reference", "headrace.kernels.streams.reference:read_streams", doc="plain torch")
 WRITE_STREAMS.add("reference", "headrace.kernels.streams.reference:write_streams", doc="plain torch")

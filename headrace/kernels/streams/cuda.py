@@ -102,11 +102,12 @@ def read_streams(
 
 def write_read_streams(
     streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape, *, tile: Tile | None = None,
+    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None, tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`; the last dims of streams and out are contiguous."""
     if tile is None and few.can_run(streams):
-        return few.pass_streams(streams, few.Pending(out, post, mixing), mix, norm, shape)
+        return few.pass_streams(streams, few.Pending(out, post, mixing, more), mix, norm, shape)
+    out = out if more is None else out + more
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=True)
     if kernels is None or not len(streams):

@@ -33,11 +33,18 @@ MOST_TOKENS = CLUSTERS * max(TILES)
 
 @dataclass(frozen=True)
 class Pending:
-    """A sublayer's output ``out`` [T, D] that is still to be written to the streams, by ``post`` and ``mix``."""
+    """A sublayer's output ``out`` [T, D], plus ``more`` if there is any, that is still to be written to the streams, by
+    ``post`` and ``mix``."""
 
     out: torch.Tensor
     post: torch.Tensor
     mix: torch.Tensor
+    more: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of the source."""
+        return self.out, self.more, self.post, self.mix
 
 
 class _Call(ctypes.Structure):
@@ -46,9 +53,12 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *(
             (name, c_void_p) for name in
-            ("streams", "out", "post", "mix", "fresh", "fn", "scale", "base", "norm", "x", "new_post", "new_mix")
+            (
+                "streams", "out", "more", "post", "mix", "fresh", "fn", "scale", "base", "norm", "x", "new_post",
+                "new_mix",
+            )
         ),
-        *((name, c_int64) for name in ("token_stride", "stream_stride", "out_stride")),
+        *((name, c_int64) for name in ("token_stride", "stream_stride", "out_stride", "more_stride")),
         *((name, c_int) for name in ("tokens", "width", "iterations")),
         *((name, c_float) for name in ("eps", "norm_eps")),
     )
@@ -97,14 +107,17 @@ def pass_streams(
     x = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
     post = torch.empty((num_tokens, num_streams), dtype=torch.float32, device=streams.device)
     mixing = torch.empty((num_tokens, num_streams, num_streams), dtype=torch.float32, device=streams.device)
-    before = (None,) * 3 if pending is None else (pending.out, pending.post, pending.mix)
+    before = (None,) * 4 if pending is None else pending.tensors
+    strides = (
+        0 if tensor is None else tensor.stride(0) for tensor in (before[0], before[1])
+    )
     call = _Call(
         *(
             None if tensor is None else tensor.data_ptr()
             for tensor in (streams, *before, new, mix.fn, mix.scale, mix.base, norm, x, post, mixing)
         ),
-        streams.stride(0), streams.stride(1), 0 if pending is None else pending.out.stride(0), num_tokens, width,
-        shape.iterations, shape.eps, shape.norm_eps,
+        streams.stride(0), streams.stride(1), *strides, num_tokens, width, shape.iterations, shape.eps,
+        shape.norm_eps,
     )
     kernel.launch(ceil_div(num_tokens, tile) * CLUSTER, width // CLUSTER + 32, call, is_dependent=True)
     return new, x, post, mixing

@@ -28,10 +28,10 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
 
 def write_read_streams(
     streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape
+    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`."""
-    new = write_streams(streams, out, post, mixing)
+    new = write_streams(streams, out if more is None else out + more, post, mixing)
     return new, *read_streams(new, mix, norm, shape)
 
 

@@ -171,10 +171,10 @@ def write_streams(
 
 def write_read_streams(
     streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape, *, pdl: bool = False,
+    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None, pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`: one after the other."""
-    new = write_streams(streams, out, post, mixing, pdl=pdl)
+    new = write_streams(streams, out if more is None else out + more, post, mixing, pdl=pdl)
     return new, *read_streams(new, mix, norm, shape, pdl=pdl)
 
 

@@ -54,6 +54,10 @@ class StorableLayer(nn.Module):
         """Which matrices of the checkpoint's stack the parameter has."""
         return Share.whole(self.num_stacked)
 
+    def has_part(self, name: str) -> bool:
+        """Whether there is a part of this name: names of a family may have more than one of its layers."""
+        return True
+
     def part(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The view of a parameter that holds the part called ``name``; for layers with stacked weights."""
         raise NotImplementedError

@@ -7,19 +7,21 @@ T tokens, H heads, E head dim, N slots that a token sees, G groups of heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.latents import WRITE_LATENTS, LatentNorm
+from headrace.kernels.compressor import FINISH_PROJECTIONS, RowNorm
+from headrace.kernels.latents import LatentNorm, LatentRows
 from headrace.kernels.sparse_attention import ATTEND_SLOTS, Queries, SeenSlots
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.linear import Linear
+from headrace.layers.linear import FloatLinear, Linear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
-from headrace.models.deepseek_v4.backends import EntriesBackend, WindowBackend
+from headrace.models.deepseek_v4.backends import EntriesBackend, StateBackend, WindowBackend, has_decodes_alone
 from headrace.models.deepseek_v4.compressor import Compressor
 from headrace.models.deepseek_v4.indexer import Indexer
 from headrace.models.deepseek_v4.layout import OVERLAPPING
@@ -51,41 +53,68 @@ class V4Attention(nn.Module):
         self.output = Linear(build, groups.times(heads.group_rank), spec.hidden_size)
         self.window = Place()
         self.compressor: Compressor | None = None
-        if layer.ratio:
-            self.compressor = Compressor(
-                spec.hidden_size, heads.head_dim, layer.ratio, norm_eps=spec.norm_eps, rotary=rotary, build=build
-            )
+        self.project: FloatLinear | None = None
         self.indexer = Indexer(spec, rotary, build) if layer.ratio == OVERLAPPING else None
+        if layer.ratio:
+            own_entries = self.compressor = Compressor(
+                heads.head_dim, layer.ratio, norm_eps=spec.norm_eps, rotary=rotary, build=build
+            )
+            # one product for all that is float32 of the layer's input
+            parts: dict[str, int | Share] = {"values": own_entries.width, "gates": own_entries.width}
+            if self.indexer is not None:
+                keys = self.indexer.compressor.width
+                parts |= {"index_values": keys, "index_gates": keys, "index_weights": spec.indexer.num_heads}
+            self.project = FloatLinear(build, spec.hidden_size, parts)
         # for plain slots, and for packed ones
         queries = [
             build.query(head_dim=heads.head_dim, rotary_dim=rotary.cos_sin.shape[1], packed=packed)
             for packed in range(2)
         ]
-        self._write = [WRITE_LATENTS.choose(query) for query in queries]
+        self._finish = [FINISH_PROJECTIONS.choose(query) for query in queries]
         self._attend = [ATTEND_SLOTS.choose(query) for query in queries]
 
     def places(self) -> Iterator[Place]:
         """This layer's caches, in the order of `spec.places`, by which pages are bound."""
         yield self.window
-        compressors = (self.compressor, None if self.indexer is None else self.indexer.compressor)
-        for compressor in compressors:
-            if compressor is not None:
-                yield compressor.entries
-                yield compressor.state
+        for compressor in self.compressors:
+            yield compressor.entries
+            yield compressor.state
+
+    @property
+    def compressors(self) -> list[Compressor]:
+        """This layer's: of what is attended to, and of the keys by which it is selected."""
+        both = (self.compressor, None if self.indexer is None else self.indexer.compressor)
+        return [compressor for compressor in both if compressor is not None]
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         heads, cos_sin, is_packed = self.spec, self.rotary.cos_sin, self.window.is_packed
         latent, kv = self.down(x).split((heads.q_lora_rank, heads.head_dim), dim=-1)
-        latent = self.q_norm(latent)  # [T, q_lora_rank]
-        # written before any read: tokens of one step attend to each other through the pages
-        slots, backend = self.window.slots, self.window.backend(batch)
+        # Everything is written before any read: tokens of one step attend to each other through the pages, and to the
+        # window that ends in this step.
+        slots, step = self.window.slots, self.window.step(batch)
+        backend, compressors = step.backend, self.compressors
         assert isinstance(backend, WindowBackend)
-        self._write[is_packed](
-            kv, LatentNorm(self.kv_norm.weight, self.norm_eps, cos_sin), batch.positions, slots,
-            self.window.step(batch).inputs.slots,
+        projected = x if self.project is None else self.project(x)
+        ends = list(accumulate(2 * compressor.width for compressor in compressors))
+        pools = [
+            compressor.describe(projected[:, end - 2 * compressor.width : end], batch)
+            for compressor, end in zip(compressors, ends, strict=True)
+        ]
+        is_fused = all(_has_decodes_alone(compressor, batch) for compressor in compressors)
+        latent = self._finish[is_packed](  # [T, q_lora_rank]
+            RowNorm(latent, self.q_norm.weight, self.norm_eps),
+            LatentRows(
+                kv, LatentNorm(self.kv_norm.weight, self.norm_eps, cos_sin), batch.positions, slots, step.inputs.slots
+            ),
+            tuple(pools) if is_fused else (),
         )
+        if not is_fused:
+            for compressor, pool in zip(compressors, pools, strict=True):
+                compressor.pool(pool, batch)
         window = SeenSlots(slots, backend.numbers, backend.counts)
-        parts = [(slice(0, len(x)), None)] if self.compressor is None else self._read_entries(x, latent, batch)
+        parts: Iterable[tuple[slice, SeenSlots | None]] = [(slice(0, len(x)), None)]
+        if self.compressor is not None:
+            parts = self._read_entries(self.compressor.entries, latent, projected[:, ends[-1] :], batch)
         q = self.q_up(latent).unflatten(-1, (self.num_heads, heads.head_dim))  # [T, H, E]
         mixed = [
             self._attend[is_packed](
@@ -97,23 +126,28 @@ class V4Attention(nn.Module):
         return self.output(self.mix(mixed[0] if len(mixed) == 1 else torch.cat(mixed)))
 
     def _read_entries(
-        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch
+        self, place: Place, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
     ) -> Iterable[tuple[slice, SeenSlots | None]]:
-        """Spans of tokens, with the compressed entries that each of them attends to. A span is attended to before the
-        next is asked for: it may overwrite what this one reads."""
-        assert self.compressor is not None
-        self.compressor(x, batch)  # before any read: a window that ends in this step is visible in it
-        place = self.compressor.entries
+        """Spans of tokens, with the compressed entries that each of them attends to; ``weights`` [T, H] of index heads. A
+        span is attended to before the next is asked for: it may overwrite what this one reads."""
         backend: EntriesBackend = place.backend(batch)
         hot = None if place.pages.hot is None else backend.open_hot(place.pages.hot)
-        chosen = None if self.indexer is None else self.indexer(x, latent, batch, backend)
+        chosen = None if self.indexer is None else self.indexer(latent, weights, batch, backend)
         if hot is not None:
             assert place.pages.hot is not None
             return hot.read(place.pages.hot, chosen, open_slots)
+        everything, view = slice(0, len(latent)), backend.view
         if chosen is None:
-            return [(slice(0, len(x)), SeenSlots(place.slots, backend.list_all(), backend.view.visible,
-                                                 backend.view.requests))]
-        return [(slice(0, len(x)), SeenSlots(place.slots, chosen, backend.view.visible))]
+            return [(everything, SeenSlots(place.slots, backend.list_all(), view.visible, view.requests))]
+        return [(everything, SeenSlots(place.slots, chosen, view.visible))]
+
+
+def _has_decodes_alone(compressor: Compressor, batch: ForwardBatch) -> bool:
+    """Whether all requests of the step have one token, none of them drafts, which share a request's pages."""
+    step = compressor.state.step(batch)
+    backend = step.backend
+    assert isinstance(backend, StateBackend)
+    return has_decodes_alone(step.inputs) and not backend.verifies_drafts
 
 
 def share_groups(num_groups: int, build: Build) -> Share:

@@ -7,11 +7,15 @@ lengths, in shapes that follow from the number of tokens of each request: steps 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from headrace.base.cache import CacheSpec
 from headrace.kernels.compressor import Windows
+from headrace.kernels.latents import DECODE_ENTRIES, DECODE_STATE, DECODE_WINDOWS
 from headrace.kernels.latents.slots import find_slots
+from headrace.kernels.operation import KernelQuery, Operation
 from headrace.kernels.sparse_attention import EntryView
 from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
@@ -28,19 +32,26 @@ from headrace.models.deepseek_v4.layout import (
 )
 
 
-class _Backend(CacheBackend):
-    """Base of the backends here: page geometry, and whose tokens are where."""
+def has_decodes_alone(inputs: AttentionInputs) -> bool:
+    """Whether each request has one token."""
+    return inputs.num_decodes == inputs.num_requests
 
+
+class _Backend(CacheBackend):
+    """Base of the backends here: page geometry, and whose tokens are where. ``operation``: what makes the index tensors
+    of steps of decodes alone."""
+
+    operation: ClassVar[Operation]
     preferred_page_size = PAGE_SIZE
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.spec, self.page_size, self.device = spec, page_size, device
         self.per_page = slots_per_page(spec, page_size)  # slots, not tokens: fewer where entries are compressed
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self._decode = self.operation.choose(KernelQuery(device.type, "int64", capability))
 
     def locate(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's request and position, [T] int64 each."""
-        if inputs.num_decodes == inputs.num_requests:
-            return torch.arange(inputs.num_requests, device=self.device), inputs.kv_lens.long() - 1
         tokens, ends = torch.arange(inputs.num_tokens, dtype=torch.int32, device=self.device), inputs.query_start[1:]
         requests = torch.searchsorted(ends, tokens, right=True)
         return requests, (inputs.kv_lens - ends).index_select(0, requests).long() + tokens
@@ -50,13 +61,19 @@ class WindowBackend(_Backend):
     """``numbers`` [T, window] int64: slots of each token's latest positions, newest (its own) first; ``counts`` [T]
     int64: how many there are, the others being undefined."""
 
+    operation = DECODE_WINDOWS
     numbers: torch.Tensor
     counts: torch.Tensor
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
-        requests, positions = self.locate(inputs)
         window = min(self.spec.window, inputs.max_kv_len)  # no token has more positions up to its own
+        if has_decodes_alone(inputs):
+            self.numbers, self.counts = self._decode(
+                inputs.page_table, inputs.kv_lens, window=window, per_page=self.per_page
+            )
+            return
+        requests, positions = self.locate(inputs)
         seen = (positions[:, None] - torch.arange(window, device=self.device)).clamp_(min=0)  # [T, window]
         self.numbers = find_slots(inputs.page_table, requests[:, None].expand_as(seen), seen, self.per_page)
         self.counts = (positions + 1).clamp_(max=window)
@@ -65,6 +82,7 @@ class WindowBackend(_Backend):
 class EntriesBackend(_Backend):
     """``view``: which compressed entries each token sees; behind `open_hot`, as numbered there."""
 
+    operation = DECODE_ENTRIES
     view: EntryView
     _inputs: AttentionInputs
     _all: torch.Tensor | None
@@ -76,7 +94,13 @@ class EntriesBackend(_Backend):
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
-        ratio, (requests, positions) = self.spec.compress_ratio, self.locate(inputs)
+        ratio, longest = self.spec.compress_ratio, inputs.max_kv_len // self.spec.compress_ratio
+        self._inputs, self._all, self._hot = inputs, None, None
+        if has_decodes_alone(inputs):
+            requests, visible = self._decode(inputs.kv_lens, ratio=ratio)
+            self.view = EntryView(inputs.page_table, requests, visible, longest, inputs.num_decodes, [])
+            return
+        requests, positions = self.locate(inputs)
         starts = 0
         prefills = []
         for request, (length, end) in enumerate(zip(inputs.query_lens_cpu, inputs.kv_lens_cpu, strict=True)):
@@ -85,10 +109,7 @@ class EntriesBackend(_Backend):
             starts += length
         # causal: a token sees the windows whose last token is not after it, its own window if it is that last token
         visible = torch.div(positions + 1, ratio, rounding_mode="floor")
-        self.view = EntryView(
-            inputs.page_table, requests, visible, inputs.max_kv_len // ratio, inputs.num_decodes, prefills
-        )
-        self._inputs, self._all, self._hot = inputs, None, None
+        self.view = EntryView(inputs.page_table, requests, visible, longest, inputs.num_decodes, prefills)
 
     def open_hot(self, layer: HotLayer) -> HotEntries:
         """How entries in host memory are read in this step; `view` and `list_all` number them so from now on."""
@@ -112,12 +133,11 @@ class EntriesBackend(_Backend):
 
 class StateBackend(_Backend):
     """``windows``: those that end in this step. ``rows`` [T] int64: where each token's projections are stored, a row of
-    the null page for tokens that no later step needs; ``num_decodes`` of them belong to decodes. Drafts are verified
-    where rings have room for wrong ones."""
+    the null page for tokens that no later step needs. Drafts are verified where rings have room for wrong ones."""
 
+    operation = DECODE_STATE
     windows: Windows
     rows: torch.Tensor
-    num_decodes: int
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         super().__init__(spec, page_size, device)
@@ -126,8 +146,14 @@ class StateBackend(_Backend):
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
         ratio, ring = self.spec.compress_ratio, self.spec.window
+        if has_decodes_alone(inputs):
+            requests, numbers, self.rows = self._decode(
+                inputs.page_table, inputs.kv_lens, ratio=ratio, block=BLOCK, ring=ring, per_page=self.per_page
+            )
+            self.windows = Windows(requests, numbers, inputs.query_start, inputs.kv_lens)
+            return
         requests, positions = self.locate(inputs)
-        self.windows, self.num_decodes = self._find_windows(inputs, ratio), inputs.num_decodes
+        self.windows = self._find_windows(inputs, ratio)
         # A block of BLOCK tokens has only ``ring`` rows, reused in turn, so of this step's tokens only the last
         # ``ring`` of each block are stored. So no row is stored twice either, in an order that would be undefined.
         stop = torch.minimum(inputs.kv_lens.index_select(0, requests), (positions // BLOCK + 1) * BLOCK)
@@ -141,15 +167,10 @@ class StateBackend(_Backend):
         # device's lengths the windows; candidates that are none get the number -1.
         ends, lengths = inputs.kv_lens.long(), inputs.query_start.diff().long()
         firsts = torch.div(ends - lengths, ratio, rounding_mode="floor")
-        if inputs.num_decodes == inputs.num_requests:
-            requests, numbers = torch.arange(inputs.num_requests, device=self.device), firsts
-        else:
-            room = torch.div(lengths, ratio, rounding_mode="floor") + 1
-            until = room.cumsum(0)
-            candidates = torch.arange(
-                sum(length // ratio + 1 for length in inputs.query_lens_cpu), device=self.device
-            )
-            requests = torch.searchsorted(until, candidates, right=True)
-            numbers = (firsts + room - until).index_select(0, requests) + candidates
+        room = torch.div(lengths, ratio, rounding_mode="floor") + 1
+        until = room.cumsum(0)
+        candidates = torch.arange(sum(length // ratio + 1 for length in inputs.query_lens_cpu), device=self.device)
+        requests = torch.searchsorted(until, candidates, right=True)
+        numbers = (firsts + room - until).index_select(0, requests) + candidates
         ended = torch.div(ends, ratio, rounding_mode="floor").index_select(0, requests)
         return Windows(requests, numbers.masked_fill(numbers >= ended, -1), inputs.query_start, inputs.kv_lens)

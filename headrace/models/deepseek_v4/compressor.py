@@ -1,6 +1,5 @@
-"""`Compressor`: pools each window of r tokens into one cache entry, a softmax-weighted sum per channel, in float32. The
-products are here, the rest is `headrace.kernels.compressor`. T tokens, D hidden size, W projected dims, E dims of an
-entry: W = 2E where windows overlap (r = 4).
+"""`Compressor`: pools each window of r tokens into one cache entry, a softmax-weighted sum per channel, in float32, by
+`headrace.kernels.compressor`. T tokens, W projected dims, E dims of an entry: W = 2E where windows overlap (r = 4).
 """
 
 from __future__ import annotations
@@ -8,11 +7,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.kernels.compressor import COMPRESS, STORE_STATE, EntryPages, Pooling, StatePages
+from headrace.kernels.compressor import COMPRESS, STORE_STATE, EntryPages, Pool, Pooling, StatePages
 from headrace.kernels.latents import LatentNorm
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
-from headrace.layers.linear import FloatLinear
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import StateBackend
@@ -24,13 +22,12 @@ class Compressor(nn.Module):
     """Writes finished entries to the pages of ``entries``, and to the pages of ``state`` the projections of tokens that
     a later step's window still needs."""
 
-    def __init__(self, hidden_size: int, dim: int, ratio: int, *, norm_eps: float, rotary: RotaryTable, build: Build):
+    def __init__(self, dim: int, ratio: int, *, norm_eps: float, rotary: RotaryTable, build: Build):
         super().__init__()
-        wide = 2 * dim if ratio == OVERLAPPING else dim
         self.ratio, self.rotary = ratio, rotary
-        self.project = FloatLinear(build, hidden_size, {"values": wide, "gates": wide})  # [T, D] to [T, 2W]
+        self.width = 2 * dim if ratio == OVERLAPPING else dim
         build = build.in_float32()
-        self.ape = build.parameter(ratio, wide)  # added to gate logits by a token's place in its window
+        self.ape = build.parameter(ratio, self.width)  # added to gate logits by a token's place in its window
         self.norm = RmsNorm(build, dim, norm_eps)
         self.entries, self.state = Place(), Place()
         self._store = STORE_STATE.choose(build.query())
@@ -40,20 +37,25 @@ class Compressor(nn.Module):
             for packed in range(2)
         ]
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> None:
-        """``x`` [T, D] is the layer's normalised input."""
+    def describe(self, projected: torch.Tensor, batch: ForwardBatch) -> Pool:
+        """What is to be done with ``projected`` [T, 2W], values and gates of a layer's normalised input."""
         backend: StateBackend = self.state.backend(batch)
-        projected, pages = self.project(x), self.state.pages
-        state = StatePages(
-            pages.k, pages.v, self.state.step(batch).inputs.page_table, BLOCK, backend.spec.window
-        )
-        # Decodes are stored before windows are pooled: the window of one that verifies drafts has tokens of this step
-        # that other decodes have. Chunks are stored behind: they may overwrite rows that their first window reads.
-        few = backend.num_decodes
-        self._store(projected[:few], state, backend.rows[:few])
-        self._compress[self.entries.is_packed](
-            projected, backend.windows, state, Pooling(self.ratio, self.ape),
+        pages = self.state.pages
+        return Pool(
+            projected, backend.windows,
+            StatePages(pages.k, pages.v, self.state.step(batch).inputs.page_table, BLOCK, backend.spec.window),
+            backend.rows, Pooling(self.ratio, self.ape),
             LatentNorm(self.norm.weight, self.norm.eps, self.rotary.cos_sin),
             EntryPages(self.entries.slots, self.entries.step(batch).inputs.page_table),
         )
-        self._store(projected[few:], state, backend.rows[few:])
+
+    def pool(self, pool: Pool, batch: ForwardBatch) -> None:
+        """Store the state and write the entries of any step."""
+        # Decodes are stored before windows are pooled: the window of one that verifies drafts has tokens of this step
+        # that other decodes have. Chunks are stored behind: they may overwrite rows that their first window reads.
+        few = self.state.step(batch).inputs.num_decodes
+        self._store(pool.projected[:few], pool.state, pool.rows[:few])
+        self._compress[self.entries.is_packed](
+            pool.projected, pool.windows, pool.state, pool.pooling, pool.norm, pool.entries
+        )
+        self._store(pool.projected[few:], pool.state, pool.rows[few:])

@@ -20,14 +20,15 @@ from headrace.models.deepseek_v4.spec import HyperSpec
 
 @dataclass(slots=True)
 class Streams:
-    """The streams ``own`` [T, S, D] of a step, and a sublayer's output ``out`` [T, D] that is still to be written to
-    them, by ``post`` [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1. The next sublayer's read does
-    that; None where nothing is pending."""
+    """The streams ``own`` [T, S, D] of a step, and a sublayer's output ``out`` [T, D], plus ``more`` if there is any,
+    that is still to be written to them, by ``post`` [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1.
+    The next sublayer's read does that; None where nothing is pending."""
 
     own: torch.Tensor
     out: torch.Tensor | None = None
     post: torch.Tensor | None = None
     mix: torch.Tensor | None = None
+    more: torch.Tensor | None = None
 
 
 class HyperConnection(nn.Module):
@@ -46,20 +47,22 @@ class HyperConnection(nn.Module):
 
     def read(self, streams: Streams, norm: RmsNorm) -> torch.Tensor:
         """The sublayer's normalised input [T, D]; writes what is pending first. ``streams.out`` is to be set to the
-        sublayer's output."""
+        sublayer's output, or that and ``streams.more`` to two parts of it."""
         mix = StreamMix(self.fn, self.scale, self.base)
         if streams.out is None:
             x, streams.post, streams.mix = self._read(streams.own, mix, norm.weight, self._shape)
         else:
             streams.own, x, streams.post, streams.mix = self._write_read(
-                streams.own, streams.out, streams.post, streams.mix, mix, norm.weight, self._shape
+                streams.own, streams.out, streams.post, streams.mix, mix, norm.weight, self._shape, more=streams.more
             )
-            streams.out = None
+            streams.out = streams.more = None
         return x
 
     def settle(self, streams: Streams) -> torch.Tensor:
         """The streams [T, S, D] with what is pending written to them; the tensor before is not modified."""
-        new: torch.Tensor = self._write(streams.own, streams.out, streams.post, streams.mix)
+        assert streams.out is not None
+        out = streams.out if streams.more is None else streams.out + streams.more
+        new: torch.Tensor = self._write(streams.own, out, streams.post, streams.mix)
         return new
 
 

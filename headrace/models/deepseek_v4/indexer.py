@@ -24,20 +24,19 @@ class Indexer(nn.Module):
         super().__init__()
         self.spec, self.rotary = spec.indexer, rotary
         self.q = Linear(build, spec.heads.q_lora_rank, self.spec.num_heads * self.spec.head_dim)
-        self.weights = Linear(build, spec.hidden_size, self.spec.num_heads)
         self.compressor = Compressor(
-            spec.hidden_size, self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
+            self.spec.head_dim, OVERLAPPING, norm_eps=spec.norm_eps, rotary=rotary, build=build
         )
         shape = {"head_dim": self.spec.head_dim, "rotary_dim": rotary.cos_sin.shape[1]}
         self._score = [INDEX_SCORES.choose(build.query(**shape, packed=packed)) for packed in range(2)]
         self._select = SELECT_ENTRIES.choose(build.query())
 
     def forward(
-        self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, entries: EntriesBackend
+        self, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch, entries: EntriesBackend
     ) -> torch.Tensor | None:
-        """``x`` [T, D] and the query latents [T, L] to slots of the selected ``entries``, [T, k] int64, padded with -1;
-        None if no request has more entries than are selected. Writes the step's index keys."""
-        self.compressor(x, batch)
+        """The query latents [T, L] and the heads' ``weights`` [T, H], which may be strided, to slots of the selected
+        ``entries``, [T, k] int64, padded with -1; None if no request has more entries than are selected. The step's
+        index keys have been written."""
         # The indexer's keys and the entries are different cache groups with their own page tables: entry numbers within
         # a request are the same in both, slots are not.
         place = self.compressor.entries
@@ -47,10 +46,10 @@ class Indexer(nn.Module):
             return None
         q = self.q(latent).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         queries = Queries(q, batch.positions, self.rotary.cos_sin, 0.0)
-        weights, scale = self.weights(x), (self.spec.head_dim * self.spec.num_heads) ** -0.5
+        scale = (self.spec.head_dim * self.spec.num_heads) ** -0.5
         chosen, tile = [], max(1, SCORES_AT_ONCE // longest)
-        for low in range(0, len(x), tile):
-            tokens = slice(low, min(low + tile, len(x)))
+        for low in range(0, len(q), tile):
+            tokens = slice(low, min(low + tile, len(q)))
             scores = self._score[place.is_packed](
                 queries, weights, place.slots, own.view, scale=scale, top_k=top_k, tokens=tokens
             )

@@ -34,12 +34,16 @@ NAMES = {
     "layers.{i}.attn.wo_b": "layers.{i}.attention.output",
     "layers.{i}.attn.attn_sink": "layers.{i}.attention.sinks",
     **{
-        f"layers.{{i}}.attn.{where}compressor.{theirs}": f"layers.{{i}}.attention.{where}compressor.{ours}"
-        for where in ("", "indexer.")
-        for theirs, ours in (("ape", "ape"), ("wkv", "project#values"), ("wgate", "project#gates"), ("norm", "norm"))
+        f"layers.{{i}}.attn.{where}compressor.{name}": f"layers.{{i}}.attention.{where}compressor.{name}"
+        for where in ("", "indexer.") for name in ("ape", "norm")
+    },
+    **{
+        f"layers.{{i}}.attn.{theirs}": f"layers.{{i}}.attention.project#{part}" for theirs, part in (
+            ("compressor.wkv", "values"), ("compressor.wgate", "gates"), ("indexer.compressor.wkv", "index_values"),
+            ("indexer.compressor.wgate", "index_gates"), ("indexer.weights_proj", "index_weights"),
+        )
     },
     "layers.{i}.attn.indexer.wq_b": "layers.{i}.attention.indexer.q",
-    "layers.{i}.attn.indexer.weights_proj": "layers.{i}.attention.indexer.weights",
     "layers.{i}.ffn.gate": "layers.{i}.mlp.router.logits",
     "layers.{i}.ffn.gate.bias": "layers.{i}.mlp.router.choice_bias",
     f"{EXPERTS}.{{x}}.w1": "layers.{i}.mlp.experts.gate_up#{x}/gate",
