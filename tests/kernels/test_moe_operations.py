@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis.strategies as st
@@ -123,6 +124,9 @@ def test_routing_by_token_id(case: tuple[torch.Tensor, torch.Tensor | None, dict
     token_ids = torch.randint(0, 11, (len(logits),), generator=generator)
     options = {name: shape[name] for name in ("score", "renormalise", "scale")}
     ids, weights = HASH_ROUTE.load("reference")(logits, table, token_ids, **options)
+    if find_spec("triton") is not None:
+        fused = HASH_ROUTE.load("triton")(logits, table, token_ids, **options)
+        assert torch.equal(fused[0], ids) and torch.allclose(fused[1], weights, rtol=1e-5, atol=1e-7)
     assert torch.equal(ids, table[token_ids])
     for row, (chosen, given_weights) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         scores = score_densely(logits[row].tolist(), shape["score"])

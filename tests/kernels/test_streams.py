@@ -181,7 +181,7 @@ def test_few_tokens_are_divided_among_clusters():
 
     tiles = {count: few.choose_tile(count) for count in range(1, few.MOST_TOKENS + 1)}
     assert all(tile in few.TILES and count <= tile * few.CLUSTERS for count, tile in tiles.items())
-    assert tiles[1] == tiles[8] == 1 and tiles[32] == 4 and all(few.TILES[tile] <= tile for tile in tiles.values())
+    assert tiles[1] == tiles[8] == 1 and tiles[64] == 8 and all(few.TILES[tile] <= tile for tile in tiles.values())
 
 
 @pytest.mark.cuda

@@ -186,6 +186,14 @@ ROUTE.add(
     supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
     priority=15, doc="with dependent launch",
 )
+HASH_ROUTE.add(
+    "triton", "headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, priority=10, doc="one kernel"
+)
+HASH_ROUTE.add(
+    "triton_pdl", "headrace.kernels.moe.triton:hash_route_pdl",
+    supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
+    priority=15, doc="with dependent launch",
+)
 RUN_EXPERTS.add(
     "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_reason_against_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",

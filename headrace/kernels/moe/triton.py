@@ -21,17 +21,8 @@ LEAST = tl.constexpr(-3.0e38)  # replaces NaN: chosen last, but before those alr
 
 
 @triton.jit
-def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_stride, scale, least_sum, X: tl.constexpr, BLOCK_X: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):
-    """One program per token: scores [X], choice and weights [k] stay in registers."""
-    token = tl.program_id(0).to(tl.int64)
-    at, nth = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
-    bias = tl.load(bias_ptr + at, mask=at < X, other=0.0) if HAS_BIAS else 0.0
-    wait_for_previous(PDL)
-    logits = tl.load(logits_ptr + token * logits_stride + at, mask=at < X, other=-float("inf")).to(tl.float32)
+def _score(logits, SCORE: tl.constexpr):
+    """Logits [X] float32 to scores, by `SCORES`."""
     if SCORE == 0:
         scores = tl.exp(logits - tl.max(logits, 0))
         scores = scores / tl.sum(scores, 0)
@@ -43,6 +34,22 @@ def _route_kernel(
         power = tl.exp(tl.minimum(logits, 20.0))
         softplus = tl.where(logits < -8.0, power - 0.5 * power * power, tl.log(1.0 + power))
         scores = tl.sqrt(tl.where(logits > 20.0, logits, softplus))
+    return scores
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, logits_stride, scale, least_sum, X: tl.constexpr, BLOCK_X: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):
+    """One program per token: scores [X], choice and weights [k] stay in registers."""
+    token = tl.program_id(0).to(tl.int64)
+    at, nth = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
+    bias = tl.load(bias_ptr + at, mask=at < X, other=0.0) if HAS_BIAS else 0.0
+    wait_for_previous(PDL)
+    logits = tl.load(logits_ptr + token * logits_stride + at, mask=at < X, other=-float("inf")).to(tl.float32)
+    scores = _score(logits, SCORE)
     # softmax keeps order, so logits choose as well, and exactly where tiny scores would tie at 0
     choice = logits if SCORE == 0 and not HAS_BIAS else scores + bias
     choice = tl.where(at < X, tl.where(choice > LEAST, choice, LEAST), -float("inf"))
@@ -78,7 +85,45 @@ def route(
     return ids, weights
 
 
-route_pdl = partial(route, pdl=True)
+@triton.jit
+def _hash_route_kernel(
+    logits_ptr, table_ptr, token_ids_ptr, ids_ptr, weights_ptr, logits_stride, scale, least_sum, X: tl.constexpr,
+    BLOCK_X: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCORE: tl.constexpr, RENORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at, nth = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
+    wait_for_previous(PDL)
+    row = tl.load(token_ids_ptr + token).to(tl.int64) * TOP_K
+    ids = tl.load(table_ptr + row + nth, mask=nth < TOP_K, other=-1)
+    logits = tl.load(logits_ptr + token * logits_stride + at, mask=at < X, other=-float("inf")).to(tl.float32)
+    scores = tl.where(at < X, _score(logits, SCORE), 0.0)
+    weights = tl.sum(tl.where(ids[:, None] == at[None, :], scores[None, :], 0.0), 1)
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, 0) + least_sum)
+    tl.store(ids_ptr + token * TOP_K + nth, ids, mask=nth < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + nth, weights * scale, mask=nth < TOP_K)
+
+
+def hash_route(
+    logits: torch.Tensor, table: torch.Tensor, token_ids: torch.Tensor, *, score: str, renormalise: bool, scale: float,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `HASH_ROUTE`; the table is contiguous."""
+    (num_tokens, num_experts), top_k = logits.shape, table.shape[1]
+    assert table.is_contiguous() and table.dtype == torch.int64
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _hash_route_kernel[(num_tokens,)](
+            logits, table, token_ids, ids, weights, logits.stride(0), scale, LEAST_SUM, X=num_experts,
+            BLOCK_X=next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), SCORE=SCORES[score],
+            RENORMALISE=renormalise, PDL=pdl, num_warps=1 if num_experts <= 256 else 4, launch_pdl=pdl,
+        )
+    return ids, weights
+
+
+route_pdl, hash_route_pdl = partial(route, pdl=True), partial(hash_route, pdl=True)
 
 
 AT_ONCE = (1024, 4096)

@@ -24,7 +24,7 @@ CLUSTER = 16
 """Blocks that have the columns of a token."""
 COLUMN_STEP = 32 * CLUSTER
 """Hidden sizes are multiples of it: a block has whole warps of a thread for each column."""
-TILES = {1: 1, 2: 2, 4: 4}
+TILES = {1: 1, 2: 2, 4: 4, 8: 4}
 """Tokens of a cluster, and those of them whose sums a thread has at once."""
 CLUSTERS = 8
 """Up to so many are launched, each with as few tokens as it may."""

@@ -128,8 +128,8 @@ class V4Attention(nn.Module):
     def _read_entries(
         self, place: Place, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
     ) -> Iterable[tuple[slice, SeenSlots | None]]:
-        """Spans of tokens, with the compressed entries that each of them attends to; ``weights`` [T, H] of index heads. A
-        span is attended to before the next is asked for: it may overwrite what this one reads."""
+        """Spans of tokens, with the compressed entries that each of them attends to; ``weights`` [T, H] are those of
+        index heads. A span is attended to before the next is asked for: it may overwrite what this one reads."""
         backend: EntriesBackend = place.backend(batch)
         hot = None if place.pages.hot is None else backend.open_hot(place.pages.hot)
         chosen = None if self.indexer is None else self.indexer(latent, weights, batch, backend)
