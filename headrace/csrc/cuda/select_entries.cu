@@ -4,7 +4,8 @@
 // shared memory, stopping where all scores that share the bits found are taken. Then a pass in the scores' order takes
 // what is above it and, of those equal to it, the first: the same choice in the same order at every run.
 //
-// Compiled by NVRTC, without any header. select_short holds a row's scores in registers; select_long reads them again.
+// Compiled by NVRTC, without any header. select_short holds a row's scores in registers; select_long those of tokens that
+// see few, however many there is room for, and reads others again.
 
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
@@ -86,12 +87,11 @@ __device__ void find_bin(Shared &shared, uint32 wanted) {
 }
 
 template <int THREADS, int STRIPES, bool HOLDS>
-__device__ void select(const Call &call, Shared &shared) {
+__device__ void select(const Call &call, Shared &shared, int visible) {
   constexpr int WARPS = THREADS / 32, CHUNK = THREADS * STRIPES;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const uint64 nth = blockIdx.x;
-  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
-  const int visible = int(call.visible[call.first_token + nth]), top_k = call.top_k;
+  const int top_k = call.top_k;
   const uint32 per_page = call.per_page;
   const int *pages = call.table + call.requests[call.first_token + nth] * call.table_width;
   int64 *out = call.slots + nth * top_k;
@@ -189,12 +189,22 @@ __device__ void select(const Call &call, Shared &shared) {
   }
 }
 
+// How many scores the block's token has, once earlier kernels have ended.
+__device__ int count_visible(const Call &call) {
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+  return int(call.visible[call.first_token + uint64(blockIdx.x)]);
+}
+
 extern "C" __global__ void __launch_bounds__(512) select_short(const __grid_constant__ Call call) {
   __shared__ Shared shared;
-  select<512, 8, true>(call, shared);
+  select<512, 8, true>(call, shared, count_visible(call));
 }
 
 extern "C" __global__ void __launch_bounds__(1024) select_long(const __grid_constant__ Call call) {
   __shared__ Shared shared;
-  select<1024, 8, false>(call, shared);
+  const int visible = count_visible(call);
+  if (visible <= 1024 * 8)
+    select<1024, 8, true>(call, shared, visible);
+  else
+    select<1024, 8, false>(call, shared, visible);
 }
