@@ -575,3 +575,22 @@ def test_a_solution_whose_fused_form_is_wrong_is_left_out(
     times = choice.measure(weight, describe_codes(weight, torch.float32, (0, 0)), Clock(plain=3.0))
     assert all(("first" in found) != is_wrong and "also" in found for found in times.values())
     assert ("left out from 1 rows on: its results are wrong" in caplog.text) == is_wrong
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize(("kind", "rows"), [
+    ("fp8-block", 1), ("fp8-block", 20), ("fp8-channel", 3), ("fp8-tensor", 70),
+])
+def test_block_diagonal_products(
+    kind: str, rows: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Each group of inputs has its own matrix; many rows multiply the expanded weight."""
+    from headrace.kernels.coded_linear import forms, grouped
+
+    weight, exact = make(kind, 3 * 128, 256, device)
+    x = torch.randn(rows, 3, 264, generator=torch.Generator().manual_seed(rows)).to(device, dtype)[:, :, :256]
+    wanted = torch.einsum("tgi,goi->tgo", x.cpu().double(), exact.view(3, 128, 256)).flatten(1)
+    assert relative_error(grouped.multiply(x, weight), wanted) < tolerance
+    monkeypatch.setattr(forms, "_choose_groups", lambda *_: grouped.multiply)
+    stored = CodedWeight(weight, Plan(((1 << 62, "reference"),), 1.0))
+    assert relative_error(stored.multiply_groups(x), wanted) < 2 * tolerance

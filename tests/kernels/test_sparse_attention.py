@@ -193,7 +193,8 @@ def make_view(device: str, lengths: list[int], chunks: list[int], per_page: int)
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize(("kind", "num_heads", "dim", "rotary_dim"), [("plain", 5, 64, 32), ("keys", 64, 128, 64)])
 def test_scores(
-    kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float
+    kind: str, num_heads: int, dim: int, rotary_dim: int, device: str, dtype: torch.dtype, tolerance: float,
+    monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("triton")
     from headrace.kernels.sparse_attention import indexer
@@ -209,8 +210,10 @@ def test_scores(
     q = torch.randn(10, num_heads, dim, generator=generator).to(device, dtype)
     norm = make_norm(dim, rotary_dim, device, dtype)
     queries = Queries(q, torch.randint(0, 500, (10,), generator=generator).to(device), norm.cos_sin, 0.0)
-    weights = torch.randn(10, num_heads, generator=generator).to(device)
-    for tokens in (slice(0, 10), slice(3, 8)):
+    # rows of a wider product
+    weights = torch.randn(10, num_heads + 8, generator=generator).to(device)[:, 8:]
+    for tokens, programs in ((slice(0, 10), indexer.PROGRAMS), (slice(0, 10), 1), (slice(3, 8), indexer.PROGRAMS)):
+        monkeypatch.setattr(indexer, "PROGRAMS", programs)  # a tile of entries for each, or all of a token's
         ours, theirs = (
             solution(queries, weights, keys, view, scale=0.3, top_k=20, tokens=tokens)
             for solution in (indexer.index_scores, reference.index_scores)

@@ -171,6 +171,32 @@ for _name, _function, _supports, _priority, _doc in (
 FP8_SUMS.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_row_sums", doc="leaves its sums as they are")
 FP8_GATED.add("gluon_fp8", "headrace.kernels.coded_linear.hopper:multiply_gated_rows", doc="in one kernel")
 
+GROUPED_CODED = Operation("grouped coded linear kernel")
+"""``grouped(x [T, G, I], weight: DeviceCodes [G * O, I]) -> [T, G * O]`` in x's dtype: a block-diagonal product, each
+group with its own matrix. x may be strided, its last dimension contiguous. The solutions but the reference take e4m3
+with scales of 128 inputs or all; `headrace.kernels.coded_linear.forms` calls them for few rows. The query's shape has
+``in_features`` I and ``out_features`` O."""
+
+
+def _reason_against_groups(query: KernelQuery) -> str | None:
+    if query.shape.get("in_features", 0) % 128 or query.shape.get("out_features", 0) % 32:
+        return "takes inputs in steps of 128 and outputs of a group in steps of 32"
+    return _with_fp8(query)
+
+
+GROUPED_CODED.add(
+    "reference", "headrace.kernels.coded_linear.reference:grouped", doc="dequantises, then torch's own batched GEMM"
+)
+GROUPED_CODED.add(
+    "triton", "headrace.kernels.coded_linear.grouped:multiply", supports=_reason_against_groups, priority=10,
+    doc="FP8 codes become operands of tensor cores in registers",
+)
+GROUPED_CODED.add(
+    "triton_pdl", "headrace.kernels.coded_linear.grouped:multiply_pdl",
+    supports=_also(_reason_against_dependent, _reason_against_groups), priority=15,
+    doc="the same, with dependent launch",
+)
+
 CODED_SUMS = Operation("coded linear kernel with partial sums")
 """``coded_sums(x [T, I], weight: DeviceCodes [O, I])``: as `CODED_LINEAR` without a bias, or split-K partial sums
 [S, T, O] float32, which `headrace.kernels.rowwise.ADD_RMS_NORM` adds up. Of the solutions of `CODED_LINEAR`, by their

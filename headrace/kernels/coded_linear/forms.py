@@ -18,13 +18,17 @@ from headrace.kernels.coded_linear import (
     FP8_GATED,
     FP8_LINEAR,
     FP8_SUMS,
+    GROUPED_CODED,
 )
 from headrace.kernels.coded_linear.choice import Plan
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
-from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.coded_linear.reference import dequantise, multiply_groups
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery, Operation
+
+MOST_GROUPED_ROWS, GROUPED_INPUTS = 64, 128
+"""More rows, and scales of other groups of inputs, multiply the expanded weight of groups."""
 
 STACK_PLAN = Plan(((1 << 62, "triton_expand"),), 1.0)
 """Of experts, which are multiplied by kernels of their own."""
@@ -52,6 +56,15 @@ class CodedWeight:
         multiply = next(multiply for most, multiply in self._steps if num_rows <= most)
         out = multiply(x, self.weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
+
+    def multiply_groups(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, G, I] times the matrices of G groups, which this weight stacks: [T, G * O]."""
+        own = self.weight
+        has_form = own.code is Code.E4M3 and own.order is None and (own.num_groups == 1 or own.group == GROUPED_INPUTS)
+        if has_form and len(x) <= MOST_GROUPED_ROWS:
+            outputs = own.out_features // x.shape[1]
+            return _choose_groups(x.device, x.dtype, own.in_features, outputs)(x, own)
+        return multiply_groups(x, self.unpack(x.dtype))
 
     def multiply_sums(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `multiply`, or split-K partial sums [S, T, O] float32, which are for the reader to add up."""
@@ -139,6 +152,14 @@ def _find(steps: Steps, num_rows: int) -> Callable[..., Any] | None:
 
 def _is_aligned(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+@cache
+def _choose_groups(device: torch.device, dtype: torch.dtype, inputs: int, outputs: int) -> Callable[..., torch.Tensor]:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return GROUPED_CODED.choose(KernelQuery(
+        device.type, str(dtype).removeprefix("torch."), capability, {"in_features": inputs, "out_features": outputs}
+    ))
 
 
 @cache

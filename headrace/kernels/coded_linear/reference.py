@@ -20,6 +20,19 @@ def coded_linear(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None
     return F.linear(x, dequantise(weight, x.dtype), bias)
 
 
+def grouped(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `GROUPED_CODED`."""
+    return multiply_groups(x, dequantise(weight, x.dtype))
+
+
+def multiply_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, G, I] times the plain weight [G * O, I] of groups: [T, G * O]."""
+    stack, out = weight.unflatten(0, (x.shape[1], -1)), x.new_empty(len(x), len(weight))
+    # written where it belongs: a result [G, T, O] would have to be copied
+    torch.bmm(x.transpose(0, 1), stack.transpose(1, 2), out=out.unflatten(1, (x.shape[1], -1)).transpose(0, 1))
+    return out
+
+
 def quantise_rows(x: torch.Tensor, group: int = 0) -> Fp8Rows:
     """See `QUANTISE_ROWS`."""
     width = x.shape[1]

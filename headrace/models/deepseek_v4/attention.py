@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.coded_linear.reference import multiply_groups
 from headrace.kernels.compressor import FINISH_PROJECTIONS, RowNorm
 from headrace.kernels.latents import LatentNorm, LatentRows
 from headrace.kernels.sparse_attention import ATTEND_SLOTS, Queries, SeenSlots
@@ -20,6 +22,7 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear, Linear
 from headrace.layers.norm import RmsNorm
+from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.rotary import RotaryTable
 from headrace.models.deepseek_v4.backends import EntriesBackend, StateBackend, WindowBackend, has_decodes_alone
 from headrace.models.deepseek_v4.compressor import Compressor
@@ -161,21 +164,19 @@ def share_groups(num_groups: int, build: Build) -> Share:
     return Share(num_groups, *divide(num_groups, ranks, build.tensor.rank))
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(StorableLayer):
     """``[T, H, E] -> [T, G * O]``: a block-diagonal product, each group of heads with its own matrix. ``weight``
-    [G * O, I] with I = H * E / G. Of ``groups`` this rank has a share."""
+    [G * O, I] with I = H * E / G; on a GPU it may be stored in codes. Of ``groups`` this rank has a share."""
 
     def __init__(self, groups: Share, in_features: int, out_features: int, build: Build):
         super().__init__()
-        self.num_groups = groups.length
+        self.num_groups, self.is_storable = groups.length, build.device.type == "cuda"
         self.weight = build.parameter(groups.times(out_features), in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        grouped = x.flatten(1).unflatten(1, (self.num_groups, -1)).transpose(0, 1)  # [G, T, I]
-        out = x.new_empty(len(x), len(self.weight))
-        # written where it belongs: a result [G, T, O] would have to be copied
-        torch.bmm(
-            grouped, self.weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2),
-            out=out.unflatten(1, (self.num_groups, -1)).transpose(0, 1),
-        )
-        return out
+        grouped = x.flatten(1).unflatten(1, (self.num_groups, -1))  # [T, G, I]
+        weight = plain_weight(self)
+        if weight is not None:
+            return multiply_groups(grouped, weight)
+        assert isinstance(self.stored, CodedWeight)
+        return self.stored.multiply_groups(grouped)
