@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import DEVICES, relative_error
 
-from headrace.kernels.streams import StreamMix, StreamShape, reference
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, reference
 
 EPS = 1e-6
 
@@ -142,8 +142,8 @@ def test_writing_and_reading_at_once(
         for shape in ((num_streams,), (num_streams, num_streams))
     )
     before, more = streams.clone(), torch.randn(num_tokens, width, generator=generator).to(device, dtype)
-    expected = reference.write_read_streams(streams, out + more, post, mixing, mix, norm, shape)
-    ours = triton.write_read_streams(streams, out, post, mixing, mix, norm, shape, more=more)
+    expected = reference.write_read_streams(streams, Pending(out + more, post, mixing), mix, norm, shape)
+    ours = triton.write_read_streams(streams, Pending(out, post, mixing, more), mix, norm, shape)
     assert torch.equal(streams, before)
     for one, other in zip(ours, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
@@ -164,15 +164,16 @@ def test_own_cuda_code_finishes_reads(num_tokens: int):
         assert relative_error(x.cpu(), exact[0]) < 5e-3
         assert relative_error(post.cpu(), exact[1]) < 1e-4 and relative_error(mixing.cpu(), exact[2]) < 1e-4
         out, more = (torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        expected = reference.write_read_streams(streams, out, post, mixing, mix, norm, shape, more=more)
+        pending = Pending(out, post, mixing, more)
+        expected = reference.write_read_streams(streams, pending, mix, norm, shape)
         for one, other in zip(
-            cuda.write_read_streams(streams, out, post, mixing, mix, norm, shape, more=more), expected, strict=True
+            cuda.write_read_streams(streams, pending, mix, norm, shape), expected, strict=True
         ):
             assert relative_error(one, other) < 5e-3
         tile = cuda.choose_tile(num_tokens, width)
         assert cuda.find_kernels(width, tile, streams.device, writes=True) is not None
         assert few.can_run(streams) == (num_tokens <= few.MOST_TOKENS)
-        by_two = cuda.write_read_streams(streams, out, post, mixing, mix, norm, shape, more=more, tile=tile)
+        by_two = cuda.write_read_streams(streams, pending, mix, norm, shape, tile=tile)
         assert all(relative_error(one, other) < 5e-3 for one, other in zip(by_two, expected, strict=True))
 
 

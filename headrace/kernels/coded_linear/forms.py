@@ -57,15 +57,6 @@ class CodedWeight:
         out = multiply(x, self.weight, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
-    def multiply_groups(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, G, I] times the matrices of G groups, which this weight stacks: [T, G * O]."""
-        own = self.weight
-        has_form = own.code is Code.E4M3 and own.order is None and (own.num_groups == 1 or own.group == GROUPED_INPUTS)
-        if has_form and len(x) <= MOST_GROUPED_ROWS:
-            outputs = own.out_features // x.shape[1]
-            return _choose_groups(x.device, x.dtype, own.in_features, outputs)(x, own)
-        return multiply_groups(x, self.unpack(x.dtype))
-
     def multiply_sums(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `multiply`, or split-K partial sums [S, T, O] float32, which are for the reader to add up."""
         sums = _find(self._sums, x.shape[0])
@@ -152,6 +143,15 @@ def _find(steps: Steps, num_rows: int) -> Callable[..., Any] | None:
 
 def _is_aligned(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def multiply_in_groups(x: torch.Tensor, stored: CodedWeight) -> torch.Tensor:
+    """``x`` [T, G, I] times the matrices of G groups, which a weight stacks: [T, G * O]."""
+    own = stored.weight
+    has_form = own.code is Code.E4M3 and own.order is None and (own.num_groups == 1 or own.group == GROUPED_INPUTS)
+    if has_form and len(x) <= MOST_GROUPED_ROWS:
+        return _choose_groups(x.device, x.dtype, own.in_features, own.out_features // x.shape[1])(x, own)
+    return multiply_groups(x, stored.unpack(x.dtype))
 
 
 @cache

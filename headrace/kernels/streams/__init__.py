@@ -31,6 +31,21 @@ class StreamShape(NamedTuple):
     norm_eps: float
 
 
+class Pending(NamedTuple):
+    """A sublayer's output ``out`` [T, D], plus ``more`` if there is any, that is still to be written to the streams, by
+    ``post`` [T, S] and ``mix`` [T, S, S]."""
+
+    out: torch.Tensor
+    post: torch.Tensor
+    mix: torch.Tensor
+    more: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """Both parts of the output."""
+        return self.out if self.more is None else self.out + self.more
+
+
 READ_STREAMS = Operation("stream read kernel")
 """``read_streams(streams [T, S, D], mix: StreamMix, norm [D], shape: StreamShape) -> (x [T, D], post [T, S] float32,
 mix [T, S, S] float32)``: the sublayer's normalised input, and what `WRITE_STREAMS` takes.
@@ -47,10 +62,9 @@ WRITE_STREAMS = Operation("stream write kernel")
 * out`` plus the sum over j of ``mix[j, k] * streams[j]``; a new tensor. The query's shape as for `READ_STREAMS`."""
 
 WRITE_READ_STREAMS = Operation("stream write and read kernel")
-"""``write_read_streams(streams [T, S, D], out [T, D], post [T, S], mixing [T, S, S], mix: StreamMix, norm [D], shape:
-StreamShape, *, more [T, D] | None = None) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``:
-`WRITE_STREAMS` of out plus ``more``, rounded, then `READ_STREAMS` of what was written. The query's shape as for
-these."""
+"""``write_read_streams(streams [T, S, D], pending: Pending, mix: StreamMix, norm [D], shape: StreamShape) -> (new
+[T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS` of what is pending, whose two parts are added up
+and rounded, then `READ_STREAMS` of what was written. The query's shape as for these."""
 
 READ_STREAMS.add("reference", "headrace.kernels.streams.reference:read_streams", doc="plain torch")
 WRITE_STREAMS.add("reference", "headrace.kernels.streams.reference:write_streams", doc="plain torch")

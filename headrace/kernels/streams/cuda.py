@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import StreamMix, StreamShape, few, triton
+from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, triton
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +101,18 @@ def read_streams(
 
 
 def write_read_streams(
-    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None, tile: Tile | None = None,
+    streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
+    tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `WRITE_READ_STREAMS`; the last dims of streams and out are contiguous."""
+    """See `WRITE_READ_STREAMS`; the last dims of streams and of what is pending are contiguous."""
     if tile is None and few.can_run(streams):
-        return few.pass_streams(streams, few.Pending(out, post, mixing, more), mix, norm, shape)
-    out = out if more is None else out + more
+        return few.pass_streams(streams, pending, mix, norm, shape)
     tile = tile or choose_tile(len(streams), streams.shape[2])
     kernels = find_kernels(streams.shape[2], tile, streams.device, writes=True)
     if kernels is None or not len(streams):
-        return triton.write_read_streams(streams, out, post, mixing, mix, norm, shape, pdl=True)
+        return triton.write_read_streams(streams, pending, mix, norm, shape, pdl=True)
     new = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    sums = _sum_products(kernels[0], tile, streams, (out, post, mixing), new, mix.fn)
+    sums = _sum_products(kernels[0], tile, streams, (pending.whole, pending.post, pending.mix), new, mix.fn)
     return new, *_finish(kernels[1], new, sums, mix, norm, shape)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.streams import StreamMix, StreamShape
+from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +28,6 @@ TILES = {1: 1, 2: 2, 4: 4, 8: 4}
 CLUSTERS = 8
 """Up to so many are launched, each with as few tokens as it may."""
 MOST_TOKENS = CLUSTERS * max(TILES)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A sublayer's output ``out`` [T, D], plus ``more`` if there is any, that is still to be written to the streams, by
-    ``post`` and ``mix``."""
-
-    out: torch.Tensor
-    post: torch.Tensor
-    mix: torch.Tensor
-    more: torch.Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of the source."""
-        return self.out, self.more, self.post, self.mix
 
 
 class _Call(ctypes.Structure):
@@ -107,7 +90,7 @@ def pass_streams(
     x = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
     post = torch.empty((num_tokens, num_streams), dtype=torch.float32, device=streams.device)
     mixing = torch.empty((num_tokens, num_streams, num_streams), dtype=torch.float32, device=streams.device)
-    before = (None,) * 4 if pending is None else pending.tensors
+    before = (None,) * 4 if pending is None else (pending.out, pending.more, pending.post, pending.mix)
     strides = (
         0 if tensor is None else tensor.stride(0) for tensor in (before[0], before[1])
     )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.rowwise.reference import rms_norm
-from headrace.kernels.streams import StreamMix, StreamShape
+from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
 
 def read_streams(
@@ -27,11 +27,10 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
 
 
 def write_read_streams(
-    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None,
+    streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`."""
-    new = write_streams(streams, out if more is None else out + more, post, mixing)
+    new = write_streams(streams, pending.whole, pending.post, pending.mix)
     return new, *read_streams(new, mix, norm, shape)
 
 

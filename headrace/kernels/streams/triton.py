@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.streams import StreamMix, StreamShape
+from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
 PROGRAMS = 256
 """Programs among which a step's products are split, about twice the multiprocessors of a large GPU."""
@@ -170,11 +170,11 @@ def write_streams(
 
 
 def write_read_streams(
-    streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, mix: StreamMix,
-    norm: torch.Tensor, shape: StreamShape, *, more: torch.Tensor | None = None, pdl: bool = False,
+    streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`: one after the other."""
-    new = write_streams(streams, out if more is None else out + more, post, mixing, pdl=pdl)
+    new = write_streams(streams, pending.whole, pending.post, pending.mix, pdl=pdl)
     return new, *read_streams(new, mix, norm, shape, pdl=pdl)
 
 

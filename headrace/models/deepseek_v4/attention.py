@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.coded_linear.forms import CodedWeight
+from headrace.kernels.coded_linear.forms import CodedWeight, multiply_in_groups
 from headrace.kernels.coded_linear.reference import multiply_groups
 from headrace.kernels.compressor import FINISH_PROJECTIONS, RowNorm
 from headrace.kernels.latents import LatentNorm, LatentRows
@@ -179,4 +179,4 @@ class GroupedLinear(StorableLayer):
         if weight is not None:
             return multiply_groups(grouped, weight)
         assert isinstance(self.stored, CodedWeight)
-        return self.stored.multiply_groups(grouped)
+        return multiply_in_groups(grouped, self.stored)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from headrace.kernels.streams import READ_STREAMS, WRITE_READ_STREAMS, WRITE_STREAMS, StreamMix, StreamShape
+from headrace.kernels.streams import READ_STREAMS, WRITE_READ_STREAMS, WRITE_STREAMS, Pending, StreamMix, StreamShape
 from headrace.kernels.streams.reference import collapse, mix_streams
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
@@ -29,6 +29,12 @@ class Streams:
     post: torch.Tensor | None = None
     mix: torch.Tensor | None = None
     more: torch.Tensor | None = None
+
+    @property
+    def pending(self) -> Pending:
+        """What is to be written."""
+        assert self.out is not None and self.post is not None and self.mix is not None
+        return Pending(self.out, self.post, self.mix, self.more)
 
 
 class HyperConnection(nn.Module):
@@ -53,16 +59,15 @@ class HyperConnection(nn.Module):
             x, streams.post, streams.mix = self._read(streams.own, mix, norm.weight, self._shape)
         else:
             streams.own, x, streams.post, streams.mix = self._write_read(
-                streams.own, streams.out, streams.post, streams.mix, mix, norm.weight, self._shape, more=streams.more
+                streams.own, streams.pending, mix, norm.weight, self._shape
             )
             streams.out = streams.more = None
         return x
 
     def settle(self, streams: Streams) -> torch.Tensor:
         """The streams [T, S, D] with what is pending written to them; the tensor before is not modified."""
-        assert streams.out is not None
-        out = streams.out if streams.more is None else streams.out + streams.more
-        new: torch.Tensor = self._write(streams.own, out, streams.post, streams.mix)
+        pending = streams.pending
+        new: torch.Tensor = self._write(streams.own, pending.whole, pending.post, pending.mix)
         return new
 
 
