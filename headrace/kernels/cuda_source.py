@@ -243,6 +243,8 @@ class CudaKernel:
     def count_clusters(self, size: int, threads: int) -> int:
         """Clusters of ``size`` blocks of ``threads`` threads that run at once on the device; launches with up to 16
         blocks in each are allowed from then on."""
+        if not self._is_loaded:
+            return 1
         call_driver("cuFuncSetAttribute", self._function, LARGE_CLUSTERS, 1)
         cluster, count = _LaunchAttribute(4, 0, size), c_int()  # ``CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION``
         cluster.rest[0] = cluster.rest[1] = 1

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
@@ -52,7 +51,7 @@ def choose_tile(num_tokens: int) -> int:
     return next(tile for tile in TILES if num_tokens <= tile * CLUSTERS)
 
 
-@cache
+@cache_compiled
 def find_kernel(width: int, tile: int, device: torch.device, *, writes: bool) -> CudaKernel | None:
     """The kernel, compiled (a second) unless cached; None, with a warning, where that fails, or where no cluster of
     that size can run."""
