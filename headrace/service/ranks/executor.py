@@ -179,7 +179,7 @@ class RankedExecutor(Pace):
 
     @property
     def hot_slots(self) -> HotSlotStats:
-        """The same on all ranks of a pipeline stage; of the first one."""
+        """Those of rank 0: the same on all ranks of its pipeline stage."""
         return self._executor.hot_slots
 
     def execute(self, plan: StepPlan) -> PendingStep:
