@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from headrace.kernels.coded_linear import NORM_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.linear import Norm as NormWeights
-from headrace.kernels.rowwise import ADD_RMS_NORM, RMS_NORM
+from headrace.kernels.rowwise import ADD_LAYER_NORM, ADD_RMS_NORM, RMS_NORM
 from headrace.layers.build import Build
 from headrace.layers.residual import Norm, Residual
 from headrace.layers.spec import NormSpec
@@ -68,16 +68,29 @@ class RmsNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight + offset``, plus a bias; torch's own kernel."""
+    """Mean 0 and variance 1 over the last dim, [T, D], times ``weight + offset``, plus a bias; fused with the addition
+    to the residual before it."""
 
     def __init__(self, build: Build, size: int, eps: float, offset: float = 0.0, *, bias: bool = True):
         super().__init__()
         self.weight, self.eps, self.offset = build.parameter(size), eps, offset
         self.bias = build.parameter(size) if bias else None
+        self._add_norm = ADD_LAYER_NORM.choose(build.query(width=size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight + self.offset if self.offset else self.weight
         return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
+
+    def add(self, residual: Residual) -> torch.Tensor:
+        residual.gather()
+        if residual.pending is None:
+            return self(residual.stream)
+        # as in `RmsNorm`, the old stream is not to be used
+        x, residual.stream = self._add_norm(
+            residual.pending, residual.stream, self.weight, self.bias, self.eps, self.offset
+        )
+        residual.pending = None
+        return x
 
 
 class NoNorm(Norm):

@@ -140,7 +140,7 @@ for tile, gate in ((hopper.choose_sums_tile(128, 1024, 3072), 0), (hopper.choose
     types = dict(x_desc=describe(tile.rows, tile.inputs), weight_desc=weight,
                  bias_ptr="*bf16", out_ptr="*bf16", M="i32", N="i32", K="i32", depth="i32")
     given = dict(BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, STAGES=tile.stages,
-                 SPLIT=False, REFILL=True, GATE=gate, HAS_BIAS=True, num_warps=4)
+                 SPLIT=not gate, REFILL=True, GATE=gate, HAS_BIAS=True, num_warps=4)
     source = GluonASTSource(
         kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names},
         {(kernel.arg_names.index(name),): value for name, value in given.items()}, {},

@@ -37,6 +37,23 @@ def test_rms_norm(rows, width, offset, device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("rows,width,offset", [(1, 64, 0.0), (3, 80, 1.0), (2, 1280, 0.0)])
+def test_add_layer_norm(rows, width, offset, device, dtype, tolerance):
+    x, residual = _draw(device, dtype, rows, width), 1 + _draw(device, dtype, rows, width, seed=1)
+    weight, bias = _draw(device, dtype, width), _draw(device, dtype, width, seed=2)
+    total, sums = x + residual, torch.stack([x.float() / 2, x.float() / 4, x.float() / 4])
+    for own in (None, bias):
+        expected = F.layer_norm(
+            total.double(), weight.shape, weight.double() + offset, None if own is None else own.double(), 1e-5
+        )
+        for pending in (x, sums):
+            for solution in (triton, reference):
+                stream = residual.clone()
+                normed, after = solution.add_layer_norm(pending, stream, weight, own, 1e-5, offset)
+                assert torch.equal(after, total) and relative_error(normed, expected) < tolerance
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
 @pytest.mark.parametrize("rows,width", [(1, 24), (3, 1100)])
 def test_sums_are_written_beside_the_residual(rows, width, device, dtype, tolerance):
     x, residual = _draw(device, dtype, rows, width), _draw(device, dtype, rows, width, seed=1)

@@ -121,7 +121,8 @@ def _product_kernel(
             up += _load_bias(bias_ptr + N, n0, N, BLOCK_N, layout)
         acc = _gate(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)  # rounded as if stored
     elif HAS_BIAS:
-        acc += _load_bias(bias_ptr, n0, N, BLOCK_N, mma)
+        # of partial sums the first one has the bias
+        acc += _load_bias(bias_ptr, n0, N * (split == 0).to(gl.int32), BLOCK_N, mma)
     # 16 bytes a thread and store: four float32 partial sums, or eight half-precision values
     _store(
         acc.to(out_ptr.dtype.element_ty), out_ptr, m0, n0, split, M, N, BLOCK_M, BLOCK_N, 4 if SPLIT else 8, num_warps
@@ -173,13 +174,13 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` [M, N] in x's dtype, followed by the gated ``activation`` if given; with splits, partial
-    sums [S, M, N] float32, without bias. x and weight satisfy `is_describable`."""
+    sums [S, M, N] float32. x and weight satisfy `is_describable`."""
     (rows, inputs), gated = x.shape, bool(activation)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     # inputs of a split, in whole tiles: the last split may have fewer, or none
     depth = ceil_div(ceil_div(inputs, tile.inputs), tile.splits) * tile.inputs
     is_split = tile.splits > 1
-    assert not (is_split and (gated or bias is not None)), "splits store plain partial sums"
+    assert not (is_split and gated), "splits store plain partial sums"
     shape = (tile.splits, rows, outputs) if is_split else (rows, outputs)
     out = torch.empty(shape, dtype=torch.float32 if is_split else x.dtype, device=x.device)
     describe_weight = _describe_gated if gated else _describe
@@ -269,9 +270,9 @@ def linear_sums(
     # only this path adds to the residual; with fewer rows the norm does
     if rows > MOST_ROWS:
         return linear_sums_pdl(x, weight, bias, residual)
-    takes_sums = bias is None and rows > gemv_rows(num_weights) and is_describable(x, weight)
+    takes_sums = rows > gemv_rows(num_weights) and is_describable(x, weight)
     tile = choose_sums_tile(rows, *weight.shape) if takes_sums else None
-    return linear(x, weight, bias) if tile is None else multiply(x, weight, None, tile)
+    return linear(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
 
 
 def gated_linear(

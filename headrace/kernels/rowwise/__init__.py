@@ -22,6 +22,10 @@ ADD_RMS_NORM = Operation("add_rms_norm kernel")
 residual``. The residual may be updated in place and returned, x may not be modified. x is [T, D], or split-K partial
 sums [S, T, D] float32, which are first summed in order and rounded to the residual's dtype."""
 
+ADD_LAYER_NORM = Operation("add_layer_norm kernel")
+"""``add_layer_norm(x, residual, weight, bias [D] | None, eps, offset=0.0) -> (normed, new_residual)``: as
+`ADD_RMS_NORM`, with mean 0 and variance 1 over the last dim, and the bias added."""
+
 WRITE_SUM = Operation("write_sum kernel")
 """``write_sum(x, residual [T, D], out [T, D])``: ``out = x + residual``, with x as in `ADD_RMS_NORM`, or None for
 nothing to add; neither changes. ``out`` may be strided if its last dimension is contiguous."""
@@ -82,6 +86,7 @@ _MODULE = "headrace.kernels.rowwise"
 
 for _operation, _name, _has_cpu in (
     (RMS_NORM, "rms_norm", True), (ADD_RMS_NORM, "add_rms_norm", True), (WRITE_SUM, "write_sum", False),
+    (ADD_LAYER_NORM, "add_layer_norm", False),
     (SILU_MUL, "silu_mul", True),
     (GELU_TANH_MUL, "gelu_tanh_mul", True), (CLAMPED_SWIGLU, "clamped_swiglu", False), (ROPE_WRITE, "rope_write", True),
 ):

@@ -28,6 +28,16 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps, offset), residual
 
 
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ADD_LAYER_NORM`; writes the new residual in place."""
+    residual.add_(x if x.dim() == 2 else x.sum(0).to(residual.dtype))
+    weight = weight + offset if offset else weight
+    return F.layer_norm(residual, weight.shape, weight, bias, eps), residual
+
+
 def write_sum(x: torch.Tensor | None, residual: torch.Tensor, out: torch.Tensor) -> None:
     """See `WRITE_SUM`."""
     if x is None:

@@ -58,6 +58,32 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
+def _add_layer_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, split_stride, residual_stride, eps, offset,
+    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):
+    # as _add_rms_norm_kernel
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+    bias = tl.load(bias_ptr + cols, mask=inside & HAS_BIAS, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if SPLITS > 1:
+        for split in tl.static_range(1, SPLITS):
+            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
+    residual_at = residual_ptr + row * residual_stride + cols
+    total = (x + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+    tl.store(residual_at, total, mask=inside)
+    total = total.to(tl.float32)
+    centred = tl.where(inside, total - tl.sum(total, axis=0) / D, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / D + eps)
+    tl.store(out_ptr + row * D + cols, (centred * rstd * weight + bias).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _write_sum_kernel(
     x_ptr, residual_ptr, out_ptr, x_stride, split_stride, residual_stride, out_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -112,6 +138,22 @@ def add_rms_norm(
     return out, residual
 
 
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float,
+    offset: float = 0.0, *, pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ADD_LAYER_NORM`; writes the new residual in place."""
+    rows, width = residual.shape
+    out, block = torch.empty_like(residual), next_power_of_2(width)
+    if rows:
+        _add_layer_norm_kernel[(rows,)](
+            x, residual, weight, weight if bias is None else bias, out, x.stride(-2), x.stride(0), residual.stride(0),
+            eps, offset, D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), HAS_BIAS=bias is not None, PDL=pdl,
+            num_warps=_warps(block), launch_pdl=pdl,
+        )
+    return out, residual
+
+
 def write_sum(
     x: torch.Tensor | None, residual: torch.Tensor, out: torch.Tensor, *, pdl: bool = False
 ) -> None:
@@ -128,6 +170,7 @@ def write_sum(
 
 rms_norm_pdl = partial(rms_norm, pdl=True)
 add_rms_norm_pdl = partial(add_rms_norm, pdl=True)
+add_layer_norm_pdl = partial(add_layer_norm, pdl=True)
 write_sum_pdl = partial(write_sum, pdl=True)
 
 
