@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -24,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base import env
 from headrace.base.errors import HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ JOB_SECONDS = 300
 MOST_WORKERS = 12
 LEAST_CORES = 4
 """With fewer, loading torch again costs more than it gains."""
+
+DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
+"""There is one of these where there is an NVIDIA GPU; found without torch."""
 
 Scalar = bool | int | float | str | None
 
@@ -111,7 +116,8 @@ def _compile_kernel(job: Job) -> None:
 
 class CompileWorkers:
     """Up to ``count`` processes, while no other engine of this machine has some: ranks and tests that start together
-    would else have hundreds. `compile` may be called from as many threads. ``lock``: a file that tells engines apart.
+    would else have hundreds. `compile` may be called from as many threads. ``lock``: a file that tells engines apart;
+    it stays behind.
     """
 
     def __init__(self, count: int, lock: Path):
@@ -156,6 +162,27 @@ class CompileWorkers:
         return answer == b"done\n"
 
 
+    @property
+    def were_started(self) -> bool:
+        """Whether any ever were on this machine, as far as its cache tells."""
+        return self._lock.exists()
+
+
+@cache
+def find_workers() -> CompileWorkers | None:
+    """The processes that compile for this one; None where they would gain nothing."""
+    count = count_workers()
+    return CompileWorkers(count, env.cache_dir() / "compile_workers.lock") if count else None
+
+
+def start_early() -> None:
+    """Start the processes at the first start on a machine with a GPU. Called before torch is imported, which each of
+    them does for seconds: they are ready when the first kernels are found."""
+    workers = find_workers()
+    if workers is not None and not workers.were_started and any(path.exists() for path in DRIVER_FILES):
+        workers.start()
+
+
 def _drain(waiting: queue.SimpleQueue[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
     with suppress(queue.Empty):
         while True:
@@ -185,7 +212,11 @@ def serve() -> None:
     signal.alarm(JOB_SECONDS)  # ends the process
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints shall not answer
-    import torch  # noqa: F401  # takes seconds, and is needed by every job
+    # takes seconds, and is needed by every job
+    import torch  # noqa: F401
+
+    with suppress(ImportError):
+        import triton.experimental.gluon  # noqa: F401
 
     while True:
         signal.alarm(IDLE_SECONDS)

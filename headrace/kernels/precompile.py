@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -20,8 +19,7 @@ import msgspec
 import torch
 from torch.overrides import TorchFunctionMode
 
-from headrace.base import env
-from headrace.kernels.compile_workers import CompileWorkers, SourceJob, count_workers, describe_job
+from headrace.kernels.compile_workers import CompileWorkers, SourceJob, describe_job, find_workers
 from headrace.kernels.cuda_source import compile_source, compiled_by
 
 logger = logging.getLogger(__name__)
@@ -57,13 +55,6 @@ class _Unlaunched:
 
     def run(self, *_: Any) -> None:
         return None
-
-
-@cache
-def _find_workers() -> CompileWorkers | None:
-    """The processes that compile for this one; None where they would gain nothing."""
-    count = count_workers()
-    return CompileWorkers(count, env.cache_dir() / "compile_workers.lock") if count else None
 
 
 def _dry_run(pool: Executor, workers: CompileWorkers | None) -> Any:
@@ -131,7 +122,7 @@ def start_triton(device: torch.device) -> None:
 
     if hasattr(triton_cache, "triton_key"):  # memoised
         Thread(target=triton_cache.triton_key, name="triton-key", daemon=True).start()
-    workers = _find_workers()
+    workers = find_workers()
     if workers is not None and not _marker_folder().exists():
         workers.start()
 
@@ -147,7 +138,7 @@ def precompile(run: Callable[[], None], about: str, device: torch.device) -> int
     if marker.exists():
         return 0
     began = time.perf_counter()
-    workers = _find_workers()
+    workers = find_workers()
     if workers is not None and not workers.start():
         workers = None
     threads = workers.count if workers is not None else max(1, min(MAX_THREADS, torch.get_num_threads()))

@@ -39,6 +39,7 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.kernels.compile_workers import start_early
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
 from headrace.service.ending import LAST_WORD, continue_when_orphaned, die_with_parent, leave
@@ -245,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     importing = ThreadPoolExecutor(1, "engine-import")
     builder = importing.submit(_import_builder, arguments.builder)
     if arguments.imports:
+        start_early()
         importing.submit(_import_ahead, arguments.imports)
     channel, config = _open_channel()
     die_with_parent(channel.await_end, parent)

@@ -167,7 +167,7 @@ def test_processes_compile_into_the_cache(
     from headrace.kernels.rowwise.triton import rms_norm
 
     workers = CompileWorkers(2, tmp_path / "lock")
-    monkeypatch.setattr(precompile_module, "_find_workers", lambda: workers)
+    monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
     found = {}
     triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.update({src.name: cache_hit})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels import cuda_source
+from headrace.kernels import compile_workers, cuda_source
 from headrace.kernels.compile_workers import CompileWorkers
 
 SERVE = """
@@ -47,6 +47,25 @@ def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(
         assert time.monotonic() < until
         time.sleep(0.01)
     assert worker.returncode == 0
+
+
+def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    workers = CompileWorkers(1, tmp_path / "lock")
+    monkeypatch.setattr(compile_workers, "find_workers", lambda: workers)
+    monkeypatch.setattr(compile_workers, "_start", lambda lock: started.append(lock))
+    monkeypatch.setattr(compile_workers, "DRIVER_FILES", (tmp_path / "driver",))
+    compile_workers.start_early()
+    assert not started, "there is no GPU"
+    (tmp_path / "driver").touch()
+    compile_workers.start_early()
+    assert len(started) == 1
+    compile_workers.start_early()
+    assert len(started) == 1, "kernels were compiled here before"
+    code = "import headrace.service.ranks.starting, headrace.service.process, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 class Nvrtc:

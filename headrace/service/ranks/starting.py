@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import HeadraceError
+from headrace.kernels.compile_workers import start_early
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -21,6 +22,8 @@ from headrace.service.ranks.workers import Workers
 def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
     """Start the workers of the other ranks, if there are any, meet them, and build the engine; raises the typed errors
     of base/errors."""
+    if config.device.device != "cpu":
+        start_early()
     size = config.parallel.num_ranks
     launcher = choose_launcher(config, size, progress)
     if size == 1 and not config.parallel.shares_experts:
