@@ -13,7 +13,7 @@ from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_S
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
-from headrace.layers.lora.bank import LinearBank
+from headrace.layers.lora.bank import Adaptation, LinearBank
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Addition, Norm, Residual
@@ -83,8 +83,17 @@ class Linear(StorableLayer):
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
         if self.lora is None:
             return self._multiply(x)
-        begun = self.lora.begin(x)
-        return self.lora.finish(begun, self._multiply(x))
+        begun, out = self._begin(x, self.lora)
+        return self.lora.finish(begun, out)
+
+    def _begin(self, x: torch.Tensor, lora: LinearBank) -> tuple[Adaptation | None, torch.Tensor]:
+        """What adapters begin, and the product."""
+        weight = plain_weight(self)
+        fused = None if weight is None else lora.multiply(x, weight, self._own_bias)
+        if fused is not None:
+            return fused
+        begun = lora.begin(x)
+        return begun, self._multiply(x)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         # Look for the parameter before `stored`, in this order: see `quantization.storage`.
@@ -105,29 +114,42 @@ class Linear(StorableLayer):
         if isinstance(x, Fp8Rows):
             assert isinstance(self.stored, CodedWeight)
             residual.pending = self.stored.multiply_row_sums(x, self._own_bias, residual.stream.dtype)
-            residual.group = self.group
-            return
-        weight, begun, coded = plain_weight(self), None if self.lora is None else self.lora.begin(x), self._coded
-        is_summed_up = weight is None and coded is None
-        if is_summed_up or (begun is not None and self.lora is not None and not self.lora.is_low_rank):
-            out = self._multiply(x)
-            residual.pending = out if self.lora is None else self.lora.finish(begun, out)
+        elif self.lora is not None and self.lora.is_active:
+            self._add_adapted(residual, x, self.lora)
         else:
-            # what other ranks must be added to cannot go into the stream, which all of them have
-            stream = residual.stream if self.group is None else None
-            sums = (
-                self._linear_sums(x, weight, self._own_bias, stream) if coded is None
-                else coded.multiply_sums(x, self._own_bias)
-            )
-            residual.pending = sums
-            if begun is not None and self.lora is not None:
-                if sums is None:
-                    self.lora.finish(begun, residual.stream)
-                else:
-                    residual.addition = Addition(self.lora, begun)
-                    if not self.lora.fuses_norms(len(x)):
-                        residual.finish()
+            residual.pending = self._multiply_sums(x, residual.stream)
         residual.group = self.group
+
+    def _multiply_sums(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor | None:
+        """As `LINEAR_SUMS`, whatever the weight."""
+        weight, coded = plain_weight(self), self._coded
+        if coded is not None:
+            return coded.multiply_sums(x, self._own_bias)
+        if weight is None:
+            return self._multiply(x)
+        # what other ranks must be added to cannot go into the stream, which all of them have
+        sums: torch.Tensor | None = self._linear_sums(x, weight, self._own_bias, stream if self.group is None else None)
+        return sums
+
+    def _add_adapted(self, residual: Residual, x: torch.Tensor, lora: LinearBank) -> None:
+        weight = plain_weight(self)
+        begun: Adaptation | None
+        sums: torch.Tensor | None
+        if weight is not None and (fused := lora.multiply(x, weight, self._own_bias)) is not None:
+            begun, sums = fused
+        else:
+            begun = lora.begin(x, before_norm=True)
+            sums = self._multiply_sums(x, residual.stream) if lora.is_low_rank else self._multiply(x)
+        assert begun is not None, "some row has an adapter"
+        residual.pending = sums
+        if sums is None:
+            lora.finish(begun, residual.stream)
+        elif not lora.is_low_rank:
+            lora.finish(begun, sums)
+        else:
+            residual.addition = Addition(lora, begun)
+            if begun.reduced is not None and not lora.fuses_norms(len(x)):
+                residual.finish()
 
     @property
     def _own_bias(self) -> torch.Tensor | None:
@@ -148,9 +170,9 @@ class Linear(StorableLayer):
     def _gate_adapted(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         if self.lora is None or not self.lora.fuses_gates:
             return None
-        begun = self.lora.begin(x)
+        begun, out = self._begin(x, self.lora)
         assert begun is not None, "some row has an adapter"
-        return self.lora.finish_gated(begun, self._multiply(x), activation)
+        return self.lora.finish_gated(begun, out, activation)
 
     @property
     def _coded(self) -> CodedWeight | None:
@@ -167,9 +189,10 @@ class Linear(StorableLayer):
         the other. None, with the residual unchanged, where that is not faster. Plain weights: one kernel, for few rows,
         an RMS norm, and a pending output [T, D] that is not partial sums. Weights in codes: with the norm's output in
         FP8, where products take such rows."""
-        is_changed = self._has_adapters or residual.addition is not None
-        if residual.group is not None or not isinstance(norm, RmsNorm) or is_changed:
+        if residual.group is not None or not isinstance(norm, RmsNorm):
             return None
+        if self._has_adapters or residual.addition is not None:
+            return self._read_adapted(norm, residual, activation)
         x, weight, coded = residual.pending, plain_weight(self), self._coded
         if coded is not None and (group := coded.find_row_group(len(residual.stream))) is not None:
             return self._read_rows(coded, norm, residual, activation, group)
@@ -187,6 +210,19 @@ class Linear(StorableLayer):
         out, residual.stream = fused
         residual.pending = None
         return out
+
+    def _read_adapted(self, norm: RmsNorm, residual: Residual, activation: str) -> torch.Tensor | None:
+        addition, x, lora = residual.addition, residual.pending, self.lora
+        if addition is None or x is None or lora is None or (activation and not lora.fuses_gates):
+            return None
+        weights = NormWeights(norm.weight, norm.eps, norm.offset)
+        found = addition.bank.chain(addition.begun, x, residual.stream, weights, lora)
+        if found is None:
+            return None
+        x, residual.stream, begun = found
+        residual.pending = residual.addition = None
+        out = self._multiply(x)
+        return lora.finish_gated(begun, out, activation) if activation else lora.finish(begun, out)
 
     def _read_rows(
         self, coded: CodedWeight, norm: RmsNorm, residual: Residual, activation: str, group: int

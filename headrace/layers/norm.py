@@ -43,12 +43,15 @@ class RmsNorm(Norm):
                 return x
             residual.gather()
         if residual.addition is not None and residual.pending is not None:
-            addition, residual.addition = residual.addition, None
-            x, residual.stream = addition.bank.finish_norm(
+            addition = residual.addition
+            adapted = addition.bank.finish_norm(
                 addition.begun, residual.pending, residual.stream, NormWeights(self.weight, self.eps, self.offset)
             )
-            residual.pending = None
-            return x
+            if adapted is not None:
+                residual.pending = residual.addition = None
+                x, residual.stream = adapted
+                return x
+            residual.finish()
         if residual.pending is None:
             return self._norm(residual.stream, self.weight, self.eps, self.offset)
         # the sum may be written into the old stream's memory: use only the returned tensor

@@ -10,7 +10,17 @@ import torch
 from devices import DEVICES, relative_error
 
 from headrace.kernels.linear import Norm
-from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, SHRINK, LowRankBank, SlotRows, make_tiles
+from headrace.kernels.lora import (
+    ADAPTED_NORM,
+    EXPAND,
+    EXPAND_ADD_NORM,
+    EXPAND_GATED,
+    LINEAR_SHRINK,
+    SHRINK,
+    LowRankBank,
+    SlotRows,
+    make_tiles,
+)
 from headrace.layers.lora.rows import RowsLayout
 
 INPUTS, WIDTHS, MOST_RANKS, SLOTS = 200, (130, 24, 40), 32, 5
@@ -138,3 +148,70 @@ def test_additions_before_a_norm(device: str, dtype: torch.dtype, tolerance: flo
     reduced, norm = SHRINK.load("triton")(x, bank, rows), Norm(weight[0], 1e-5, 1.0)
     normed, stream = EXPAND_ADD_NORM.load("triton")(reduced, out, residual, norm, bank, rows)
     assert relative_error(normed, expected) < 4 * tolerance and relative_error(stream, total) < 2 * tolerance
+
+
+@pytest.mark.parametrize("slots", [[1], [-1], [4, 1], [-1, 0]], ids=str)
+@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+def test_products_with_the_first_half_of_an_addition(
+    device: str, dtype: torch.dtype, tolerance: float, slots: list[int]
+):
+    """Of one row, or of two with adapters of their own."""
+    bank, rows, generator = make_bank(device, dtype), make_rows(slots, device), torch.Generator().manual_seed(9)
+    x = torch.randn(len(slots), INPUTS, generator=generator).to(device, dtype)
+    weight = torch.randn(bank.ends[-1], INPUTS, generator=generator).to(device, dtype)
+    bias = torch.randn(bank.ends[-1], generator=generator).to(device, dtype)
+    found = LINEAR_SHRINK.load("triton")(x, weight, bias, bank, rows)
+    assert found is not None
+    out, reduced = found
+    product = x.double() @ weight.double().t() + bias.double()
+    assert relative_error(out, product) < tolerance
+    EXPAND.load("triton")(reduced, out, bank, rows)
+    assert relative_error(out, expected_of(x, product, bank, slots)) < tolerance
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ranks, width", [(16, 320), (32, 4416)], ids=str)
+@pytest.mark.parametrize("num_partials", [1, 3])
+@pytest.mark.parametrize("slots", [[1, -1, 1], [0, 3, -1, 4, 2] * 21], ids=len)
+def test_what_is_between_two_products(slots: list[int], num_partials: int, ranks: int, width: int):
+    """Additions of unlike ranks, none, and rows without an adapter; the last norm has no product behind it."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for Hopper")
+    generator, inputs, count = torch.Generator("cuda").manual_seed(11), 192, len(slots)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    def bank_of(inputs: int, widths: tuple[int, ...]) -> LowRankBank:
+        own = torch.randint(0, ranks + 1, (SLOTS, len(widths)), generator=generator, device="cuda")
+        own[3], own[4, 0] = ranks, 0
+        a, b = randn(SLOTS, len(widths), ranks, inputs) * inputs**-0.5, randn(SLOTS, ranks, sum(widths))
+        ends = tuple(np.cumsum(widths).tolist())
+        for slot in range(SLOTS):
+            for part, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
+                rank = int(own[slot, part])
+                padded = -(-rank // 16) * 16
+                a[slot, part, rank:padded], b[slot, rank:padded, begin:end] = 0.0, 0.0
+                a[slot, part, padded:], b[slot, padded:, begin:end] = torch.nan, torch.nan
+        return LowRankBank(a, b, own, ends, make_tiles(ends, b.device))
+
+    bank, following = bank_of(inputs, (width,)), bank_of(width, (64, 128, 64))
+    rows = make_rows(slots, "cuda", room=count + 20)
+    size = count + 20
+    x, residual, norm = randn(size, inputs), randn(size, width), Norm(randn(width), 1e-5, 0.5)
+    out = randn(num_partials, size, width).float() if num_partials > 1 else randn(size, width)
+    product = out.double().sum(0) if num_partials > 1 else out.double()
+    total = residual.double() + expected_of(x, product, bank, slots)
+    expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * (norm.weight.double() + 0.5)
+    for behind in (following, None):
+        found = ADAPTED_NORM.load("cuda")(x, out, residual.clone(), norm, bank, behind, rows)
+        assert found is not None
+        normed, stream, reduced = found
+        assert relative_error(normed, expected) < 1e-2 and relative_error(stream, total) < 1e-2
+        if behind is None:
+            assert reduced is None
+            continue
+        added = torch.zeros(size, behind.ends[-1], device="cuda")
+        wanted = expected_of(expected, added, behind, slots)
+        EXPAND.load("triton")(reduced, added, behind, rows)
+        assert relative_error(added, wanted) < 2e-2

@@ -11,8 +11,9 @@ import torch
 from harness import Harness, build_harness
 from test_parity import CASES, config_json, make_oracle, prompt
 
-from headrace.kernels.lora import EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, SHRINK
+from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LINEAR_SHRINK, SHRINK
 from headrace.kernels.operation import Operation
+from headrace.layers.lora import bank as bank_module
 from headrace.layers.lora.bank import BankSizes, LinearBank, PreparedPart, gather_parts
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.sites import AdapterBanks
@@ -87,9 +88,18 @@ def test_mixed_rows_equal_merged_weights(name: str):
     check_mixed(Rig(find_case(name)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_additions_fused_with_what_follows(name: str):
+FUSED = {
+    "few rows": ("llama", [EXPAND_GATED, EXPAND_ADD_NORM]), "a row": ("llama", [EXPAND_GATED, LINEAR_SHRINK]),
+    "many rows": ("llama", [EXPAND_GATED, ADAPTED_NORM]), "norms behind": ("gemma3", [EXPAND_GATED]),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.MonkeyPatch):
     """As GPUs do it: silu and gelu_tanh, norms, and rows without an adapter between the others."""
+    name, fused = FUSED[case]
+    monkeypatch.setattr(bank_module, "chains_norm", lambda _: True)
+    monkeypatch.setattr(bank_module, "fits_norm", lambda _: case == "few rows")
     rig, num_calls = Rig(find_case(name)), Counter[str]()
 
     def count_calls(operation: Operation) -> Callable[..., Any]:
@@ -105,8 +115,9 @@ def test_additions_fused_with_what_follows(name: str):
         if isinstance(bank, LinearBank):
             bank._shrink, bank._expand = SHRINK.load("reference"), EXPAND.load("reference")
             bank._expand_gated, bank._expand_add_norm = count_calls(EXPAND_GATED), count_calls(EXPAND_ADD_NORM)
+            bank._linear_shrink = count_calls(LINEAR_SHRINK) if LINEAR_SHRINK in fused else None
+            bank._adapted_norm = count_calls(ADAPTED_NORM) if ADAPTED_NORM in fused else None
     check_mixed(rig)
-    fused = [EXPAND_GATED] if name == "gemma3" else [EXPAND_GATED, EXPAND_ADD_NORM]  # that has norms behind branches
     assert set(num_calls) == {operation.noun for operation in fused}
 
 

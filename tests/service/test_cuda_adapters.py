@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +54,21 @@ def test_the_graphs_of_steps_with_adapters_are_used(rig: Rig):
     used = [type(path).__name__ for path in paths]
     assert used.count("DecodeGraphPath") == 2
     assert torch.cuda.is_available()
+
+
+def test_steps_of_many_rows_and_loads_beside_them(tmp_path: Path):
+    """More rows than fuse additions with norms row by row, and more adapters than slots: loads go on all the time."""
+    rig = Rig(
+        tmp_path, shape=SHAPE, device="cuda", dtype="bfloat16", max_loras=2, max_running_requests=80,
+        max_step_tokens=512
+    )
+    prompts = [random.Random(i).choices(range(3, VOCAB), k=5 + i % 7) for i in range(78)]
+    requests = [ask(f"r{i}", prompt, ("a0", "a1", "", "a2")[i % 4], max_tokens=5) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        rig.engine.submit(request)
+    answers = drain(rig.engine)
+    assert all(len(answers[request.request_id].token_ids) == 5 for request in requests)
+    chosen = requests[:: 5]
+    num_same = sum(check_start(answers[r.request_id], rig.expect(r.adapter, r)) for r in chosen)
+    assert num_same >= len(chosen) // 2, "most answers are the same to their end"
+    rig.close()

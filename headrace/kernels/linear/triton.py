@@ -68,9 +68,21 @@ def _gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
+    multiply_rows(
+        tl.program_id(0), x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, N, K, M, BLOCK_N, BLOCK_K, STAGES, HAS_BIAS,
+        PDL,
+    )
+
+
+@triton.jit
+def multiply_rows(
+    block, x_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, N: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):
+    """A block of outputs of a GEMV; waits for the kernel before."""
     # The weight is loaded with "evict_first": it is read once, and must not push activations out of L2. Products are
     # multiplied and summed on CUDA cores: tensor cores would pad 1 or 2 rows to 16.
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + n.to(tl.int64)[:, None] * K  # int64: a weight may have more than 2**31 values
     # [BLOCK_N] float32 for each of the M rows; a tuple, since Triton cannot index a tensor in registers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, SlotRows
@@ -20,6 +21,13 @@ def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> torch.Tensor:
         for part, rank in enumerate(_read(bank.ranks[slot])):
             reduced[own, part, :rank] = inputs @ bank.a[slot, part, :rank].float().t()
     return reduced.flatten(1)
+
+
+def linear_shrink(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bank: LowRankBank, rows: SlotRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `LINEAR_SHRINK`."""
+    return F.linear(x, weight, bias), shrink(x, bank, rows)
 
 
 def expand(reduced: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
@@ -53,6 +61,15 @@ def expand_add_norm(
         added.to(residual.dtype), residual, norm.weight, norm.eps, norm.offset
     )
     return found
+
+
+def adapted_norm(
+    x: torch.Tensor, pending: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank,
+    following: LowRankBank | None, rows: SlotRows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """See `ADAPTED_NORM`."""
+    normed, total = expand_add_norm(shrink(x, bank, rows), pending, residual, norm, bank, rows)
+    return normed, total, None if following is None else shrink(normed, following, rows)
 
 
 def _segments(rows: SlotRows) -> list[tuple[int, torch.Tensor]]:

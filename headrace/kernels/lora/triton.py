@@ -21,19 +21,19 @@ from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 RANK_CHUNK = 16
 """Ranks that a program of shrink computes, and that expand adds at a time."""
-STEP_INPUTS = {16: 256, 32: 128}
-"""Inputs that shrink multiplies at a time, by rows of a block."""
-STAGES = 4
-"""Of these that are being read at a time."""
-SPLITS, FEW_ROWS = 8, 32
-"""Most partial sums of a row, and rows of a step up to which there are several: one program alone takes longer to read
-``a`` than a product of few rows takes in all. With more rows they only add work: 64 took 152 us a layer with 8 and 146
-with one, 2,048 took 1,603 and 1,536 (H200)."""
+MOST_RANKS = 64
+"""Of all parts, that a program of shrink computes at a time."""
+STEP_INPUTS = {16: (256, 3), 32: (128, 4)}
+"""Inputs that shrink multiplies at a time, and of these how many are being read, by rows of a block."""
+MOST_SPLITS, PROGRAMS = 8, 256
+"""Most partial sums of a row, and programs up to which there are more of them: one program alone takes longer to read
+``a`` than a product of few rows takes in all."""
 WARPS = {16: 4, 32: 8}
 """Of a program of expand, by rows of a block: with 60 to 100 registers, so that many programs run at a time. What
 bounds it is how long a program takes, not bytes."""
-GATED_TILE = 128
-"""Gated outputs of a tile, of which a program has gate and up."""
+GATED_ROWS, GATED_TILE = 16, 128
+"""Rows and gated outputs of a tile, of which a program has gate and up. With 32 rows too few programs run at a time:
+2,048 rows took 151 us, and 256 rows with 16 at a time 14 (H200)."""
 
 # Hazard: with dependent launch, what is read before `wait_for_previous` must not come from the kernel in front. Blocks,
 # order, ranks and additions are written when a step begins; several kernels lie between. Programs that end without
@@ -46,28 +46,29 @@ def _shrink_kernel(
     P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
     STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
+    # a program multiplies a block of rows with RANKS of the P * R rows of ``a``, which may be those of several parts
     block, chunk, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chunks: tl.constexpr = R // RANKS
-    part, first_rank = chunk // chunks, (chunk % chunks) * RANKS
     slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
     first = tl.load(blocks_ptr + num_blocks + block)
-    m, r, k = tl.arange(0, M), tl.arange(0, RANKS), split * (INPUTS * STEPS) + tl.arange(0, INPUTS)
-    rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
-    rank = tl.load(ranks_ptr + slot * P + part, mask=slot >= 0, other=0)
-    if (block == 0) | (first_rank < rank):
+    if (block == 0) | (slot >= 0):
+        m, r, k = tl.arange(0, M), chunk * RANKS + tl.arange(0, RANKS), split * (INPUTS * STEPS) + tl.arange(0, INPUTS)
+        rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
+        # of a part's R rows those up to the adapter's rank are there, rounded up to what expand reads
+        rank = tl.load(ranks_ptr + slot * P + r // R, mask=(slot >= 0) & (r < P * R), other=0)
+        is_there = r % R < (rank + 15) // 16 * 16
         wait_for_previous(PDL)
-    if first_rank < rank:
-        # int64 by slot: all adapters together may have more than 2**31 numbers
-        a_at = a_ptr + ((slot * P + part) * R + first_rank + r)[None, :] * K + k[:, None]
-        x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
-        sums = tl.zeros([M, RANKS], tl.float32)
-        for at in tl.range(0, INPUTS * STEPS, INPUTS, num_stages=STAGES):
-            inside = at + k < K
-            x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
-            a = tl.load(a_at + at, mask=inside[:, None], other=0.0)
-            sums = tl.dot(x, a, sums, input_precision=PRECISION)
-        out = sums_ptr + (split * num_places + first + m)[:, None] * (P * R) + part * R + first_rank + r[None, :]
-        tl.store(out, sums, mask=(m < count)[:, None])
+        if tl.max(rank, axis=0) > 0:
+            # int64 by slot: all adapters together may have more than 2**31 numbers
+            a_at = a_ptr + (slot * (P * R) + r)[None, :] * K + k[:, None]
+            x_at = x_ptr + rows[:, None] * x_stride + k[None, :]
+            sums = tl.zeros([M, RANKS], tl.float32)
+            for at in tl.range(0, INPUTS * STEPS, INPUTS, num_stages=STAGES):
+                inside = at + k < K
+                x = tl.load(x_at + at, mask=(m < count)[:, None] & inside[None, :], other=0.0)
+                a = tl.load(a_at + at, mask=inside[:, None] & is_there[None, :], other=0.0)
+                sums = tl.dot(x, a, sums, input_precision=PRECISION)
+            out = sums_ptr + (split * num_places + first + m)[:, None] * (P * R) + r[None, :]
+            tl.store(out, sums, mask=(m < count)[:, None] & is_there[None, :])
 
 
 @triton.jit
@@ -134,9 +135,9 @@ def _expand_gated_kernel(
     SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # gate is part 0 and up part 1 of x [T, 2F]; rows without an adapter are activated, too
-    block = tl.program_id(1)
-    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block)
-    first = tl.load(blocks_ptr + num_blocks + block)
+    block, begin = tl.program_id(1), tl.program_id(2) * M  # M rows of a block, which may have more
+    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block) - begin
+    first = tl.load(blocks_ptr + num_blocks + block) + begin
     m, r, n = tl.arange(0, M), tl.arange(0, RANKS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = n < F
     if (block == 0) | (count > 0):
@@ -220,28 +221,33 @@ def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = Fa
         return _shrink(x, bank, rows, pdl=pdl)
     rows.side.wait_stream(torch.cuda.current_stream(x.device))
     # what is allocated here is used again only on this stream, behind the next wait
+    rows.is_forked = True
     with torch.cuda.stream(rows.side):
         return _shrink(x, bank, rows, pdl=False)
 
 
 def _join(rows: SlotRows, device: torch.device) -> None:
-    if rows.side is not None:
+    if rows.is_forked and rows.side is not None:
         torch.cuda.current_stream(device).wait_stream(rows.side)
+        rows.is_forked = False
 
 
 def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> torch.Tensor:
     _, num_parts, most_ranks, num_inputs = bank.a.shape
-    chunks, num_blocks = num_parts * (most_ranks // RANK_CHUNK), rows.blocks.shape[1]
-    inputs = STEP_INPUTS[rows.block_rows]
-    most = SPLITS if rows.num_rows <= FEW_ROWS else 1
+    ranks = min(MOST_RANKS, next_power_of_2(num_parts * most_ranks))
+    chunks, num_blocks = ceil_div(num_parts * most_ranks, ranks), rows.blocks.shape[1]
+    inputs, stages = STEP_INPUTS[rows.block_rows]
+    tiles = ceil_div(rows.num_rows, rows.block_rows) * chunks
+    most = max(1, min(MOST_SPLITS, PROGRAMS // tiles))
     steps = ceil_div(ceil_div(num_inputs, inputs), most)  # of a partial sum
     splits = ceil_div(num_inputs, inputs * steps)
     sums = torch.empty((splits, rows.num_rows, num_parts * most_ranks), dtype=torch.float32, device=x.device)
     x = x if x.dtype == bank.a.dtype else x.to(bank.a.dtype)
+    options = _options(bank, rows, pdl=pdl) | {"RANKS": ranks}
     _shrink_kernel[(num_blocks, chunks, splits)](
         x, bank.a, bank.ranks, rows.order, rows.blocks, sums, x.stride(0), num_blocks, rows.num_rows, K=num_inputs,
-        P=num_parts, R=most_ranks, INPUTS=inputs, STEPS=steps, STAGES=STAGES, num_warps=4,
-        **_options(bank, rows, pdl=pdl),
+        P=num_parts, R=most_ranks, INPUTS=inputs, STEPS=steps, STAGES=min(stages, max(steps, 1)), num_warps=4,
+        **options,
     )
     return sums
 
@@ -264,10 +270,11 @@ def expand_gated(
     _join(rows, x.device)
     size, num_blocks = x.shape[1] // 2, rows.blocks.shape[1]
     out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
-    _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks)](
+    options = _options(bank, rows, pdl=pdl) | {"M": GATED_ROWS}
+    _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks, rows.block_rows // GATED_ROWS)](
         sums, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, rows.num_rows, F=size,
-        R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation], num_warps=WARPS[rows.block_rows],
-        **_splits(sums), **_options(bank, rows, pdl=pdl),
+        R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation], num_warps=WARPS[GATED_ROWS],
+        **_splits(sums), **options,
     )
     return out
 

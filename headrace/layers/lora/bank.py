@@ -18,12 +18,15 @@ from torch import nn
 from headrace.base.errors import UnsupportedFeature
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
+    ADAPTED_NORM,
     EXPAND,
     EXPAND_ADD_NORM,
     EXPAND_GATED,
+    LINEAR_SHRINK,
     SHRINK,
     LowRankBank,
     SlotRows,
+    chains_norm,
     fits_norm,
     make_tiles,
 )
@@ -102,8 +105,8 @@ class Extras:
 
 @dataclass(slots=True)
 class Adaptation:
-    """What `LinearBank.begin` began: of ``x`` [T, I] and the rows that have adapters; ``reduced`` as `SHRINK` left it.
-    """
+    """What `LinearBank.begin` began: of ``x`` [T, I] and the rows that have adapters; ``reduced`` as `SHRINK` left it,
+    None while that is still to be computed."""
 
     x: torch.Tensor
     rows: SlotRows
@@ -177,6 +180,8 @@ class LinearBank(AdapterBank):
         self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
         self._expand_gated = choose_fused(EXPAND_GATED, query)
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
+        self._linear_shrink = choose_fused(LINEAR_SHRINK, query)
+        self._adapted_norm = choose_fused(ADAPTED_NORM, query)
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""
@@ -207,8 +212,11 @@ class LinearBank(AdapterBank):
 
     def fuses_norms(self, num_rows: int) -> bool:
         """Whether what adapters add to so many rows is fused with the norm behind it."""
-        is_plain = self._group is None and len(self.ends) == 1 and self.is_low_rank
-        return self._expand_add_norm is not None and is_plain and fits_norm(num_rows)
+        return self._expand_add_norm is not None and self._is_plain and fits_norm(num_rows)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._group is None and len(self.ends) == 1 and self.is_low_rank
 
     @property
     def is_low_rank(self) -> bool:
@@ -284,21 +292,43 @@ class LinearBank(AdapterBank):
         if any(ranks):
             self._used.add(slot)
 
-    def begin(self, x: torch.Tensor) -> Adaptation | None:
+    def begin(self, x: torch.Tensor, *, before_norm: bool = False) -> Adaptation | None:
         """Begin what adapters of the rows of ``x`` [T, I] change, before the product or beside it; None where no row
-        has one."""
+        has one. ``before_norm``: `finish_norm` or `chain` may follow, and this is left to them where that is faster."""
         rows = self._find_rows()
         # a drafter that shares a head asks for other rows: its guesses are those of the base model
         if rows is None or (rows.num_rows != len(x) and self.kind == "head"):
             return None
         assert rows.num_rows == len(x), f"{len(x)} rows in a step of {rows.num_rows}"
-        return Adaptation(x, rows, self._shrink(x, self.tensors, rows))
+        is_later = before_norm and self._adapted_norm is not None and self._is_plain and chains_norm(len(x))
+        return Adaptation(x, rows, None if is_later else self._shrink(x, self.tensors, rows))
+
+    def chain(
+        self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm, following: LinearBank
+    ) -> tuple[torch.Tensor, torch.Tensor, Adaptation] | None:
+        """As `finish_norm` of what `begin` left, and what the bank ``following`` begins with the norm's output;
+        None, with nothing changed, where that is not one kernel."""
+        if begun.reduced is not None or self._adapted_norm is None:
+            return None
+        found = self._adapted_norm(begun.x, out, stream, norm, self.tensors, following.tensors, begun.rows)
+        return None if found is None else (found[0], found[1], Adaptation(found[0], begun.rows, found[2]))
+
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Adaptation, torch.Tensor] | None:
+        """`begin` and the product [T, O] with a plain weight, in one kernel; None where that is not faster."""
+        rows = None if self._linear_shrink is None else self._find_rows()
+        if self._linear_shrink is None or rows is None or rows.num_rows != len(x):
+            return None
+        found = self._linear_shrink(x, weight, bias, self.tensors, rows)
+        return None if found is None else (Adaptation(x, rows, found[1]), found[0])
 
     def finish(self, begun: Adaptation | None, out: torch.Tensor) -> torch.Tensor:
         """The product ``out`` [T, O], changed in place where anything began."""
         if begun is not None:
             self._replace_outputs(begun, out)
-            self._expand(begun.reduced, out, self.tensors, begun.rows)
+            reduced = self._shrink(begun.x, self.tensors, begun.rows) if begun.reduced is None else begun.reduced
+            self._expand(reduced, out, self.tensors, begun.rows)
         return out
 
     def finish_gated(self, begun: Adaptation, out: torch.Tensor, activation: str) -> torch.Tensor:
@@ -311,9 +341,14 @@ class LinearBank(AdapterBank):
 
     def finish_norm(
         self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `ADD_RMS_NORM` of the product ``out`` [T, D] or [S, T, D] with what adapters add; where it
-        `fuses_norms`."""
+        `fuses_norms`, or `begin` left it to this; None, with nothing changed, where that is not one kernel."""
+        if begun.reduced is None:
+            chained = self._adapted_norm and self._adapted_norm(
+                begun.x, out, stream, norm, self.tensors, None, begun.rows
+            )
+            return chained[:2] if chained else None
         assert self._expand_add_norm is not None
         found: tuple[torch.Tensor, torch.Tensor] = self._expand_add_norm(
             begun.reduced, out, stream, norm, self.tensors, begun.rows
@@ -339,7 +374,7 @@ class LinearBank(AdapterBank):
             base[:, extras.token_ids] = F.linear(x.to(extras.token_rows.dtype), extras.token_rows).to(base.dtype)
         out.index_copy_(0, own, base)
 
-    def base_weight(self) -> torch.Tensor:
+    def _base_weight(self) -> torch.Tensor:
         """This rank's weight as the checkpoint has it, [O, I]: the parameter, or a copy in float32."""
         layer = self._layers[0]
         weight = plain_weight(layer)
@@ -368,7 +403,7 @@ class LinearBank(AdapterBank):
         scaled = [part for part in parts if part.magnitude is not None]
         if scaled:
             extras.gain = torch.ones(self.ends[-1], device=device)
-            weight = self.base_weight()
+            weight = self._base_weight()
             for part in scaled:
                 assert part.magnitude is not None
                 stop = part.start + len(part.magnitude)
