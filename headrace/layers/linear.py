@@ -251,5 +251,7 @@ class FloatLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_narrow:
             return super().forward(x.float())
+        begun = None if self.lora is None else self.lora.begin(x)
         out: torch.Tensor = self._multiply_float(x, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
+        out = out if self.bias is None else out.add_(self.bias)
+        return out if self.lora is None else self.lora.finish(begun, out)

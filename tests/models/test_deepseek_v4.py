@@ -15,10 +15,13 @@ from headrace.kernels.latents.reference import hadamard
 from headrace.kernels.sparse_attention.reference import choose_entries
 from headrace.kernels.streams.reference import balance
 from headrace.layers.build import Build
+from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.sites import find_sites
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable
 from headrace.models.catalog import find_family
 from headrace.models.deepseek_v4.hyper_connections import HyperConnection, Streams
+from headrace.models.deepseek_v4.naming import NAMES
 from headrace.models.deepseek_v4.spec import HyperSpec
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
@@ -187,6 +190,20 @@ def test_ranks_divide_groups_of_heads_and_experts():
     assert [2 * part for part in count(None, FirstOfTwo(), Group())] == list(count(None, Group(), Group()))
     with pytest.raises(ConfigError, match="enable_expert_parallel"):
         count("fp4", FirstOfTwo(), Group())
+
+
+def test_adapters_find_the_parts_that_each_layer_has():
+    """Layers without an indexer have no index weights."""
+    family = find_family("DeepseekV4ForCausalLM")
+    spec = family.read_config(published_config())
+    model = family.build_model(spec, Build(CPU, torch.float32, 512, adapters=BankSizes(2, 8)))
+    sites = find_sites(model, NAMES, spec.num_layers)
+    assert {0, 4, 128} == {layer.ratio for layer in spec.layers}
+    for i, layer in enumerate(spec.layers):
+        assert (f"layers.{i}.attn.compressor.wkv" in sites) == bool(layer.ratio)
+        assert (f"layers.{i}.attn.indexer.weights_proj" in sites) == (layer.ratio == 4)
+        if layer.ratio == 4:
+            assert sites[f"layers.{i}.attn.indexer.weights_proj"].out_features == spec.indexer.num_heads
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------

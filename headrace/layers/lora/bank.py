@@ -120,6 +120,10 @@ class AdapterBank(nn.Module):
     kind: ClassVar[SiteKind]
     num_experts: int = 0
 
+    def has_part(self, part: str) -> bool:
+        """Whether the layer has a part of this name; see `StorableLayer.has_part`."""
+        return True
+
     def sizes(self, part: str) -> tuple[int, int]:
         """Inputs and outputs of a part in the checkpoint; of all of them if it is empty."""
         raise NotImplementedError
@@ -182,6 +186,10 @@ class LinearBank(AdapterBank):
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
         self._linear_shrink = choose_fused(LINEAR_SHRINK, query)
         self._adapted_norm = choose_fused(ADAPTED_NORM, query)
+
+    def has_part(self, part: str) -> bool:
+        """See `AdapterBank`."""
+        return part == "" or part in self.shares
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""
