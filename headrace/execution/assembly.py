@@ -192,7 +192,7 @@ class Assembly:
         if self.config.device.graphs == "lazy":
             captured.record_largest()
         else:
-            captured.record_all(lambda: progress("capturing graphs", 0.9 + 0.1 * next(done) / len(sizes)))
+            captured.record_all(lambda: progress("capturing graphs", min(1.0, 0.9 + 0.1 * next(done) / len(sizes))))
         if self.loaded.draft is not None:
             runner.times = captured.measure()
         return max(0, free - free_bytes(self.device))

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from media_rig import compare, run, start_engine
-from test_qwen_vl import MAKERS, Prompt, add_image, expect
+import torch
+from media_rig import compare, logprobs_of, run, start_engine, tokens_of
+from pretended_device import DEVICE, PretendedDevice
+from test_qwen_vl import MAKERS, Prompt, add_image, expect, oracle_inputs
 
+from headrace.base.config import engine_config
 from headrace.execution.graphs import GraphSizes, MixedGraphPath
+from headrace.execution.media import StaticMedia
 from headrace.execution.step import StepFeature
+from headrace.layers.batch import MediaVectors
+from headrace.layers.media import CapturedVectors
+from headrace.layers.rotary import RotaryTable
+from headrace.layers.spec import RopeSpec
+from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 from tests.execution.pretended_graphs import PretendedRecorder, open_attention
 
@@ -55,4 +64,43 @@ def test_ends_of_images_and_text_behind_them_take_graphs(kind: str, tmp_path: Pa
     both = run(engine, [longer, other, first])
     for outputs, prompt in zip(both, (longer, other, first), strict=True):
         compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def test_what_is_captured_neither_waits_nor_mixes_devices():
+    """Vectors in their places, parts behind layers, and rotations by three axes, on a device that is not there."""
+    table = RotaryTable(RopeSpec(1e4, 12, sections=(2, 2, 2)), length=16, device=DEVICE)
+    with PretendedDevice() as device:
+        static = StaticMedia(8, CapturedVectors(8, torch.float32), DEVICE)
+        indices, found = torch.tensor([1, 2], device=DEVICE), torch.ones(2, 8, device=DEVICE)
+        static.write(4, indices, [found])
+        media = MediaVectors(None, static.vectors[:4], mask=static.mask[:4])
+        x = media.replace_embeddings(torch.zeros(4, 4, device=DEVICE))
+        media.add_part(1, x)
+        device.adopt([table.cos_sin, table.axes])
+        rotations = table.combine(static.axes[:, :4])
+        assert rotations.device == DEVICE
+    assert not device.mixed and not device.waits
+    assert x.sum(dim=1).tolist() == [0.0, 8.0, 8.0, 0.0] and tuple(rotations.shape) == (4, 12)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", MAKERS)
+def test_images_through_graphs(kind: str, tmp_path: Path):
+    """On a GPU, in half precision: fresh images and repeated ones, of which graphs compute the ends."""
+    model = MAKERS[kind](tmp_path)
+    engine = build_engine(engine_config(
+        model=str(tmp_path), device="cuda", dtype="float16", skip_tokenizer=True, max_running_requests=8, kv_pages=100,
+        graphs="on",
+    ))
+    first = add_image(Prompt().text(3, 4, 5), (1, 8, 12), 0).text(4, 5, 6)
+    longer = add_image(Prompt().text(3, 4, 5), (1, 8, 12), 0).text(4, 5, 6, *range(10, 30))
+    for asks in ([first], [first], [longer], [longer, first]):
+        for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+            found, tokens = logprobs_of(outputs), tokens_of(outputs)
+            ids = torch.tensor([[*prompt.ids, *tokens]])
+            inputs = oracle_inputs(Prompt(ids[0].tolist(), prompt.items))
+            with torch.no_grad():
+                logits = model(input_ids=ids, **inputs).logits[0, -1 - len(tokens) : -1]
+            torch.testing.assert_close(found, logits.log_softmax(-1), atol=0.05, rtol=0.02)
     engine.close()

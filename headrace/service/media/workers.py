@@ -35,7 +35,7 @@ START_S = 120.0
 """Seconds that a worker has for its first item beyond those of the item: it loads the model's processor."""
 STREAM_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
-"""Read from a worker at a time: copying them takes a fraction of a millisecond."""
+"""Written to a worker, and read from it, at a time: copying them takes a fraction of a millisecond."""
 
 
 class WorkerDied(MediaError):
@@ -85,8 +85,10 @@ class _Worker:
 
     async def run(self, job: Job) -> PreparedItem | Failed:
         """Raises `asyncio.IncompleteReadError` or `OSError` when the process ends."""
-        self._writer.write(frame(job))
-        await self._writer.drain()
+        message = memoryview(frame(job))
+        for begin in range(0, len(message), PIECE_BYTES):  # what waits to be sent is moved with every send
+            self._writer.write(message[begin : begin + PIECE_BYTES])
+            await self._writer.drain()
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         answer: FromWorker = decode_from_worker(await self._reader.readexactly(length))
         self.is_used = True
