@@ -119,10 +119,8 @@ class AdapterBank(nn.Module):
 
     kind: ClassVar[SiteKind]
     num_experts: int = 0
-
-    def has_part(self, part: str) -> bool:
-        """Whether the layer has a part of this name; see `StorableLayer.has_part`."""
-        return True
+    part_names: frozenset[str] | None = None
+    """Of a layer that may lack some of a family's parts, see `StorableLayer.has_part`; None: all that are named."""
 
     def sizes(self, part: str) -> tuple[int, int]:
         """Inputs and outputs of a part in the checkpoint; of all of them if it is empty."""
@@ -162,7 +160,7 @@ class LinearBank(AdapterBank):
         super().__init__()
         # in lists: they are no submodule and no parameter of the bank
         self._layers, self._biases, self._group, self._find_rows = [layer], [bias], group, find_rows
-        self.shares, self.columns = dict(shares), columns
+        self.shares, self.columns, self.part_names = dict(shares), columns, frozenset(shares)
         weight, widths = layer.weight, [share.length for share in shares.values()]
         self._weight_dtype, dtype = weight.dtype, sizes.dtype or weight.dtype
         self.ends = tuple(accumulate(widths))
@@ -186,10 +184,6 @@ class LinearBank(AdapterBank):
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
         self._linear_shrink = choose_fused(LINEAR_SHRINK, query)
         self._adapted_norm = choose_fused(ADAPTED_NORM, query)
-
-    def has_part(self, part: str) -> bool:
-        """See `AdapterBank`."""
-        return part == "" or part in self.shares
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""

@@ -34,7 +34,7 @@ def find_sites(model: nn.Module, names: Mapping[str, str], num_layers: int) -> d
             if bank is None:
                 continue
             experts, _, own = part.rpartition("/")
-            if not experts and not bank.has_part(part):  # one of a layer of another kind
+            if part and bank.part_names is not None and part not in bank.part_names:  # one of a layer of another kind
                 continue
             if not experts:
                 sites[name] = AdapterSite(module, part, *bank.sizes(part), bank.kind)
