@@ -130,6 +130,8 @@ class Pooler:
 
     def _align(self, batch: PoolBatch, aligned: AlignedTexts) -> list[PooledRows]:
         """Attention to sound of rows that end in this step; what earlier chunks have is kept until then."""
+        flags = self._rows.flags_np
+        self._weights = {row: kept for row, kept in self._weights.items() if flags[row] & IS_POOLED}
         found = []
         for (row, is_first, is_last), alignment, weights in zip(
             batch.aligned, aligned.alignments, aligned.weights, strict=True
@@ -182,12 +184,14 @@ def weigh_sound(weights: torch.Tensor) -> torch.Tensor:
     """How much tokens attend to positions of sound, [heads, tokens, positions] to [tokens, positions]: each position
     compared with the others' tokens, medians of neighbours, and the mean of heads; arXiv:2212.04356, section 3.8, and
     the code published with it."""
-    mean, std = weights.mean(dim=1, keepdim=True), weights.std(dim=1, keepdim=True, unbiased=False)
-    weights, side = (weights - mean) / std.clamp(min=1e-10), MEDIAN_WIDTH // 2
-    if weights.shape[-1] > side:
-        padded = F.pad(weights, (side, side), mode="reflect")
-        weights = padded.unfold(-1, MEDIAN_WIDTH, 1).sort()[0][..., side]
-    return weights.mean(dim=0)
+    total, side = torch.zeros_like(weights[0]), MEDIAN_WIDTH // 2
+    for head in weights:  # one at a time, as sorting takes many times their memory
+        own = (head - head.mean(dim=0)) / head.std(dim=0, unbiased=False).clamp(min=1e-10)
+        if own.shape[-1] > side:
+            padded = F.pad(own[None], (side, side), mode="reflect")[0]
+            own = padded.unfold(-1, MEDIAN_WIDTH, 1).sort()[0][..., side]
+        total += own
+    return total / len(weights)
 
 
 def _reduce_spans(reduction: str, hidden: torch.Tensor, sent: dict[str, Any]) -> torch.Tensor:
