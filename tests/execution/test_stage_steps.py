@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_drafted_graphs import OpenAttention, PretendedRecorder
 from tiny_checkpoint import write_tiny_checkpoint
 
 from headrace import LLM, SamplingParams
@@ -34,6 +33,7 @@ from headrace.parallel.layout import Layout, Stage
 from headrace.parallel.links import StageLinks
 from headrace.parallel.ranks import Ranks
 from headrace.service import build
+from tests.execution.pretended_graphs import OpenAttention, PretendedRecorder
 
 CPU = torch.device("cpu")
 BASE = {"device": "cpu", "dtype": "float32", "kv_pages": 64, "page_size": 4, "threads": 1, "max_step_tokens": 40}
