@@ -16,7 +16,7 @@ from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.kernels.coded_linear.reference import dequantise
-from headrace.kernels.cuda_source import CudaSourceError
+from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
 from headrace.kernels.moe import CODED_EXPERTS, Gate, reference
 from headrace.kernels.operation import KernelQuery
 
@@ -117,7 +117,8 @@ def test_few_tokens_run_in_triton_where_own_cuda_does_not_compile(
     monkeypatch.setattr(coded_few, "takes", lambda *_: True)
     monkeypatch.setattr(coded_few.cuda, "find_kernel", fail)
     monkeypatch.setitem(CODED_EXPERTS._loaded, "triton_pdl", lambda x, *_: x)
-    coded_few._can_compile.cache_clear()
+    uncached = coded_few._can_compile.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(coded_few, "_can_compile", cache_compiled(uncached))
     gate_up, down = (stack("mxfp4", torch.randn(2, *shape), "cpu") for shape in ((128, 32), (32, 64)))
     x, ids = torch.randn(1, 32), torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(2):
