@@ -141,6 +141,18 @@ class Retraction:
         self._forecast = forecast
         self._by_priority = by_priority
 
+    def trim_decodes(self) -> bool:
+        """Free pages of decoding requests that their windows no longer reach: those of the last chunk of a prompt are
+        else kept until the request needs its next page. Only where pages are short, as prefix hits may want them.
+        Returns whether any came free."""
+        if not self._ledger.has_windows:
+            return False
+        before = self._ledger.num_loose
+        for request in self._running.decoding:
+            # of positions that are committed: the next plan may write and read others, which it must not give away
+            self._ledger.trim(request.holding, request.computed_len)
+        return self._ledger.num_loose > before
+
     def make_room(self, count: int) -> bool:
         """Retract one request if ``count`` pages cannot be freed in every group by eviction; returns whether it did."""
         if self._ledger.reserve(count):

@@ -233,7 +233,7 @@ class Planner:
             return ready
         for request in growing:  # first: a window may give back what is needed
             ledger.trim(request.holding, request.planned_len - request.num_unsure)
-        if not ledger.reserve(len(growing)):
+        if not ledger.reserve(len(growing)) and not (self._retraction.trim_decodes() and ledger.reserve(len(growing))):
             # Where drafts are in flight, the page may not be needed at all: their commit tells, so these wait for it.
             # Pages under a ticket are freed when it ends.
             waiting = {request for request in growing if request.num_unsure or ledger.limbo}
@@ -276,6 +276,8 @@ class Planner:
         end = self._encoders.align(request, begin, end)
         if end > holding.capacity:
             # A prefill takes only unpromised pages, and gets shorter for it; it retracts nobody.
+            if end - holding.capacity > ledger.count_room(holding) * ledger.page_size:
+                self._retraction.trim_decodes()
             end = min(end, holding.capacity + ledger.count_room(holding) * ledger.page_size)
             end = self._encoders.align(request, begin, end)
             if end <= begin:
@@ -325,6 +327,8 @@ class Planner:
             if request is None or (is_whole and request.known_len > budget):
                 break
             verdict = self._admission.admit_next(request)
+            if verdict is Verdict.BLOCKED and self._retraction.trim_decodes():
+                verdict = self._admission.admit_next(request)
             if verdict is Verdict.BLOCKED:
                 self._is_blocked = True
                 break

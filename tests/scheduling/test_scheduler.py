@@ -446,6 +446,21 @@ def test_a_window_group_uses_no_more_pages_than_its_window() -> None:
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decodes_give_up_what_their_windows_passed_where_pages_are_short(depth: int) -> None:
+    """Prompts end within a page, and no output reaches the next one, at which pages behind a window are freed."""
+    layout = make_layout(80, page_size=16, window=4, window_pages=13, max_model_len=64)
+    engine = make_engine(layout, max_step_tokens=64, prefix_cache=False, overlap_depth=depth)
+    for name in "abcd":
+        engine.add(make_ask(name, [*range(49)], 12))
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler._running.decoding))
+    assert most == 4
+    engine.check_outputs()
+
+
 def test_reset_prefix_cache_spares_what_runs() -> None:
     engine = make_engine(make_layout(80))
     engine.add(make_ask("a", [*range(12)], 3))

@@ -58,6 +58,7 @@ class CacheLedger:
         self.policies: list[GroupPolicy] = [
             GROUP_POLICIES.load(group.spec.kind)(group.spec, layout.page_size) for group in layout.groups
         ]
+        self.has_windows = any(not policy.is_chained for policy in self.policies)
         self.accounts = [PageAccounts(group.num_pages, group.soft_pages) for group in layout.groups]
         self.tree = PrefixTree(self.policies, layout.page_size, self.accounts)
         self.promised = [0] * len(self.policies)
@@ -67,6 +68,11 @@ class CacheLedger:
     def keeps_nothing(self) -> bool:
         """Whether no step leaves anything for the next: there are no cache groups."""
         return not self.accounts
+
+    @property
+    def num_loose(self) -> int:
+        """Pages of all groups that are free or evictable."""
+        return sum(account.num_free for account in self.accounts) + sum(self.tree.num_evictable)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
