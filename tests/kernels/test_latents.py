@@ -14,15 +14,17 @@ from headrace.kernels.rowwise.reference import rms_norm
 PAGE = 8
 
 
-def make_slots(kind: str, head_dim: int, device: str, pages: int = 4, dtype: torch.dtype = torch.float32) -> Slots:
+def make_slots(
+    kind: str, head_dim: int, device: str, pages: int = 4, dtype: torch.dtype = torch.float32, per_page: int = PAGE
+) -> Slots:
     """Pages with padding behind, each byte 0xAB."""
     if kind == "plain":
-        return Slots(torch.full((pages, PAGE, head_dim), 7.0, dtype=dtype, device=device))
+        return Slots(torch.full((pages, per_page, head_dim), 7.0, dtype=dtype, device=device))
     value, scale = (head_dim + 64, 8) if kind == "vectors" else (head_dim, 4)
-    raw = torch.full((pages, PAGE * (value + scale) + 64), 0xAB, dtype=torch.uint8, device=device)
+    raw = torch.full((pages, per_page * (value + scale) + 64), 0xAB, dtype=torch.uint8, device=device)
     return Slots(
-        raw[:, : PAGE * value].unflatten(1, (PAGE, value)),
-        raw[:, PAGE * value : PAGE * (value + scale)].unflatten(1, (PAGE, scale)),
+        raw[:, : per_page * value].unflatten(1, (per_page, value)),
+        raw[:, per_page * value : per_page * (value + scale)].unflatten(1, (per_page, scale)),
     )
 
 

@@ -224,6 +224,37 @@ def test_scores(
         assert relative_error(ours[defined], theirs[defined]) < tolerance
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("num_heads", [64, 5])
+def test_scores_of_pairs(
+    num_heads: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Tokens of a prompt two at a time: neighbours of two requests, an odd one, some that need no scores."""
+    pytest.importorskip("triton")
+    from headrace.kernels.sparse_attention import paired_scores
+
+    monkeypatch.setattr(paired_scores, "LEAST_TOKENS", 1)
+    view = make_view(device, [129, 22, 200, 64], [3, 5, 4, 1], 64)
+    generator = torch.Generator().manual_seed(1)
+    keys = make_slots("keys", 128, device, pages=int(view.page_table.max()) + 1, per_page=64, dtype=dtype)
+    every = torch.arange(64, keys.values.shape[0] * 64, device=device)
+    keys.write(every, torch.randn(len(every), 128, generator=generator).to(device, dtype))
+    norm = make_norm(128, 64, device, dtype)
+    q = torch.randn(13, num_heads, 128, generator=generator).to(device, dtype)
+    queries = Queries(q, torch.randint(0, 500, (13,), generator=generator).to(device), norm.cos_sin, 0.0)
+    weights = torch.randn(13, num_heads, generator=generator).to(device)
+    for tokens, programs in ((slice(0, 13), 1), (slice(2, 12), 64)):
+        monkeypatch.setattr(paired_scores, "PROGRAMS", programs)
+        assert paired_scores.takes(keys, 10, num_heads)
+        ours, theirs = (
+            solution(queries, weights, keys, view, scale=0.3, top_k=20, tokens=tokens)
+            for solution in (paired_scores.index_scores, reference.index_scores)
+        )
+        seen = view.visible[tokens]
+        defined = (torch.arange(200, device=device) < seen[:, None]) & (seen > 20)[:, None]
+        assert relative_error(ours[defined], theirs[defined]) < max(3 * tolerance, packing_error(device), 2e-2)
+
+
 def check_selection(select: Any, scores: torch.Tensor, view: EntryView, top_k: int, per_page: int) -> None:
     """The sum of a row's chosen scores is that of topk, no slot is chosen twice, and none that is not visible."""
     chosen = select(scores, view, top_k=top_k, per_page=per_page, tokens=slice(0, len(scores)))

@@ -160,6 +160,12 @@ SELECT_ENTRIES.add(
     "triton_pdl", "headrace.kernels.sparse_attention.indexer:select_entries_pdl",
     supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )
+# Below the others: its values were compared by the interpreter alone, not yet on a device.
+INDEX_SCORES.add(
+    "triton_pairs", "headrace.kernels.sparse_attention.paired_scores:index_scores_pdl",
+    supports=_reason_against_dependent, priority=-1,
+    doc="two tokens of a prompt at a time, queries packed by a kernel of their own; chosen by name alone",
+)
 SELECT_ENTRIES.add(
     "cuda", "headrace.kernels.sparse_attention.selection:select_entries",
     supports=requires(device="cuda", capability=(9, 0)), priority=20,
