@@ -102,6 +102,20 @@ def test_no_hidden_wait_on_the_hot_path():
     )
 
 
+COMPILING = {"compile_source", "find_kernel", "find_kernels"}
+
+
+def test_kernels_are_not_remembered_before_they_are_compiled():
+    """A plain cache would keep what a dry run is given, whose launches do nothing, for all steps to come."""
+    found = [
+        f"{s.name}: {n.name}" for s in sources() for n in s.walk() if isinstance(n, ast.FunctionDef)
+        and {dotted(d.func if isinstance(d, ast.Call) else d).split(".")[-1] for d in n.decorator_list}
+        & {"cache", "lru_cache", "cache_once"}
+        and any(isinstance(c, ast.Call) and dotted(c.func).split(".")[-1].lstrip("_") in COMPILING for c in ast.walk(n))
+    ]
+    assert not found, "use cache_compiled"
+
+
 CAPABILITY_ROOMS = ("scheduling", "execution", "layers", "models", "memory", "service")
 
 

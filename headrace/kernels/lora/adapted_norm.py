@@ -8,11 +8,10 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, compile_source
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, SlotRows
@@ -38,7 +37,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-@cache
+@cache_compiled
 def _find_kernel(ranks: int, columns: int, groups: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
     options = (
