@@ -370,20 +370,22 @@ def _demand(assembly: Assembly) -> CacheDemand:
     return CacheDemand(
         loaded.cache_groups, config.cache.page_size, loaded.max_model_len,
         is_len_fixed=config.model.max_model_len is not None, max_step_tokens=assembly.max_step_tokens,
-        max_rows=assembly.max_rows, host_bytes=_host_bytes(config, assembly.device),
+        max_rows=assembly.max_rows, host_bytes=_host_bytes(config),
     )
 
 
-def _host_bytes(config: EngineConfig, device: torch.device) -> int:
-    """This rank's part of the host memory behind hot slots."""
+def _host_bytes(config: EngineConfig) -> int:
+    """This rank's part of the host memory behind hot slots. What is free is also for prefixes in host memory, whose
+    pages are taken as they are filled, and for other replicas."""
     if not config.cache.hot_slots:
         return 0
-    free = free_bytes(torch.device("cpu"))
-    wanted = int(config.cache.hot_host_gb * 2**30) or int(free * FREE_SHARE)
+    taken = config.cache.host_bytes
+    free = max(0, free_bytes(torch.device("cpu")) - taken)
+    wanted = int(config.cache.hot_host_gb * 2**30) or int(free * FREE_SHARE) // config.parallel.data_parallel_size
     if wanted > free:
+        beside = f" beside {taken / 2**30:.1f} GiB of host_cache_gb" if taken else ""
         raise ConfigError(
             f"hot_host_gb {config.cache.hot_host_gb:g} is more than the {free / 2**30:.1f} GiB of host memory that are "
-            "free: lower it", param="hot_host_gb"
+            f"free{beside}: lower it", param="hot_host_gb"
         )
     return wanted // config.parallel.num_ranks
-

@@ -19,6 +19,7 @@ from headrace.base.parallel import ParallelConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
 from headrace.execution import device as device_module
+from headrace.execution import executor as executor_module
 from headrace.execution import warmup
 from headrace.execution.device import resolve_device, resolve_dtype, resolve_dtypes, set_threads
 from headrace.execution.executor import build_executor
@@ -48,6 +49,25 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
     return engine_config(**{"model": str(folder), "load_format": "dummy", "device": "cpu", "kv_pages": 40, **options})
+
+
+@pytest.mark.parametrize(("options", "gib"), [
+    ({}, 32), ({"hot_host_gb": 50.0}, 50), ({"tensor_parallel_size": 2}, 16), ({"host_cache_gb": 40.0}, 12),
+    ({"data_parallel_size": 2}, 16), ({"data_parallel_size": 2, "tensor_parallel_size": 2}, 8),
+], ids=str)
+def test_host_memory_behind_hot_slots_leaves_room_for_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], gib: int
+):
+    monkeypatch.setattr(executor_module, "free_bytes", lambda _: 64 * 2**30)
+    assert executor_module._host_bytes(config_of(folder, hot_slots=16, **options)) == gib * 2**30
+
+
+def test_host_memory_behind_hot_slots_beside_that_of_prefixes(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor_module, "free_bytes", lambda _: 64 * 2**30)
+    config = config_of(folder, hot_slots=16, hot_host_gb=30.0, host_cache_gb=40.0)
+    with pytest.raises(ConfigError, match=r"the 24\.0 GiB .* beside 40\.0 GiB of host_cache_gb") as caught:
+        executor_module._host_bytes(config)
+    assert caught.value.param == "hot_host_gb"
 
 
 def test_experts_are_not_divided_where_there_are_none(folder: Path):
