@@ -140,12 +140,17 @@ def torch_arithmetic(values):
     return (values.astype(np.float32) - mean) / std
 
 
+def refuse(values):
+    raise RuntimeError("as torch's functions do")
+
+
 def test_pixels_travel_as_bytes_only_where_a_table_gives_the_same_values():
     assert PixelBytes.find(Processor(torch_arithmetic)) is not None
     assert PixelBytes.find(Processor(lambda values: torch_arithmetic(values) * np.float32(1.0001))) is None
     assert PixelBytes.find(Processor(lambda values: np.pad(torch_arithmetic(values), ((0, 0), (0, 9), (0, 0))))) is None
     assert PixelBytes.find(Processor(torch_arithmetic, image_std=None)) is None
     assert PixelBytes.find(Processor(torch_arithmetic, do_rescale=False, do_normalize=False)) is None
+    assert PixelBytes.find(Processor(refuse)) is None
     assert to_bytes(np.array([1.0, 2.5], np.float32)) is None and to_bytes(np.array([1.0, 255.0])).tolist() == [1, 255]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import Conflict, HeadraceError
 from headrace.base.messages import EngineStats, ErrorInfo, ModelFacts
 from headrace.base.step import TokenLogprobs
 
@@ -74,6 +74,14 @@ def first_error(output: GenerationOutput) -> HeadraceError | None:
     """The typed error that ended one of the choices, if one did."""
     errors = [c.error for c in output.outputs if c.error is not None]
     return errors[0].to_error() if errors else None
+
+
+def pooled_of(output: GenerationOutput) -> bytes:
+    """The packed result of a pooling request. Raises `Conflict` for one that was aborted, which has none."""
+    packed = output.outputs[0].pooled
+    if packed is None:
+        raise Conflict("the request was aborted before its result was computed; send it again")
+    return packed
 
 
 class Collector:

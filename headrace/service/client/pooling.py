@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.base.errors import RequestError
+from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
 from headrace.service.client.media import MediaPrompt
@@ -69,6 +69,15 @@ class PoolingEncoder:
                 )
             return PoolingInput(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
         return PoolingInput(list(text[: self.limit]))
+
+    def take(self, prompt: MediaPrompt) -> PoolingInput:
+        """A prompt with media as it is; raises `UnsupportedFeature` for one that would have to be truncated."""
+        if self.limit is not None and len(prompt) > self.limit:
+            raise UnsupportedFeature(
+                f"a prompt with media cannot be truncated: this one has {len(prompt)} tokens, more than {self.limit}; "
+                "leave truncate_prompt_tokens out, or shorten the text", param="truncate_prompt_tokens",
+            )
+        return PoolingInput(prompt)
 
     def encode_pair(self, first: str, second: str) -> PoolingInput:
         """Two texts as one, with the tokens between them that the model expects."""

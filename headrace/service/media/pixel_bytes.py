@@ -43,7 +43,7 @@ class PixelBytes:
             for levels in _find_candidates(settings):
                 if all(_is_table(levels, made, raw) for made, raw in tried):
                     return cls(levels)
-        except (ValueError, TypeError, KeyError, ArithmeticError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError, IndexError, AttributeError, RuntimeError) as error:
             logger.info("pixels travel as floats: %s", error)
             return None
         logger.info("pixels travel as floats: %s makes them otherwise than from bytes", type(processor).__name__)

@@ -26,7 +26,7 @@ from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job
 from headrace.service.client.local import LocalClient
 from headrace.service.client.media import MediaPrompt, place_items
-from headrace.service.client.outputs import Collector, GenerationOutput, first_error
+from headrace.service.client.outputs import Collector, GenerationOutput, first_error, pooled_of
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
 from headrace.service.client.prompts import RequestTags, require_tokenizer
 from headrace.service.client.replicated import ReplicatedClient
@@ -255,7 +255,7 @@ class LLM:
         return place_items(prompt.plain, items, self.tokenizer, self.facts, add_special_tokens=add_special_tokens)
 
     def _encode(self, encoder: PoolingEncoder, prompt: Plain) -> PoolingInput:
-        return PoolingInput(self._place(prompt)) if isinstance(prompt, WithMedia) else encoder.encode(prompt)
+        return encoder.take(self._place(prompt)) if isinstance(prompt, WithMedia) else encoder.encode(prompt)
 
     def _read(self, inputs: list[PoolingInput], progress: bool, lora_request: LoRARequests) -> list[bytes]:
         adapters = self.adapters.choose(lora_request, len(inputs))
@@ -263,7 +263,7 @@ class LLM:
             self._client.prepare(item.token_ids, item.spec, adapter=adapter)
             for item, adapter in zip(inputs, adapters, strict=True)
         )
-        return [output.outputs[0].pooled or b"" for output in self._run(jobs, len(inputs), progress, "raise")]
+        return [pooled_of(output) for output in self._run(jobs, len(inputs), progress, "raise")]
 
     def _run(self, jobs: Iterable[Job], num_jobs: int, progress: bool, errors: str) -> list[GenerationOutput]:
         if errors not in ("raise", "return"):

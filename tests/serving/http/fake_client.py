@@ -302,10 +302,14 @@ class FakeClient:
         return stream
 
     def _read(self, ids: list[int], spec: PoolingSpec, request_id: str, namespace: str, priority: int) -> RequestStream:
-        """The result is there at once: a fixed function of the ids, as wide as the facts say."""
+        """The result is there at once: a fixed function of the ids, as wide as the facts say. A text with ``ABORT`` is
+        aborted before it."""
         (request,), assembler = open_request(request_id, ids, spec, facts=self.facts, tokenizer=None)
         self.submitted.append((request_id, request.pooling, namespace, priority))
         stream = RequestStream(request_id, [request], assembler, self._abort)
+        if b"ABORT" in bytes(i for i in ids if i < 256):
+            stream.feed(RequestOutput(request_id, [], Finish("abort")))
+            return stream
         stream.feed(
             RequestOutput(
                 request_id, [], Finish("stop"),

@@ -303,6 +303,14 @@ async def test_conversations_with_images_are_embedded_in_the_chat_template():
     assert text_of(client.prompts[-1]) == "user: aIII\n" and seen(client)[0][2] == [(7, 3)]
 
 
+async def test_a_conversation_with_images_is_not_cut_through_them():
+    messages = [user(text("a"), image(CAT))]
+    answer, client = await embed(messages, media=FACTS, truncate_prompt_tokens=5)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "truncate_prompt_tokens"
+    answer, client = await embed(messages, media=FACTS, truncate_prompt_tokens=-1)
+    assert answer.status_code == 200 and len(client.prompts) == 1
+
+
 @pytest.mark.parametrize("fields", [{}, {"input": "a", "messages": [user(text("a"))]}])
 async def test_embeddings_are_of_input_or_messages(http, fields):
     client = FakeClient(pooling=PoolingFacts("embed", 4))

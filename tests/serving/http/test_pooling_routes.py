@@ -56,6 +56,15 @@ async def test_inputs_in_all_their_shapes(given, expected: list[list[int]]):
     assert all(spec == PoolingSpec(needs_all_tokens=True) for _, spec, _, _ in client.submitted)
 
 
+@pytest.mark.parametrize("path, pooling, body", [
+    ("/v1/embeddings", EMBED, {"input": ["one", "ABORT"]}),
+    ("/v1/score", CROSS, {"text_1": "ABORT", "text_2": "b"}), ("/v1/classify", CLASSES, {"input": "ABORT"}),
+])
+async def test_an_aborted_text_has_no_empty_result(path: str, pooling: PoolingFacts, body: dict):
+    status, answer, _ = await post(pooling, path, body)
+    assert status == 409 and "aborted" in answer["error"]["message"]
+
+
 async def test_shorter_embeddings_in_both_encodings():
     full = fake_result(ids_of("x"), 6)
     length = math.hypot(*full[:2])

@@ -16,6 +16,7 @@ from headrace.base.errors import RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import PoolingFacts, PoolingKind
 from headrace.service.client.media import place_items
+from headrace.service.client.outputs import pooled_of
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput
 from headrace.serving.http.generation.context import compute, context_of
 from headrace.serving.http.generation.media import media_of, prepare_media, template_content
@@ -115,7 +116,7 @@ async def read_messages(
         if facts.media is not None and facts.media.is_alone:
             texts = [text for content in contents for text in _texts_of(content) if text]
             if items or len(texts) != 1:
-                return PoolingInput(place_items("".join(texts), items, None, facts, param="messages"))
+                return encoder.take(place_items("".join(texts), items, None, facts, param="messages"))
             return encoder.encode(texts[0], add_special_tokens=body.add_special_tokens is not False)
         tokenizer = context.tokenizer()
         if not tokenizer.has_chat_template:
@@ -130,7 +131,7 @@ async def read_messages(
         has_special = bool(body.add_special_tokens)
         if not items:
             return encoder.encode(text, add_special_tokens=has_special)
-        return PoolingInput(
+        return encoder.take(
             place_items(text, items, tokenizer, facts, add_special_tokens=has_special, param="messages")
         )
 
@@ -157,4 +158,4 @@ async def run_pooling(
         request_id=request_id, prompts=[text.token_ids for text in texts], params=[text.spec for text in texts],
         namespace=fields.cache_salt or "", priority=fields.priority or 0, adapter=adapter,
     ))
-    return PooledOutputs(request_id, [output.outputs[0].pooled or b"" for output in outputs], generation)
+    return PooledOutputs(request_id, [pooled_of(output) for output in outputs], generation)

@@ -19,6 +19,7 @@ from headrace.base.pooling import Alignment, PoolingSpec
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.media import MediaPrompt
+from headrace.service.client.outputs import pooled_of
 from headrace.service.media.wire import PreparedItem
 from headrace.service.tokenization import Tokenizer
 from headrace.serving.http.generation.context import AppContext
@@ -263,7 +264,7 @@ class Transcriber:
 
     async def _align(self, item: MediaItem, ids: list[int], spec: PoolingSpec) -> bytes:
         _, outputs = await collect_generation(self.request, self._request(item, ids, spec))
-        return outputs[0].outputs[0].pooled or b""
+        return pooled_of(outputs[0])
 
     def _prompt(self) -> list[int]:
         marks, ids = self._marks, list[int]()
