@@ -30,7 +30,7 @@ from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, UnusedBackend
 from headrace.layers.build import Build
 from headrace.layers.self_attention import AttentionLayer
-from headrace.memory.plan import CachePlan, free_bytes
+from headrace.memory.plan import CachePlan, check_host, free_bytes
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -146,7 +146,8 @@ class Assembly:
 
     def build_runner(self, layout: CacheLayout) -> Runner:
         """Pools, page tables, rows and sampler over the model; raises `ConfigError` when the pools do not fit the
-        device."""
+        device, or the host."""
+        check_host(layout.groups, layout.page_size)
         try:
             runner = Runner(
                 self.loaded.model, layout, self.backends, num_layers=self.loaded.num_layers,

@@ -154,6 +154,17 @@ def _check_hosted(demand: CacheDemand, budget: int, least: int) -> None:
         )
 
 
+def check_host(groups: list[CacheGroup], page_size: int) -> None:
+    """Raise `ConfigError` unless the host has room now for what of the groups is in its memory: it may have gone to
+    others since the plan, and taking more than there is ends the process."""
+    wanted = sum(hosted_page_bytes(g.spec, page_size) * len(g.layers) * g.num_pages for g in groups if g.spec.hot_slots)
+    if wanted and wanted > (free := free_bytes(torch.device("cpu"))):
+        raise ConfigError(
+            f"pages behind hot slots take {_mib(wanted)} MiB of host memory, and {_mib(free)} MiB are free: free some, "
+            "or start with a lower hot_host_gb", param="hot_host_gb"
+        )
+
+
 def _device_page_bytes(group: CacheGroup, page_size: int) -> int:
     """Bytes of the device that a page takes in all layers of a group."""
     on_host = hosted_page_bytes(group.spec, page_size) * len(group.layers) if group.spec.hot_slots else 0

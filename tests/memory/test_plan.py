@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from headrace.base.cache import CACHE_POLICIES, CacheGroup, CacheSpec, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.errors import ConfigError
+from headrace.memory import plan as plan_module
 from headrace.memory.plan import (
     CPU_KV_LIMIT,
     CPU_SOFT_LIMIT,
     CacheDemand,
+    check_host,
     kv_budget,
     memory_lines,
     plan_cache,
@@ -167,6 +169,18 @@ def test_what_hot_slots_take_is_planned():
         plan_cache(replace(wanted, host_bytes=page), CacheConfig(), 2**40)
     with pytest.raises(ConfigError, match="41 pages take"):
         plan_cache(wanted, CacheConfig(kv_pages=41), 2**40)
+
+
+def test_host_memory_that_others_have_taken_since_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    spec = CacheSpec("mla", 1, 64, 48, "float16", hot_slots=7)
+    hosted, other = CacheGroup(spec, [0, 1], 40), CacheGroup(FULL, [0, 1], 40)
+    needed = 40 * group_page_bytes(hosted, 16)
+    monkeypatch.setattr(plan_module, "free_bytes", lambda _: needed)
+    check_host([hosted, other], 16)
+    monkeypatch.setattr(plan_module, "free_bytes", lambda _: needed - 1)
+    with pytest.raises(ConfigError, match="free some"):
+        check_host([hosted, other], 16)
+    check_host([other], 16)
 
 
 def test_memory_lines_add_up_and_skip_what_is_empty():
