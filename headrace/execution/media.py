@@ -50,7 +50,6 @@ class MediaState:
         self._outputs: dict[int, torch.Tensor] = {}
         self._positions: dict[int, np.ndarray] = {}  # by row, [3, prompt_len + 1], of rows with media
         self._places: dict[int, list[MediaPlace]] = {}
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._static: StaticMedia | None = None
         self.offsets: torch.Tensor | None = None
         if self._rope_length:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.base.pooling import unpack_floats
-
 SECONDS_PER_POSITION = 0.02
 WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 """Languages whose words are not told apart by spaces: every character is one."""
@@ -34,7 +32,7 @@ def find_times(packed: bytes, num_tokens: int) -> list[float]:
     for a long window."""
     import numpy as np
 
-    matrix = -np.array(unpack_floats(packed), dtype=np.float64).reshape(num_tokens, -1)
+    matrix = -np.frombuffer(packed, dtype="<f4").astype(np.float64).reshape(num_tokens, -1)
     rows, columns = matrix.shape
     cost = np.full((rows + 1, columns + 1), np.inf, dtype=np.float32)
     step = np.zeros((rows + 1, columns + 1), dtype=np.int8)  # from where: 0 both, 1 the token before, 2 the position
