@@ -121,6 +121,12 @@ class HotPool(Pool):
         """The pool that stores what is in host memory, hot or staged, and its spec."""
         return POOLS.load(spec.kind), msgspec.structs.replace(spec, hot_slots=0)
 
+    @classmethod
+    def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:
+        """See `Pool`."""
+        base, plain = cls.base(spec)
+        return base.reason_against(plain, device)
+
     @staticmethod
     def page_bytes(spec: CacheSpec, page_size: int) -> int:
         """Bytes of one page of one layer."""

@@ -89,6 +89,13 @@ def test_hot_slots_change_no_token(served: Served):
     assert sum(o.num_cached_tokens for o in outputs) > 0 < counts.loaded_entries_total < counts.wanted_entries_total
 
 
+@pytest.mark.parametrize("options", [{}, {"hot_slots": 16}], ids=str)
+def test_latents_are_not_rounded_to_8_bits(served: Served, options: dict[str, Any]):
+    with pytest.raises(ConfigError, match="plain keys and values") as caught:
+        LLM(str(served[0]), **BASE, device="cpu", kv_dtype="float8_e4m3fn", **options)
+    assert caught.value.param == "kv_dtype"
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, {"hot_slots": 16}], ids=str)
 def test_a_gpu_says_the_same(served: Served, options: dict[str, Any]):
