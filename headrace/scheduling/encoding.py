@@ -109,7 +109,7 @@ class EncoderAccount:
         pinned = self._pinned.setdefault(request, {})
         for index, item in enumerate(request.media):
             place = item.place
-            if place.offset >= end or place.end <= begin:
+            if not _is_covered(place, begin, end):
                 continue
             output = pinned.get(index)
             if output is None:
@@ -181,4 +181,11 @@ def _key(request: Request, place: MediaPlace) -> Key:
 
 def _places(request: Request, begin: int, end: int) -> Iterator[MediaPlace]:
     """Those that a chunk covers a part of."""
-    return (item.place for item in request.media if item.place.offset < end and item.place.end > begin)
+    return (item.place for item in request.media if _is_covered(item.place, begin, end))
+
+
+def _is_covered(place: MediaPlace, begin: int, end: int) -> bool:
+    """Whether a chunk has placeholders of an item; between the moments of a video it may have text alone."""
+    if place.offset >= end or place.end <= begin:
+        return False
+    return any(offset < end and offset + count > begin for offset, count in place.runs)

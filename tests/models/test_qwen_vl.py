@@ -151,6 +151,17 @@ def test_video(served: Any):
     engine.close()
 
 
+def test_chunks_of_nothing_but_text_between_moments(tmp_path: Path):
+    model, grid = make_qwen3(tmp_path), (3, 4, 6)
+    runs = [[*range(20, 40), START_ID, *[VIDEO_ID] * 6, END_ID] for _ in range(grid[0])]
+    prompt = Prompt().text(3).add(
+        "video", pixels(grid, 7), 18, grid=grid, token=VIDEO_ID, name="pixel_values_videos", runs=runs
+    ).text(5)
+    engine = start_engine(tmp_path, max_step_tokens=8)
+    compare(run(engine, [prompt])[0], expect(model, prompt))
+    engine.close()
+
+
 def test_hits_are_of_the_same_image_only(served: Any):
     model, folder = served
     first, other = (add_image(Prompt().text(3), (1, 8, 8), seed).text(4, 5, 6, 7, 8) for seed in (0, 1))
