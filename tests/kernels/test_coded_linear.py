@@ -279,6 +279,22 @@ class Clock:
         return self.plain if calls[0].func is torch.nn.functional.linear else 1.0
 
 
+def test_copies_that_do_not_all_fit_leave_their_memory_to_what_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kept: list[torch.Tensor] = []
+
+    def copy(weight: torch.Tensor, most: int) -> torch.Tensor:
+        if len(kept) == most:
+            raise torch.OutOfMemoryError
+        kept.append(weight)
+        return weight
+
+    weight = torch.zeros(4)
+    assert len(choice._repeat(weight, 16, lambda own: copy(own, 99))) == choice.MOST_COPIES
+    kept.clear()
+    assert len(choice._repeat(weight, 16, lambda own: copy(own, 2))) == 1 and len(kept) == 2
+
+
 def test_choices_are_measured_once_per_shape_and_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     weight, _ = make("int4-32", 40, 96)

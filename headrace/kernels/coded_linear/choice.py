@@ -238,12 +238,13 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
 
 
 def _repeat(weight: T, num_bytes: int, copy: Callable[[T], T]) -> list[T]:
-    """A weight on a GPU and copies of it, too large together for the GPU's cache, as far as there is memory."""
-    weights = [weight]
-    with suppress(torch.OutOfMemoryError):
-        while torch.cuda.is_available() and len(weights) < min(MOST_COPIES, max(2, CHAIN_BYTES // max(1, num_bytes))):
-            weights.append(copy(weight))
-    return weights
+    """A weight on a GPU and copies of it, too large together for the GPU's cache; none where memory does not hold all
+    of them, as the rest of it is needed for what is measured."""
+    count = min(MOST_COPIES, max(2, CHAIN_BYTES // max(1, num_bytes))) if torch.cuda.is_available() else 1
+    try:
+        return [weight, *(copy(weight) for _ in range(count - 1))]
+    except torch.OutOfMemoryError:
+        return [weight]
 
 
 def _compare(out: torch.Tensor, expected: torch.Tensor) -> None:
