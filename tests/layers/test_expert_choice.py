@@ -83,3 +83,18 @@ def test_experts_whose_kernels_do_not_run_are_dequantised(
     keep_faster_experts(layer, lambda call: 1.0)
     assert layer.experts.gate_up.stored is None and "no kernel image" in caplog.text
     assert not (tmp_path / "coded_experts.json").exists(), "what does not run now is tried at the next start"
+
+
+def test_what_did_not_fit_is_measured_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another GPU of the kind, or the same one by itself, may have the memory."""
+    def run_out(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    layer = build_coded()
+    with monkeypatch.context() as patched:
+        patched.setattr(layer.experts.gate_up, "unpack", run_out)
+        keep_faster_experts(layer, lambda call: 1.0)
+    assert plain_weight(layer.experts.gate_up) is None and not (tmp_path / "coded_experts.json").exists()
+    keep_faster_experts(layer, lambda call: 1.0)
+    assert layer.experts.gate_up.stored is None

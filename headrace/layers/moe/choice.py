@@ -6,6 +6,7 @@ X experts, D hidden size, F expert intermediate size, T tokens.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -44,8 +45,9 @@ def keep_faster_experts(model: nn.Module, time: Callable[[Callable[[], Any]], fl
         key = _describe(module)
         if key not in gains:
             known = measured.find(key)
-            gains[key] = known if isinstance(known, float) else _measure(module, key, time or time_on_gpu)
-            if gains[key] > 0.0:  # what did not run may run at the next start
+            is_known = isinstance(known, float) and known < math.inf
+            gains[key] = known if is_known else _measure(module, key, time or time_on_gpu)
+            if 0.0 < gains[key] < math.inf:  # what did not run, or did not fit, may do so at the next start
                 measured.put(key, gains[key])
             logger.info(
                 "experts of %s: %s (%.2f times as fast as plain for few tokens)", key.partition(": ")[2],
@@ -117,7 +119,7 @@ def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], flo
             down=(down.unpack(dtype), down.own_bias), gate=module.gate
         )
     except torch.OutOfMemoryError:
-        return float("inf")
+        return math.inf
     steps = [_draw_step(module, num_tokens, device, dtype) for num_tokens in TOKENS]
 
     def run() -> None:
