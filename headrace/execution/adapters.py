@@ -129,9 +129,11 @@ class AdapterStore:
             return
         # steps that are in flight may still read what is replaced, for rows that have ended
         self._side.wait_event(self._begun)
-        with torch.cuda.stream(self._side):
-            banks.load(slot, adapter)
-        self._copied = self._side.record_event()
+        try:
+            with torch.cuda.stream(self._side):
+                banks.load(slot, adapter)
+        finally:  # what failed half-way is overwritten, too, behind what it copied
+            self._copied = self._side.record_event()
 
     def begin_step(self, *, has_loads: bool) -> None:
         """Let the step, and what follows, wait for what was copied beside others; ``has_loads``: more will be."""

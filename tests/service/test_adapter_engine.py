@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -376,6 +378,30 @@ def test_an_adapter_is_loaded_behind_the_launch_of_a_step_of_others(rig: Rig, mo
     drain(engine, answers)
     assert len(answers["own"].token_ids) == 2
     assert "load" not in order and order[order.index("beside") - 1] == "launch"
+    engine.close()
+
+
+def test_steps_wait_for_what_a_failed_load_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """The slot is emptied next: nothing may still be written to it by another stream."""
+    engine = make_engine_of_one(rig, "half")
+    store, number = engine.executor.adapters, engine.adapters._by_name["half"].number
+    waits: list[Any] = []
+    stream = SimpleNamespace(wait_event=waits.append, record_event=lambda: "copied")
+    monkeypatch.setattr(store, "_side", stream)
+    monkeypatch.setattr(store, "_begun", SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def fail(slot: int, adapter: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._own_banks, "load", fail)
+        with pytest.raises(RuntimeError):
+            store.load_beside(0, number)
+    waits.clear()
+    store.begin_step(has_loads=False)
+    assert waits == ["copied"]
     engine.close()
 
 
