@@ -311,6 +311,20 @@ def test_choices_are_measured_once_per_shape_and_machine(tmp_path: Path, caplog:
     assert clock.calls == 4 * len(ROWS)
 
 
+def test_where_memory_is_short_codes_are_kept_and_measured_at_the_next_start(tmp_path: Path):
+    weight, _ = make("int4-32", 40, 96)
+    clock, path = Clock(plain=0.5), tmp_path / "choices.json"
+
+    def fail(calls: list[Any]) -> float:
+        raise torch.OutOfMemoryError
+
+    choice = CodedChoice(path, fail)
+    plan = choice.choose(weight, torch.float32, (0, 0))
+    assert plan is not None and plan.find(1) == plan.find(5000) == "reference"
+    choice.save()
+    assert CodedChoice(path, clock).choose(weight, torch.float32, (0, 0)) is None and clock.calls
+
+
 def test_shapes_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Once for all that `choose` measures later, and not again by it."""
     compiled: list[str] = []

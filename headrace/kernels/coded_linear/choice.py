@@ -167,13 +167,23 @@ class CodedChoice:
         if plan is None:
             others = self._shapes - {(weight.out_features, weight.in_features)}
             self.prepare([weight, *(weight.resize(*shape) for shape in sorted(others))], dtype, capability)
-            plan = make_plan(measure(weight, query, self._time))
-            assert self._file is not None, "it was searched"
-            self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
+            plan = self._measure(key, weight, query)
         if key not in self._told:
             self._told.add(key)
             logger.info("%s", describe_plan(weight, plan))
         return plan if plan.gain > 1.0 else None
+
+    def _measure(self, key: str, weight: DeviceCodes, query: KernelQuery) -> Plan:
+        """A new plan. Where memory is short, the first solutions that serve, until a later start can measure: plain
+        weights would take more of it."""
+        try:
+            plan = make_plan(measure(weight, query, self._time))
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory to measure products with codes, which are kept: %s", error)
+            return make_plan({rows: {find_solutions(query, rows)[0]: 1.0} for rows in ROWS})
+        assert self._file is not None, "it was searched"
+        self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
+        return plan
 
     def save(self) -> None:
         """Write new measurements to the cache file."""
@@ -209,7 +219,8 @@ def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
 @torch.no_grad()
 def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
     """The times of all solutions for `ROWS`, which were compiled, so for every number of rows that they serve.
-    Solutions that fail or give other numbers than the plain weight are left out, with a warning."""
+    Solutions that fail or give other numbers than the plain weight are left out, with a warning; raises
+    `torch.OutOfMemoryError`."""
     dtype, device = getattr(torch, query.dtype), weight.codes.device
     plain, times, faults = dequantise(weight, dtype), Times(), find_faults()
     weights, plains = _repeat(weight, weight.num_bytes, DeviceCodes.copy), _repeat(plain, plain.nbytes, torch.clone)
@@ -230,6 +241,8 @@ def measure(weight: DeviceCodes, query: KernelQuery, time: Timer) -> Times:
                 for out, wanted in _call_rows(name, x, weight, expected):
                     _compare(out, wanted)
                 found[name] = time([partial(multiply, x, own, None) for own in weights[:copies]])
+            except torch.OutOfMemoryError:
+                raise  # a `RuntimeError`, but of this moment and not of the solution
             except faults as error:  # this torch, driver or device lacks it, or has too little shared memory
                 left_out.add(name)
                 logger.warning("coded product %s is left out from %d rows on: %s", name, rows, error)
