@@ -254,7 +254,8 @@ class Transcriber:
             begin += len(segment.token_ids)
             if own:
                 ends = [times[i] for i in own] + [times[own[-1] + 1]]
-                words = find_words([ids[i] for i in own], ends, self._decode, self.language)
+                own_ids = [ids[i] for i in own]
+                words = await asyncio.to_thread(find_words, own_ids, ends, self._decode, self.language)
                 offset = segment.seek / FRAMES_PER_SECOND
                 segment = replace(segment, words=tuple(
                     Word(word.text, round(offset + word.start, 2), round(offset + word.end, 2)) for word in words
