@@ -48,7 +48,13 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
     Returns what the largest steps take; a run without launches allocates the same and measures it as well."""
     measured: list[StepBytes] = []
     config, loaded = assembly.config, assembly.loaded
-    about = (config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype))
+    # what decides which kernels run: weights' and drafters' shapes, and what layers do beside
+    about = (
+        config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype),
+        config.speculation.options, config.adapters.enable_lora, config.adapters.max_lora_rank,
+        config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
+        config.parallel.enable_expert_parallel,
+    )
     precompile(
         lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device
     )

@@ -55,6 +55,18 @@ def test_the_largest_step_runs_once(is_known: bool, tmp_path: Path, monkeypatch:
     executor.close()
 
 
+def test_a_start_with_adapters_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its kernels are others than those of a start without, which was compiled for."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked: set[str] = set()
+    monkeypatch.setattr(warmup, "precompile", lambda run, about, device: asked.add(about))
+    for options in ({}, {"enable_lora": True}, {"enable_lora": True, "max_lora_rank": 64}):
+        build_executor(engine_config(
+            model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16, **options
+        )).close()
+    assert len(asked) == 3
+
+
 def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The runner that comes next binds its own."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
