@@ -154,14 +154,15 @@ class SwapCounts:
     """Copies of the pools' ``counts`` on the host, as of a few steps ago."""
 
     def __init__(self, pools: list[Pool], device: torch.device):
-        self._counts = [pool.counts for pool in pools if pool.counts is not None]
-        self._copies = torch.zeros((len(self._counts), 2), dtype=torch.int64)
-        if device.type == "cuda" and self._counts:
+        counts = [pool.counts for pool in pools if pool.counts is not None]
+        self._copies = torch.zeros((len(counts), 2), dtype=torch.int64)
+        if device.type == "cuda" and counts:
             self._copies = self._copies.pin_memory()
+        self._pairs = list(zip(self._copies.unbind(), counts, strict=True)) if counts else []
 
     def fetch(self) -> None:
         """Copy them behind the step that was launched, without waiting for it."""
-        for copy, count in zip(self._copies, self._counts, strict=True):
+        for copy, count in self._pairs:
             copy.copy_(count, non_blocking=True)
 
     @property
