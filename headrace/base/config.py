@@ -142,7 +142,7 @@ class CacheConfig(Section):
     )
     disk_cache_gb: float = option(16.0, "size of that folder in GiB; the least recently used files go first", low=0.001)
     remote_cache: str | None = option(
-        None, "plug-in that stores prefixes behind host memory and disk", metavar="NAME"
+        None, "store of prefixes behind host memory and disk: mooncake, or a plug-in's", metavar="NAME"
     )
     remote_cache_config: str | None = option(None, "JSON object for that store", metavar="JSON")
     kv_events_config: str | None = option(
@@ -195,7 +195,9 @@ class CacheConfig(Section):
         """The remote store's own."""
         if self.remote_cache_config is None:
             return {}
-        return read_object(self.remote_cache_config, "remote_cache_config", example='{"address": "host:50051"}')
+        return read_object(
+            self.remote_cache_config, "remote_cache_config", example='{"master_server_address": "host:50051"}'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

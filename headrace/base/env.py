@@ -122,6 +122,11 @@ def use_interface(name: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
+def quieten_mooncake() -> None:
+    """Leave only warnings of Mooncake's library in the log, unless the user says otherwise; before it is imported."""
+    os.environ.setdefault("GLOG_minloglevel", "1")
+
+
 def find_groups(controller: str) -> list[Path]:
     """Cgroup folders (v1 or v2) that may hold a limit of a controller (``cpu``, ``memory``) for this process, innermost
     first; inside a container the outermost is the container's own. Some may not exist."""

@@ -13,7 +13,7 @@ from itertools import combinations
 import msgspec
 
 from headrace.base.errors import HeadraceError
-from headrace.service.spawn import module_environment
+from headrace.base.spawn import module_environment
 
 MEASURER = "headrace.service.gpu_measuring"
 TIMEOUT_S = 300.0

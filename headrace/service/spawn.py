@@ -1,7 +1,7 @@
 """`spawn_engine`: starts an engine process, which imports what it needs and waits for its configuration.
-`spawn_process`, `start_process`: the same for any module of Headrace.
 
-Imports only the standard library and base/env: a command calls this first, and both processes then import in parallel.
+Imports only the standard library and base/spawn: a command calls this first, and both processes then import in
+parallel.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from headrace.base import env
+from headrace.base.spawn import spawn_process
 
 ENGINE_MODULE = "headrace.service.process"
 ENGINE_BUILDER = "headrace.service.ranks.starting:build_ranked_engine"
@@ -26,8 +23,6 @@ END_SIGNAL = signal.SIGUSR1
 """The signal that ends an engine process. Not SIGTERM: service managers send that to all processes of a server at once,
 and only the parent knows how long running requests may still take."""
 NUM_SPARE = 8
-BUFFER_BYTES = 4 << 20
-"""Socket buffer for each direction; the system may grant less."""
 
 
 @dataclass(frozen=True)
@@ -71,36 +66,3 @@ def spawn_engine(builder: str = ENGINE_BUILDER, board: tuple[int, ...] = ()) -> 
     socket is closed. Raises `OSError` as `spawn_process` does."""
     arguments = ["--imports", ENGINE_IMPORTS] if builder == ENGINE_BUILDER else []
     return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder, *arguments], board), board)
-
-
-def spawn_process(
-    module: str, arguments: Sequence[str], descriptors: Sequence[int] = ()
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """`start_process` with a new socket pair; returns the process and our end. Raises `OSError` too when the system has
-    no file descriptor for it."""
-    with contextlib.ExitStack() as undo:
-        ours, its = socket.socketpair()
-        undo.enter_context(ours)
-        with its:  # our copy of its end must be closed, or the end of the process would not be seen
-            for end in (ours, its):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            process = start_process(module, arguments, its, descriptors)
-        undo.pop_all()  # open from here on
-        return process, ours
-
-
-def start_process(
-    module: str, arguments: Sequence[str], line: socket.socket, descriptors: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Run a module of Headrace in a process whose standard input is ``line``, which the caller closes. It gets this
-    process's ``sys.path``, with ``-P`` so that the working directory is not added, and inherits ``descriptors``. Raises
-    `OSError` when the system has no process or memory for it."""
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    return subprocess.Popen(command, stdin=line.fileno(), env=module_environment(), pass_fds=tuple(descriptors))
-
-
-def module_environment() -> dict[str, str]:
-    """The environment of a process of Headrace that will import torch: it finds modules where this process does."""
-    return env.worker_environment() | {
-        "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
-    }

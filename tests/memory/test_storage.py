@@ -305,6 +305,7 @@ def test_a_store_that_raises_has_failed():
 
 def test_a_store_that_hangs_touches_nothing_when_it_wakes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane, "GET_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lane, "PAUSE_S", 0.1)
     store = MemoryStore()
     setup = Setup(store)
     setup.move("host", "storage", [1], "a")
@@ -321,16 +322,53 @@ def test_a_store_that_hangs_touches_nothing_when_it_wakes(monkeypatch: pytest.Mo
 
 def test_with_all_threads_stuck_moves_fail_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane, "EXISTS_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(lane, "PAUSE_S", 0.0)
     store = MemoryStore()
     setup = Setup(store)
     store.gate.clear()
-    for _ in range(lane.NUM_THREADS):
+    for _ in range(lane.NUM_READERS):
         assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
     began = time.monotonic()
     for _ in range(20):
         assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
     assert time.monotonic() - began < 0.3
     store.gate.set()
+    setup.mover.close()
+
+
+def test_a_store_that_was_too_slow_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lane, "EXISTS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lane, "PAUSE_S", 1.0)
+    fast, slow = MemoryStore(), MemoryStore()
+    setup = Setup(fast, slow)
+    setup.move("host", "storage", [1], "a")
+    slow.gate.clear()
+    assert setup.move("storage", "", [], "b") == [Arrival(1, [0])], "asked, and late"
+    began = time.monotonic()
+    for _ in range(20):
+        assert setup.move("storage", "", [], "ab") == [Arrival(1, [1])], "the other store answers"
+    assert time.monotonic() - began < 0.2
+    slow.gate.set()
+    slow.pages["model-0-62"] = b"x"
+    time.sleep(1.0)
+    assert setup.move("storage", "", [], "b") == [Arrival(1)]
+    setup.mover.close()
+
+
+def test_writes_that_hang_do_not_hold_up_reads():
+    store = MemoryStore()
+    setup = Setup(store)
+    setup.move("host", "storage", [1], "a")
+    hung = threading.Event()
+    store.put = lambda names, buffers: hung.wait() and []  # type: ignore[method-assign]
+    moves = [PageMove(10 + n, 0, "host", "storage", [n], [], [b"xyzuvw"[n : n + 1]]) for n in range(6)]
+    setup.mover.start(moves)
+    began = time.monotonic()
+    assert setup.move("storage", "", [], "ab") == [Arrival(1, [1])]
+    assert setup.move("storage", "host", [5], "a") == [Arrival(1)] and int(setup.rows[5][0]) == 1
+    assert time.monotonic() - began < 0.5
+    hung.set()
+    setup.mover.reset()
     setup.mover.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -216,27 +217,28 @@ def test_weights_that_stayed_in_memory_keep_their_pages_when_their_files_are_gon
 
 
 PLUGIN = """
-from headrace.base.registry import PLUGIN_API as plugin_api
+from pathlib import Path
 
-PAGES = {}
+from headrace.base.registry import PLUGIN_API as plugin_api
 
 class Store:
     plugin_api = plugin_api
 
     def __init__(self, options):
-        self.prefix = options.config["prefix"]
+        self.folder = Path(options.config["folder"])
 
     def exists(self, names):
-        return [self.prefix + name in PAGES for name in names]
+        return [(self.folder / name).exists() for name in names]
 
     def get(self, names, buffers):
         for name, buffer in zip(names, buffers):
-            if self.prefix + name in PAGES:
-                buffer[:] = PAGES[self.prefix + name]
+            if (self.folder / name).exists():
+                buffer[:] = (self.folder / name).read_bytes()
         return self.exists(names)
 
     def put(self, names, buffers):
-        PAGES.update({self.prefix + name: bytes(buffer) for name, buffer in zip(names, buffers)})
+        for name, buffer in zip(names, buffers):
+            (self.folder / name).write_bytes(buffer)
         return [True] * len(names)
 
     def close(self):
@@ -256,7 +258,8 @@ def test_a_plug_in_is_a_remote_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (site / "page_shelf.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(str(site))
     folder, options, prompts = save("Llama", tmp_path / "model")
-    options |= {"host_cache_gb": GB, "remote_cache": "shelf", "remote_cache_config": '{"prefix": "x-"}'}
+    own = json.dumps({"folder": str(tmp_path)})
+    options |= {"host_cache_gb": GB, "remote_cache": "shelf", "remote_cache_config": own}
     with LLM(folder, skip_tokenizer=True, **options) as llm:
         expected, _ = run(llm, prompts)
         await_written(llm)

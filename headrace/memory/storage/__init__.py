@@ -48,3 +48,4 @@ class PageStore(Protocol):
 
 PAGE_STORES: Registry[type[PageStore]] = Registry("page store")
 PAGE_STORES.add("disk", "headrace.memory.storage.disk:DiskStore", doc="files in a folder")
+PAGE_STORES.add("mooncake", "headrace.memory.storage.mooncake:MooncakeStore", doc="the memory of a cluster")

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,12 +19,15 @@ from headrace.memory.storage import PageStore
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
+NUM_READERS, NUM_WRITERS = 4, 2
+"""Threads that look for pages and read them, and others that write: requests wait for the former alone."""
 MOST_JOBS = 256
 """Unfinished jobs beyond which moves are refused: the stores are too slow, or hang."""
 BATCH_BYTES = 32 * 2**20
 """Pages of one call of a store, at least one."""
 PUT_TIMEOUT_S, GET_TIMEOUT_S, EXISTS_TIMEOUT_S = 30.0, 4.0, 1.0
+PAUSE_S = 10.0
+"""A store that was too slow is not asked for so long: each request would wait for it."""
 LOG_PERIOD_S = 60.0
 
 
@@ -39,7 +42,13 @@ class _Job:
     is_void: bool = False
     is_done: bool = False
     error: Exception | None = None
+    store: int = -1  # the one that is asked
     lacking: set[int] = field(default_factory=set)  # indices of pages that no store had, or took
+
+    @property
+    def writes(self) -> bool:
+        """Whether pages go to the stores."""
+        return self.move.target == "storage"
 
 
 class StorageLane:
@@ -48,13 +57,16 @@ class StorageLane:
 
     def __init__(self, host: HostPages, stores: list[PageStore], label: str, wake: Callable[[], None]):
         self._host, self._stores, self._label, self._wake = host, stores, label, wake
-        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = {writes: queue.SimpleQueue[_Job | None]() for writes in (False, True)}
         self._jobs: list[_Job] = []
         self._stuck: list[_Job] = []  # given up, but some thread is still at it
         self._ended: list[Arrival] = []
         self._logged_at = -LOG_PERIOD_S
-        for number in range(NUM_THREADS):  # daemons: a store that hangs must not keep the process from ending
-            threading.Thread(target=self._work, name=f"page-store-{number}", daemon=True).start()
+        self._paused_until = [0.0] * len(stores)
+        for writes, count in ((False, NUM_READERS), (True, NUM_WRITERS)):
+            for number in range(count):  # daemons: a store that hangs must not keep the process from ending
+                name = f"page-store-{'put' if writes else 'get'}-{number}"
+                threading.Thread(target=self._work, args=(self._waiting[writes],), name=name, daemon=True).start()
 
     def rename(self, label: str) -> None:
         """Name pages otherwise from now on: the weights were replaced."""
@@ -65,14 +77,17 @@ class StorageLane:
         self._stuck = [job for job in self._stuck if not job.is_done]
         # Rows that are not usable yet are still to be cleared: what was read into them would become zeros.
         is_early = move.target == "host" and not self._host.is_usable(move.group, move.target_pages)
-        if is_early or len(self._jobs) + len(self._stuck) >= MOST_JOBS or len(self._stuck) >= NUM_THREADS:
+        writes = move.target == "storage"
+        num_stuck = sum(job.writes == writes for job in self._stuck)
+        is_stuck = num_stuck >= (NUM_WRITERS if writes else NUM_READERS)
+        if is_early or is_stuck or len(self._jobs) + len(self._stuck) >= MOST_JOBS:
             self._ended.append(failed(move))
             return
         limit = EXISTS_TIMEOUT_S if not move.target else GET_TIMEOUT_S if move.target == "host" else PUT_TIMEOUT_S
         names = [f"{self._label}-{move.group}-{key.hex()}" for key in move.keys]
         job = _Job(move, names, time.monotonic() + limit)
         self._jobs.append(job)
-        self._waiting.put(job)
+        self._waiting[writes].put(job)
 
     def poll(self) -> list[Arrival]:
         """See `headrace.memory.moving.Lane`."""
@@ -89,6 +104,8 @@ class StorageLane:
     def _finish(self, job: _Job) -> Arrival:
         if not job.is_done:
             self._give_up(job)
+            if job.store >= 0:
+                self._paused_until[job.store] = time.monotonic() + PAUSE_S
             self._complain("a page store is too slow: what it has not done in time is computed")
             return failed(job.move)
         if job.error is not None:
@@ -115,15 +132,16 @@ class StorageLane:
             self.poll()
             time.sleep(0.01)
         self.reset()
-        for _ in range(NUM_THREADS):
-            self._waiting.put(None)
+        for writes, count in ((False, NUM_READERS), (True, NUM_WRITERS)):
+            for _ in range(count):
+                self._waiting[writes].put(None)
         for store in self._stores:
             store.close()
 
     # -- on threads ---------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
+    def _work(self, waiting: queue.SimpleQueue[_Job | None]) -> None:
+        while (job := waiting.get()) is not None:
             kinds = {"": self._probe, "host": self._get, "storage": self._put}
             try:
                 if not job.is_void:
@@ -133,9 +151,16 @@ class StorageLane:
             job.is_done = True
             self._wake()
 
+    def _find_stores(self, job: _Job) -> Iterator[PageStore]:
+        """Those that are not paused, each noted as the one that a job is waiting for."""
+        for index, store in enumerate(self._stores):
+            if time.monotonic() >= self._paused_until[index]:
+                job.store = index
+                yield store
+
     def _probe(self, job: _Job) -> None:
         missing = list(range(len(job.names)))
-        for store in self._stores:
+        for store in self._find_stores(job):
             if missing:
                 found = store.exists([job.names[i] for i in missing])
                 missing = [i for i, has in zip(missing, found, strict=True) if not has]
@@ -146,7 +171,7 @@ class StorageLane:
         job.lacking = set(range(len(pages)))
         for indices in self._batches(len(pages), rows.shape[1]):
             missing = indices
-            for store in self._stores:
+            for store in self._find_stores(job):
                 if not missing or job.is_void:
                     break
                 buffers = [np.empty(rows.shape[1], dtype=np.uint8) for _ in missing]
@@ -171,7 +196,7 @@ class StorageLane:
                     return
                 buffers = [rows[pages[index]].numpy().copy() for index in indices]
             names = [job.names[index] for index in indices]
-            for store in self._stores:
+            for store in self._find_stores(job):
                 taken = store.put(names, [buffer.data for buffer in buffers])
                 job.lacking -= {index for index, has in zip(indices, taken, strict=True) if has}
 

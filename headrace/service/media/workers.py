@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from headrace.base.errors import MediaError, QueueFull
+from headrace.base.spawn import spawn_process
 from headrace.service.media.wire import (
     LENGTH,
     Failed,
@@ -23,7 +24,6 @@ from headrace.service.media.wire import (
     decode_from_worker,
     frame,
 )
-from headrace.service.spawn import spawn_process
 
 logger = logging.getLogger(__name__)
 

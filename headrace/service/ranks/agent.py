@@ -21,6 +21,7 @@ from typing import Any
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError, ModelError
 from headrace.base.messages import ErrorInfo
+from headrace.base.spawn import start_process
 from headrace.service.ranks.heartbeats import BEAT_S, Silence
 from headrace.service.ranks.launch import Children
 from headrace.service.ranks.nodes import shared_options
@@ -43,7 +44,6 @@ from headrace.service.ranks.wire import (
     read_token,
 )
 from headrace.service.ranks.worker import WORKER_MODULE
-from headrace.service.spawn import start_process
 from headrace.service.transport import READ_BYTES, Frames, frame, prepare_line
 
 logger = logging.getLogger(__name__)

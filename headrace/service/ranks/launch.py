@@ -18,11 +18,11 @@ import msgspec
 
 from headrace.base.config import EngineConfig
 from headrace.base.messages import Place
+from headrace.base.spawn import spawn_process
 from headrace.service.ranks.commands import Shared
 from headrace.service.ranks.heartbeats import Heartbeats
 from headrace.service.ranks.ring import WRITE_TIMEOUT_S, RingWriter
 from headrace.service.ranks.worker import RANK_BUILDER, WORKER_MODULE
-from headrace.service.spawn import spawn_process
 
 LOOPBACK = "127.0.0.1"
 CLOSE_S = 5.0

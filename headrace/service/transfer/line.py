@@ -14,10 +14,10 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.base.errors import ConfigError
+from headrace.base.spawn import spawn_process
 from headrace.base.transfer import AgentOptions, FromAgent, Listening, ToAgent, decode_from_agent
 from headrace.memory.transfer.contract import AnyRegion, Region
 from headrace.memory.transfer.device_region import DeviceRegion
-from headrace.service.spawn import spawn_process
 from headrace.service.transport import READ_BYTES, Frames, frame
 
 logger = logging.getLogger(__name__)
