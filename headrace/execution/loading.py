@@ -26,7 +26,7 @@ from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.layers.build import Build, deferred_matrices
 from headrace.layers.draft import DraftModel
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.model import ServedModel
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
@@ -66,6 +66,7 @@ from headrace.parallel.share import share_kv_heads
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
+Fill = Callable[[ServedModel, ModelSource, EngineConfig, Build, Progress], None]
 
 AS_PLAIN, AS_STORED = "none", "stored"
 """Values of ``quantization`` that name no scheme: ``none`` dequantises everything; ``stored``, the default, keeps a
@@ -158,10 +159,10 @@ class LoadedModel:
 
 def load_model(
     config: EngineConfig, device: torch.device, progress: Progress, ranks: Ranks | None = None,
-    stage: Stage | None = None
+    stage: Stage | None = None, *, fill: Fill | None = None
 ) -> LoadedModel:
     """Find, build and fill the model, of which this rank of ``ranks`` has a part: ``stage``, or what it gets when
-    layers are divided evenly. Raises `ModelError`, `ConfigError` or `WeightError`."""
+    layers are divided evenly. ``fill``: instead of the weights. Raises `ModelError`, `ConfigError` or `WeightError`."""
     ranks = ranks or Ranks()
     group = ranks.tensor
     progress("reading the model's configuration", 0.0)
@@ -198,7 +199,7 @@ def load_model(
         if config.parallel.enable_expert_parallel and stage.is_whole:
             _check_experts(model, source.name)
         model.adapters = find_banks(model, build, family)
-        _fill(model, source, config, build, progress)
+        (fill or _fill)(model, source, config, build, progress)
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
         if device.type == "cuda":
@@ -253,7 +254,7 @@ def find_banks(model: ServedModel, build: Build, family: Family) -> AdapterBanks
     sites = model.find_adapter_sites()
     if sites is None:
         raise ConfigError(f"{family.name} models take no adapters; leave out enable_lora", param="enable_lora")
-    return AdapterBanks(model, sites, build.adapters.num_slots, build.step)
+    return AdapterBanks(model, sites, build.adapters, build.step)
 
 
 def choose_stage(
@@ -479,7 +480,11 @@ def _read_media(loaded: LoadedModel) -> MediaFacts | None:
     # what an older config.json says of decoding is in generation_config.json today
     stated = {name: value for name, value in loaded.source.config.items() if value is not None}
     facts = None if media is None else media.facts({**loaded.source.generation_config, **stated})
-    return facts and msgspec.structs.replace(facts, element_bytes=loaded.dtype.itemsize)
+    if facts is None or loaded.model.media is None:
+        return facts
+    return msgspec.structs.replace(
+        facts, element_bytes=loaded.dtype.itemsize, num_pieces=loaded.model.media.num_pieces
+    )
 
 
 def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:

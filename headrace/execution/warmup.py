@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 import torch
@@ -21,9 +22,12 @@ from headrace.base.step import PageAppend, RowDraft, RowStart, StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder
 from headrace.execution.graphs import GraphSizes
+from headrace.execution.loading import LoadedModel
 from headrace.execution.runner import Runner
+from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.precompile import precompile
-from headrace.layers.media import MediaModel
+from headrace.layers.media import MediaModel, finish
+from headrace.layers.quantization.storage import find_stored
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
@@ -51,14 +55,20 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
     # what decides which kernels run: weights' and drafters' shapes, and what layers do beside
     about = (
         config.scheduler, config.cache, config.device, loaded.source.config, str(loaded.dtype),
-        config.speculation.options, config.adapters.enable_lora, config.adapters.max_lora_rank,
+        config.speculation.options, config.adapters.num_slots, config.adapters.max_lora_rank,
         config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
-        config.parallel.enable_expert_parallel,
+        config.parallel.enable_expert_parallel, _describe_stored(loaded),
     )
     precompile(
         lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device
     )
     return measured[0] if measured else measure_steps(assembly)
+
+
+def _describe_stored(loaded: LoadedModel) -> list[str]:
+    """Weights in codes, and the products chosen for them: kernels beside them depend on both."""
+    stored = [own for model in loaded.models for own in find_stored(model) if isinstance(own, CodedWeight)]
+    return sorted({f"{own.shape} {own.plan.steps}" for own in stored})
 
 
 @torch.inference_mode()
@@ -69,10 +79,18 @@ def _run_steps(assembly: Assembly) -> StepBytes:
     is_pooling = assembly.is_pooling
     for sampling in (SamplingSpec(), *(() if is_pooling else SAMPLED_WAYS)):
         run_tiny_steps(runner, is_pooling=is_pooling, sampling=sampling)
+    for slot in _adapter_slots(assembly):
+        run_tiny_steps(runner, is_pooling=is_pooling, adapter_slot=slot)
     if assembly.has_graphs:
         runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
     runner.detach()
     return measured
+
+
+def _adapter_slots(assembly: Assembly) -> tuple[int, ...]:
+    """One of each kind: among the first, which take other kernels, and behind them."""
+    banks = assembly.loaded.model.adapters
+    return () if banks is None else (0, banks.num_slots - 1)[: banks.num_captured]
 
 
 def _thin(sizes: GraphSizes) -> GraphSizes:
@@ -91,19 +109,27 @@ def measure_steps(assembly: Assembly) -> StepBytes:
     largest = measure_peak(lambda: _run_largest_steps(runner, assembly), device)
     media, most = assembly.loaded.model.media, assembly.config.scheduler.max_encoder_tokens
     if media is not None and most:
-        # before the step's own work, whose memory it uses
-        largest = max(largest, measure_peak(lambda: _encode_most(media, most), device))
+        # Before the step's own work, whose memory it uses. What is encoded in pieces stays beside other steps.
+        encoding, kept = _measure_encoder(media, most, device)
+        largest = max(largest + kept, encoding)
     if not assembly.has_graphs:
         return StepBytes(largest)
     sizes = assembly.graph_sizes()
     # Without recording (`NoRecorder`): the work allocates the same, outside of the graphs' pool.
     ends = (GraphSizes(sizes.decodes[-1:], []), GraphSizes([], sizes.tokens[-1:]))
     with torch.inference_mode():
-        captured = sum(measure_peak(runner.capture(end, NoRecorder()).record_largest, device) for end in ends)
+        captured = sum(_measure_captured(runner, end, device) for end in ends)
     return StepBytes(largest, captured)
 
 
-def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: SamplingSpec | None = None) -> None:
+def _measure_captured(runner: Runner, sizes: GraphSizes, device: torch.device) -> int:
+    """What captured steps read is allocated with them, and counts."""
+    return measure_peak(lambda: runner.capture(sizes, NoRecorder()).record_largest(), device)
+
+
+def run_tiny_steps(
+    runner: Runner, *, is_pooling: bool = False, sampling: SamplingSpec | None = None, adapter_slot: int = -1
+) -> None:
     """Prefill and decode one request (with ``is_pooling`` prefill alone), greedily by default, then give its row back;
     raises `ModelError` when the model's results are not finite."""
     layout = runner.layout
@@ -116,7 +142,8 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
     ]
     appends = [PageAppend(g, 0, 0, pages[g * num_pages : (g + 1) * num_pages]) for g in range(len(layout.groups))]
     start = RowStart(
-        0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None
+        0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None,
+        adapter_slot,
     )
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
     guess = RowDraft(0, PROMPT_LEN, [0])  # verified by no step: placing it has a kernel of its own
@@ -133,26 +160,36 @@ def run_tiny_steps(runner: Runner, *, is_pooling: bool = False, sampling: Sampli
 
 
 def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
-    """One step of as many requests as possible, all sampling at random, and one of the longest. No pages are appended:
+    """One step of as many requests as possible, all sampling at random, and one of the longest, of the base model and
+    where adapters are served of these. No pages are appended:
     they read and write the null page only, so two pages per group are enough. Rows are started twice and never
     released; the runner is thrown away."""
     layout, max_tokens, is_pooling = runner.layout, assembly.max_step_tokens, assembly.is_pooling
     spec = SamplingSpec(temperature=1.0, top_p=0.9, num_logprobs=1)
     pooling = PoolingSpec() if is_pooling else None
-    for num_rows in (min(layout.max_rows, max_tokens), min(layout.max_rows, -(-max_tokens // layout.max_model_len))):
+    counts = (min(layout.max_rows, max_tokens), min(layout.max_rows, -(-max_tokens // layout.max_model_len)))
+    for num_rows, slot in product(counts, (-1, *_adapter_slots(assembly))):
         length = min(max(1, max_tokens // num_rows), layout.max_model_len)
         rows = list(range(num_rows))
-        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling) for row in rows]
+        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling, slot) for row in rows]
         samples = [int(not is_pooling)] * num_rows
         plan = StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)
         runner.execute(plan).result()
 
 
 @torch.inference_mode()
-def _encode_most(media: MediaModel, num_tokens: int) -> None:
-    """Encode as much as one step may; before it an item as small as can be, for which other kernels are compiled."""
-    media.encode(media.example(1))
-    media.encode(media.example(num_tokens))
+def _measure_encoder(media: MediaModel, num_tokens: int, device: torch.device) -> tuple[int, int]:
+    """Bytes that encoding as much as one step may takes, and what of them stays between pieces, beside other steps;
+    before it an item as small as can be, for which other kernels are compiled."""
+    finish(media.encode(media.example(1)))
+    kept, before = 0, torch.cuda.memory_allocated(device)
+
+    def encode() -> None:
+        nonlocal kept
+        for _ in media.encode(media.example(num_tokens)):
+            kept = max(kept, torch.cuda.memory_allocated(device) - before)
+
+    return measure_peak(encode, device), kept
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:

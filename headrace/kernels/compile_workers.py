@@ -1,5 +1,5 @@
 """Processes that compile Triton kernels into the cache on disk: a third of a compilation holds Python's lock, so
-threads of one process gain little beyond three.
+threads of one process gain little beyond three. One process imports torch and Triton; the others are its copies.
 
 `CompileWorkers` starts them when there is work and hands out jobs. A job names a kernel by its module, so those of
 modules that a new process cannot import are compiled elsewhere.
@@ -8,14 +8,16 @@ modules that a new process cannot import are compiled elsewhere.
 from __future__ import annotations
 
 import fcntl
+import gc
 import inspect
 import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -34,7 +36,7 @@ IDLE_SECONDS = 60
 """After so long without a job a worker ends."""
 JOB_SECONDS = 300
 """So does one whose job, or whose start, takes longer: whoever waits for it then compiles by itself."""
-MOST_WORKERS = 12
+MOST_WORKERS = 24
 LEAST_CORES = 4
 """With fewer, loading torch again costs more than it gains."""
 
@@ -114,6 +116,18 @@ def _compile_kernel(job: Job) -> None:
     compile(source, target=GPUTarget(*job.target), options=options)
 
 
+class Worker:
+    """A process's end of the line, of which each answer is one of `serve`."""
+
+    def __init__(self, line: socket.socket):
+        self._line, self._answers = line, line.makefile("rb")
+
+    def ask(self, message: bytes) -> bytes:
+        """Send a job and wait for the answer; nothing from a process that ended. Raises `OSError`."""
+        self._line.sendall(message + b"\n")
+        return self._answers.readline()
+
+
 class CompileWorkers:
     """Up to ``count`` processes, while no other engine of this machine has some: ranks and tests that start together
     would else have hundreds. `compile` may be called from as many threads. ``lock``: a file that tells engines apart;
@@ -122,45 +136,43 @@ class CompileWorkers:
 
     def __init__(self, count: int, lock: Path):
         self.count, self._lock = count, lock
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._first: subprocess.Popen[bytes] | None = None
 
     def start(self) -> bool:
         """Start them, which takes them some seconds; they end by themselves. False if another engine has some."""
-        alive = [worker for worker in _drain(self._idle) if worker.poll() is None]
-        for worker in alive:
-            self._idle.put(worker)
-        if alive:
+        if self._first is not None and self._first.poll() is None:
             return True
+        self._idle = queue.SimpleQueue()
         try:
             self._lock.parent.mkdir(parents=True, exist_ok=True)
             with self._lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # they inherit the open file, and so hold the lock until the last of them has ended
-                for _ in range(self.count):
-                    self._idle.put(_start(lock.fileno()))
+                self._first, lines = _start(self.count, lock.fileno())
         except OSError as error:
             logger.debug("no processes compile kernels for this one: %s", error)
-        return not self._idle.empty()
+            return False
+        for line in lines:
+            self._idle.put(Worker(line))
+        return True
 
     def compile(self, message: bytes) -> bool:
         """Compile a job into the cache; False if that failed, in whatever way: the caller then compiles it itself."""
+        idle = self._idle
         try:
-            worker = self._idle.get_nowait()
+            worker = idle.get_nowait()
         except queue.Empty:
             return False
-        assert worker.stdin is not None and worker.stdout is not None
         try:
-            worker.stdin.write(message + b"\n")
-            worker.stdin.flush()
-            answer = worker.stdout.readline()
+            answer = worker.ask(message)
         except OSError as error:
             logger.debug("a process that compiles kernels ended: %s", error)
             return False
         if not answer:
             return False
-        self._idle.put(worker)
+        idle.put(worker)
         return answer == b"done\n"
-
 
     @property
     def were_started(self) -> bool:
@@ -183,44 +195,87 @@ def start_early() -> None:
         workers.start()
 
 
-def _drain(waiting: queue.SimpleQueue[subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
-    with suppress(queue.Empty):
-        while True:
-            yield waiting.get_nowait()
-
-
 def count_workers() -> int:
     """How many processes pay off on this machine; 0 for none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST_WORKERS, cores - 2) if cores >= LEAST_CORES else 0
 
 
-def _start(lock: int) -> subprocess.Popen[bytes]:
+def _start(count: int, lock: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
+    """The process that starts the others, and a line to each of them."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [line.fileno() for _, line in pairs]
     # it finds modules where this process does, and none in the working folder
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        pass_fds=(lock,),
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_all; serve_all({theirs})"
+    first = subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, pass_fds=(lock, *theirs),
     )
+    for _, line in pairs:
+        line.close()  # so that the end of a process is the end of its answers
     # it ends by itself, when nobody may be asking: no zombie shall stay
-    Thread(target=worker.wait, name="compile-worker", daemon=True).start()
-    return worker
+    Thread(target=first.wait, name="compile-workers", daemon=True).start()
+    return first, [line for line, _ in pairs]
 
 
-def serve() -> None:
-    """Answer each line of the standard input, a job, by a line: ``done`` or ``failed``."""
+def serve_all(lines: list[int]) -> None:
+    """Import what every job needs, then `serve` each of these open sockets in a process of its own. Returns when all
+    of them have ended."""
     signal.alarm(JOB_SECONDS)  # ends the process
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever prints shall not answer
-    # takes seconds, and is needed by every job
+    _import_compiler()
+    gc.freeze()  # or collections would write to, and so copy, the memory that they share
+    if not os.fork():
+        try:
+            _build_launcher()
+        finally:
+            os._exit(0)
+    for line in lines:
+        if not os.fork():
+            for other in lines:
+                if other != line:
+                    with suppress(OSError):
+                        os.close(other)
+            try:
+                serve(line)
+            finally:
+                os._exit(0)
+        # also in those that are started later: the engine sees the end of each
+        os.close(line)
+    signal.alarm(0)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _import_compiler() -> None:
+    """Takes seconds. Done once for all processes, as their reading the same files at once takes several times as
+    long."""
     import torch  # noqa: F401
 
     with suppress(ImportError):
         import triton.experimental.gluon  # noqa: F401
+        from triton.runtime import cache as triton_cache
 
+        find_key = triton_cache.__dict__.get("triton_key")
+        if find_key is not None:
+            find_key()  # hashes Triton's sources, and is memoised
+
+
+def _build_launcher() -> None:
+    """What Triton compiles by a C compiler for itself, and would where the first kernel is found: 0.6 s."""
+    signal.alarm(JOB_SECONDS)
+    with suppress(ImportError, OSError, RuntimeError, AssertionError, AttributeError, subprocess.SubprocessError):
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
+def serve(line: int) -> None:
+    """Answer each line from a socket, a job, by a line: ``done`` or ``failed``."""
+    messages, answers = os.fdopen(line, "rb"), os.fdopen(os.dup(line), "wb", buffering=0)
     while True:
         signal.alarm(IDLE_SECONDS)
-        message = sys.stdin.buffer.readline()
+        message = messages.readline()
         signal.alarm(JOB_SECONDS)
         if not message:
             return

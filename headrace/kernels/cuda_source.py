@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
@@ -37,9 +38,9 @@ MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
 LARGE_CLUSTERS = 14
 """``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``"""
-TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}
-SWIZZLE_128, PROMOTE_128 = 3, 2
-"""``CU_TENSOR_MAP_SWIZZLE_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
+TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
+SWIZZLES, PROMOTE_128 = {64: 2, 128: 3}, 2
+"""``CU_TENSOR_MAP_SWIZZLE_64B`` and ``_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
 MAP_BYTES = 128
 """Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
 
@@ -47,7 +48,36 @@ MAP_BYTES = 128
 NOT_YET = b""
 """The code of a kernel that others are compiling; see `compiled_by`."""
 
-_compiler: ContextVar[Callable[[str, tuple[str, ...]], None] | None] = ContextVar("compiler", default=None)
+Source = tuple[str, tuple[str, ...]]
+"""What `compile_source` takes."""
+
+
+class Compiling:
+    """Sources that others compile: ``futures`` of all. In a dry run ``submit`` takes further ones."""
+
+    def __init__(
+        self, futures: dict[Source, Future[Any]], submit: Callable[[Source], Future[Any]] | None = None
+    ):
+        self._futures, self._submit, self._wanted = futures, submit, set[Source]()
+
+    def is_wanted(self, source: Source) -> bool:
+        """Whether a kernel of this dry run asked for it before."""
+        return source in self._wanted
+
+    def want(self, source: Source) -> bool:
+        """Whether it is being compiled: in a dry run from now on, and not to be waited for. Else waits for what is
+        being compiled."""
+        if self._submit is None:
+            if source in self._futures:
+                wait([self._futures[source]])
+            return False
+        self._wanted.add(source)
+        if source not in self._futures:
+            self._futures[source] = self._submit(source)
+        return True
+
+
+_compiling: ContextVar[Compiling | None] = ContextVar("compiling", default=None)
 _num_not_yet = 0
 
 
@@ -56,14 +86,14 @@ class CudaSourceError(HeadraceError):
 
 
 @contextmanager
-def compiled_by(submit: Callable[[str, tuple[str, ...]], None]) -> Iterator[None]:
-    """In the body, which is a dry run, sources that are not in the cache are passed on to ``submit``, as
-    `compile_source` takes them, and their kernels are not launched."""
-    token = _compiler.set(submit)
+def compiled_by(compiling: Compiling) -> Iterator[None]:
+    """In the body, sources that are not in the cache are looked for in ``compiling``. In a dry run their kernels are
+    not launched."""
+    token = _compiling.set(compiling)
     try:
         yield
     finally:
-        _compiler.reset(token)
+        _compiling.reset(token)
 
 
 def cache_compiled(make: Callable[P, T]) -> Callable[P, T]:
@@ -102,14 +132,17 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     """The cubin of ``csrc/cuda/<name>.cu``, from the cache or compiled in seconds; `NOT_YET` in a dry run. ``options``
     are nvcc's and include the architecture. Raises `CudaSourceError`."""
     global _num_not_yet
+    compiling, source = _compiling.get(), (name, options)
+    if compiling is not None and compiling.is_wanted(source):  # asked again for every layer and step
+        _num_not_yet += 1
+        return NOT_YET
     nvrtc = _open_nvrtc()
-    path, submit = _locate(nvrtc, name, options), _compiler.get()
+    path = _locate(nvrtc, name, options)
+    if not os.path.exists(path) and compiling is not None and compiling.want(source):
+        _num_not_yet += 1
+        return NOT_YET
     if os.path.exists(path):  # False also without permission to look
         return path.read_bytes()
-    if submit is not None:
-        _num_not_yet += 1
-        submit(name, options)
-        return NOT_YET
     began = time.perf_counter()
     code = _compile(nvrtc, (FOLDER / f"{name}.cu").read_bytes(), name, options)
     _store(path, code)
@@ -255,15 +288,23 @@ class CudaKernel:
         return count.value
 
     def describe(self, matrix: torch.Tensor, rows: int, columns: int) -> ctypes.Array[ctypes.c_char]:
-        """A TMA tensor map of a half-precision matrix, for boxes of ``rows`` by ``columns`` (64, which is 128 bytes;
-        128-byte swizzle). Elements outside the matrix read as zero and are not written. Rows must begin at multiples of
-        16 bytes. It holds the matrix's address: keep the matrix until the kernel has been launched."""
-        # 64 bytes more than a map, to align it; dimensions and strides are given innermost first
-        room = ctypes.create_string_buffer(MAP_BYTES + 64)
-        aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
-        call_driver(
-            "cuTensorMapEncodeTiled", aligned, TENSOR_TYPES[matrix.dtype], 2, c_void_p(matrix.data_ptr()),
-            (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.stride(0) * matrix.element_size()),
-            (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1), 0, SWIZZLE_128, PROMOTE_128, 0,
-        )
-        return aligned
+        """`describe_boxes` of a half-precision matrix; boxes of ``rows`` by ``columns`` (64, which is 128 bytes)."""
+        return describe_boxes(matrix, (rows, columns))
+
+
+def describe_boxes(tensor: torch.Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
+    """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
+    a ``box`` is 64 or 128 bytes, swizzled by as many; strides of the others are multiples of 16 bytes. Elements outside
+    the tensor read as zero and are not written. It holds the tensor's address: keep the tensor until the kernel has
+    been launched."""
+    # 64 bytes more than a map, to align it; dimensions and strides are given innermost first
+    room, size = ctypes.create_string_buffer(MAP_BYTES + 64), tensor.element_size()
+    aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
+    rank, strides = len(box), [stride * size for stride in tensor.stride()]
+    call_driver(
+        "cuTensorMapEncodeTiled", aligned, TENSOR_TYPES[tensor.dtype], rank, c_void_p(tensor.data_ptr()),
+        (c_uint64 * rank)(*reversed(tensor.shape)), (c_uint64 * (rank - 1))(*reversed(strides[:-1])),
+        (c_uint32 * rank)(*reversed(box)), (c_uint32 * rank)(*(1 for _ in box)), 0, SWIZZLES[box[-1] * size],
+        PROMOTE_128, 0,
+    )
+    return aligned

@@ -138,18 +138,17 @@ def _judge_expert(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype)
 def _judge_on_gpu(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     import torch
 
-    from headrace.kernels.coded_linear.choice import CodedChoice, describe_plan
-    from headrace.kernels.coded_linear.device_codes import pack_for_device
+    from headrace.kernels.coded_linear.choice import CodedChoice, describe_plan, pack_weight
 
-    codes = pack_for_device(matrix.to(device))
+    capability = torch.cuda.get_device_capability(device)
+    codes = pack_weight(matrix.to(device), dtype, capability)
     if codes is None:
         return "dequantised", "its groups differ in size"
     choice = CodedChoice()
-    plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(device))
+    plan = choice.judge(codes, dtype, capability)
     choice.save()
-    if plan is None:
-        return "dequantised", "products with codes were measured to be no faster"
-    return "own or library kernels by rows", describe_plan(codes, plan).partition(": ")[2]
+    kernel = "own or library kernels by rows" if plan.keeps_codes else "dequantised"
+    return kernel, describe_plan(codes, plan).partition(": ")[2].removeprefix("dequantised, ")
 
 
 def describe_form(matrix: CodedMatrix) -> str:

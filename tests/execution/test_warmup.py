@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from headrace.execution import warmup
 from headrace.execution.executor import build_executor
 from headrace.execution.graphs import GraphSizes, bucket_sizes
 from headrace.execution.rows import Rows
+from headrace.execution.runner import Runner
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -67,6 +69,27 @@ def test_a_start_with_adapters_is_another(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 3
 
 
+def test_steps_with_adapters_are_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As they are launched outside of graphs, too: of the first slots, and of others where there are more."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    run_tiny_steps, slots = warmup.run_tiny_steps, []
+
+    def run(runner: Runner, *, adapter_slot: int = -1, **options: object) -> None:
+        slots.append(adapter_slot)
+        run_tiny_steps(runner, adapter_slot=adapter_slot, **options)
+        assert int(runner._rows.adapter_slots_np[0]) == adapter_slot
+
+    monkeypatch.setattr(warmup, "run_tiny_steps", run)
+    monkeypatch.setattr(warmup, "precompile", lambda run, about, device: run())
+    for max_loras, expected in ((0, {-1}), (2, {-1, 0}), (64, {-1, 0, 63})):
+        slots.clear()
+        options = {"enable_lora": True, "max_loras": max_loras} if max_loras else {}
+        build_executor(engine_config(
+            model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16, **options
+        )).close()
+        assert set(slots) == expected
+
+
 def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The runner that comes next binds its own."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -82,3 +105,20 @@ def test_warmup_leaves_the_model_without_a_cache(tmp_path: Path, monkeypatch: py
     assert ran == [SamplingSpec(), *warmup.SAMPLED_WAYS]
     assert placed, "a drafted step comes while a request waits"
     executor.close()
+
+
+def test_what_captured_steps_read_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """Vectors of media, tables and inputs are allocated when steps are captured, before any is recorded."""
+    happened: list[str] = []
+
+    def measure(run: Callable[[], object], device: torch.device) -> int:
+        happened.append("begin")
+        run()
+        happened.append("end")
+        return 7
+
+    captured = SimpleNamespace(record_largest=lambda: happened.append("record"))
+    runner = SimpleNamespace(capture=lambda sizes, recorder: happened.append("allocate") or captured)
+    monkeypatch.setattr(warmup, "measure_peak", measure)
+    assert warmup._measure_captured(runner, GraphSizes([1], []), CPU) == 7
+    assert happened == ["begin", "allocate", "record", "end"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from triton.runtime import driver
 from headrace.kernels import cuda_source
 from headrace.kernels import precompile as precompile_module
 from headrace.kernels.compile_workers import CompileWorkers
-from headrace.kernels.precompile import precompile
+from headrace.kernels.precompile import compile_ahead, is_dry_run, precompile
 
 SOURCE = '''
 import triton
@@ -183,6 +184,80 @@ def test_processes_compile_into_the_cache(
     # while these run, another engine has none and compiles itself
     other = CompileWorkers(2, tmp_path / "lock")
     assert workers.start() and not other.start() and not other.compile(b"")
+
+
+class PretendedWorkers:
+    """Fail at every job, so that this process compiles; ``may_end`` holds up each."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.may_end = Event()
+
+    def start(self) -> bool:
+        return True
+
+    def compile(self, message: bytes) -> bool:
+        assert self.may_end.wait(60)
+        return False
+
+
+def test_what_is_found_ahead_is_compiled_beside_other_work(
+    gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A launch waits for its kernel alone; what was found ahead is not looked for again."""
+    workers = PretendedWorkers()
+    monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
+    ran: list[str] = []
+
+    def multiply(factor: int) -> None:
+        scale[(factor,)](torch.ones(8), torch.ones(8), 8, FACTOR=factor, BLOCK=8)
+
+    def products() -> None:
+        ran.append("products")
+        assert is_dry_run()
+        multiply(2)
+
+    def steps() -> None:
+        ran.append("steps")
+        multiply(2)
+        multiply(3)
+
+    def sketch() -> None:
+        precompile(products, "products", CUDA)
+        precompile(steps, "steps", CUDA)
+        raise RuntimeError("this sketch cannot go on")
+
+    with compile_ahead(sketch, "a sketch", CUDA):
+        assert ran == ["products", "steps"] and gpu.launchers == [] and not is_dry_run()
+        assert precompile(products, "products", CUDA) == 0
+        workers.may_end.set()
+        multiply(2)
+        assert gpu.launched == [(2, 1, 1)]
+        assert precompile(steps, "steps", CUDA) == 0
+        assert precompile(lambda: multiply(5), "others", CUDA) == 3, "those found ahead, and one more"
+    assert ran == ["products", "steps"] and sorted(gpu.launchers) == ["scale"] * 3
+    for factor in (2, 3, 5):
+        multiply(factor)
+    assert gpu.launched == [(2, 1, 1), (2, 1, 1), (3, 1, 1), (5, 1, 1)] and len(gpu.launchers) == 3
+    with compile_ahead(lambda: pytest.fail("it is known"), "a sketch", CUDA):
+        assert precompile(steps, "steps", CUDA) == 0
+    assert ran == ["products", "steps"]
+
+
+def test_own_cuda_found_ahead_is_waited_for(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    workers, path = PretendedWorkers(), tmp_path / "streams.cubin"
+    monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
+    monkeypatch.setattr(precompile_module, "compile_source", lambda *source: path.write_bytes(b"code"))
+    monkeypatch.setattr(cuda_source, "_open_nvrtc", lambda: None)
+    monkeypatch.setattr(cuda_source, "_locate", lambda *_: path)
+
+    def run() -> None:
+        assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == cuda_source.NOT_YET
+
+    with compile_ahead(run, "own CUDA", CUDA):
+        Timer(0.05, workers.may_end.set).start()
+        assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
 
 
 def test_it_runs_once_for_each_model(gpu: PretendedDriver):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.kernels import compile_workers, cuda_source
@@ -18,44 +21,61 @@ import sys, time, types
 sys.modules["torch"] = types.ModuleType("torch")
 from headrace.kernels import compile_workers
 compile_workers.JOB_SECONDS, compile_workers.run_job = 1, lambda message: time.sleep(60)
-compile_workers.serve()
+compile_workers.serve(int(sys.argv[1]))
 """
 
 
-def test_a_job_that_hangs_ends_its_process():
-    done = subprocess.run([sys.executable, "-c", SERVE], input=b"a job\n", capture_output=True, timeout=60)
-    assert done.stdout == b"" and done.returncode == -signal.SIGALRM
+def test_a_job_that_hangs_ends_its_process() -> None:
+    ours, theirs = socket.socketpair()
+    hanging = subprocess.Popen([sys.executable, "-c", SERVE, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+    theirs.close()
+    assert compile_workers.Worker(ours).ask(b"a job") == b"" and hanging.wait(60) == -signal.SIGALRM
 
 
 def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
+    """They are copies of one that has torch; an engine that ends, or lets go of them, ends all."""
     for name in ("queue", "msgspec", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    workers = CompileWorkers(1, tmp_path / "lock")
+    workers = CompileWorkers(3, tmp_path / "lock")
     assert workers.start()
-    worker = workers._idle.get()
-    assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write(b"no job\n")
-    worker.stdin.flush()
-    assert worker.stdout.readline() == b"failed\n"
-    worker.stdin.close()
+    first, own = workers._first, [workers._idle.get() for _ in range(3)]
+    assert first is not None and [worker.ask(b"no job") for worker in own] == [b"failed\n"] * 3
+    copies = psutil.Process(first.pid).children()
+    assert len(copies) == 3
+    copies[0].kill()  # the others go on, and so does who asks
+    copies[0].wait(30)
+    answers = []
+    for worker in own:
+        try:
+            answers.append(worker.ask(b"no job"))
+        except OSError:
+            answers.append(b"")
+    assert sorted(answers) == [b"", b"failed\n", b"failed\n"]
+    del worker
+    own.clear()
     until = time.monotonic() + 30
-    while worker.returncode is None:  # without asking
+    while first.returncode is None:  # without asking
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert worker.returncode == 0
+    assert first.returncode == 0
 
 
 def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
+
+    def pretend(count: int, lock: int) -> tuple[None, list[socket.socket]]:
+        started.append(count)
+        return None, []
+
     workers = CompileWorkers(1, tmp_path / "lock")
     monkeypatch.setattr(compile_workers, "find_workers", lambda: workers)
-    monkeypatch.setattr(compile_workers, "_start", lambda lock: started.append(lock))
+    monkeypatch.setattr(compile_workers, "_start", pretend)
     monkeypatch.setattr(compile_workers, "DRIVER_FILES", (tmp_path / "driver",))
     compile_workers.start_early()
     assert not started, "there is no GPU"
@@ -79,7 +99,7 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
     monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
-    wanted: list[tuple[str, tuple[str, ...]]] = []
+    wanted: list[cuda_source.Source] = []
 
     @cuda_source.cache_compiled
     def find(name: str, *, blocks: int) -> list[bytes]:
@@ -89,12 +109,16 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
     def can_find(name: str) -> bool:
         return bool(find(name, blocks=1))
 
-    with cuda_source.compiled_by(lambda *source: wanted.append(source)):
+    def take(source: cuda_source.Source) -> Future[None]:
+        wanted.append(source)
+        return Future()
+
+    with cuda_source.compiled_by(cuda_source.Compiling({}, take)):
         assert find("streams", blocks=1) == [cuda_source.NOT_YET] and can_find("streams")
         kernel = cuda_source.CudaKernel(cuda_source.NOT_YET, "mix_streams", 0)
         kernel.launch(1, 32, is_dependent=True)  # nothing, without a GPU
         assert kernel.count_resident(32) == 1
-    assert set(wanted) == {("streams", ("-arch=sm_90a", "-DBLOCKS=1"))}
+    assert wanted == [("streams", ("-arch=sm_90a", "-DBLOCKS=1"))], "once, though every layer asks"
     monkeypatch.setattr(cuda_source, "_compile", lambda *_: (_ for _ in ()).throw(cuda_source.CudaSourceError("no")))
     with pytest.raises(cuda_source.CudaSourceError):
         can_find("streams")  # neither was cached, so that callers can choose another kernel

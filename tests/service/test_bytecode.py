@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,10 @@ def test_a_second_process_compiles_nothing(home: Path):
     part = home / "package_without" / "part.py"
     sources = [str(part.with_name("__init__.py")), str(part)]
     assert start(home) == f"1 {sources} None True"
+    until = time.monotonic() + 60
+    while len(list((home / "cache").rglob("package_without/*.pyc"))) < 2:  # written behind
+        assert time.monotonic() < until
+        time.sleep(0.05)
     assert start(home) == "1 [] None True", "as Python was told to be, once it is done"
     part.write_text("VALUE = 22\n")
     assert start(home) == f"22 {sources[1:]} None True"

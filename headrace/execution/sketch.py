@@ -1,0 +1,144 @@
+"""`kernels_ahead`: compile a model's kernels while its weights are read, found by the steps of a sketch of it: the same
+layers, of which all weights of one shape share one memory.
+
+Refuses: being right. Kernels that the model launches beyond those of its sketch are compiled as without one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from headrace.base.config import EngineConfig
+from headrace.base.speculation import TEXT_METHODS
+from headrace.execution.assembly import Assembly
+from headrace.execution.loading import AS_STORED, LoadedModel, Progress, load_model
+from headrace.execution.warmup import prepare_steps
+from headrace.kernels.precompile import compile_ahead
+from headrace.layers.build import Build
+from headrace.layers.model import ServedModel
+from headrace.layers.quantization.coded import Storing, find_form
+from headrace.layers.quantization.storage import EncodedWeight, find_storable
+from headrace.models.config_fields import Fields
+from headrace.models.source import ModelSource, resolve_source
+from headrace.parallel.cut import has_memory
+from headrace.parallel.ranks import Ranks
+
+EACH = 2
+"""Layers of a kind that run: what follows one of its own kind may be fused otherwise."""
+SMALL = 0.01
+"""What floats of a sketch are: finite results, and scales that are not zero."""
+
+Assemble = Callable[[LoadedModel], Assembly]
+
+
+@contextmanager
+def kernels_ahead(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> Iterator[None]:
+    """In the body, which loads the model and runs first steps, its kernels are being compiled. Does nothing where they
+    were compiled before, for models whose sketch would have other layers, and for one of several ranks."""
+    source = resolve_source(config.model) if can_sketch(config, device, ranks) else None
+    if source is None or not _has_known_form(source):
+        yield
+        return
+    about = (
+        source.config, config.model.dtype, config.model.max_model_len, config.scheduler, config.cache, config.device,
+        config.adapters,
+    )
+    with compile_ahead(
+        lambda: _run_sketch(config, device, ranks, assemble), f"sketch {msgspec.json.encode(about).decode()}", device
+    ):
+        yield
+
+
+def can_sketch(config: EngineConfig, device: torch.device, ranks: Ranks) -> bool:
+    """Whether this start's model can be sketched by its configuration alone. A drafter on the device, schemes that
+    quantise at load and entries in host memory would be others, or taken twice."""
+    return (
+        device.type == "cuda" and ranks.world.size == 1 and not config.cache.hot_slots
+        and config.speculation.options.method in ("off", *TEXT_METHODS)
+        and config.model.quantization in (None, AS_STORED) and config.model.task in ("auto", "generate")
+    )
+
+
+def _has_known_form(source: ModelSource) -> bool:
+    """Whether it is known how the weights will be stored."""
+    if source.kind == "gguf":
+        return False
+    stated = Fields(source.config).section("quantization_config")
+    return not stated or find_form(stated) is not None
+
+
+def _run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> None:
+    """Called in a dry run."""
+    loaded = load_model(config, device, _ignore_progress, ranks, fill=lend_weights)
+    leave_out_layers(loaded.model)
+    prepare_steps(assemble(loaded))
+    del loaded
+    gc.collect()  # cycles; torch keeps the memory, for the model
+
+
+def leave_out_layers(model: ServedModel) -> None:
+    """Let all layers but the first `EACH` of each kind, and the ends, do nothing."""
+    if not model.layer_kinds:
+        return
+    seen: Counter[Hashable] = Counter()
+    layers = list(model.get_submodule("layers").children())
+    for i, (layer, kind) in enumerate(zip(layers, model.layer_kinds, strict=True)):
+        seen[kind] += 1
+        if seen[kind] > EACH and EACH <= i < len(layers) - EACH:
+            vars(layer)["forward"] = _do_nothing
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _ignore_progress(stage: str, fraction: float) -> None:
+    pass
+
+
+@torch.no_grad()
+def lend_weights(
+    model: nn.Module, source: ModelSource, config: EngineConfig, build: Build, progress: Progress
+) -> None:
+    """Fill a model for steps that compute nothing of worth: all weights of one shape and dtype are one tensor. Coded
+    ones get the form that the checkpoint's config.json states."""
+    lent: dict[Any, torch.Tensor] = {}
+
+    def lend(tensor: torch.Tensor) -> torch.Tensor:
+        key = tuple(tensor.shape), tensor.dtype
+        if key not in lent:
+            lent[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=build.device)
+            _flatten(lent[key])
+        return lent[key]
+
+    for parameter in model.parameters():
+        if has_memory(parameter):
+            _flatten(parameter)
+        else:
+            parameter.data = lend(parameter)
+    for module in model.modules():
+        if isinstance(module, EncodedWeight):
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, nn.Buffer(lend(buffer), persistent=False))
+            module.leave_as_it_is()
+    form = find_form(Fields(source.config).section("quantization_config"))
+    if form is not None:
+        storing = Storing(model, form, shares=True)
+        for weight in find_storable(model):
+            storing.store(weight.layers[0].weight)
+
+
+def _flatten(tensor: torch.Tensor) -> None:
+    """Make all elements alike."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor.fill_(SMALL)
+    else:
+        tensor.zero_()
