@@ -1,7 +1,8 @@
 """Experts in codes beside plain ones, on one GPU: ``python -m benchmarks.coded_experts [--tokens 1 16 64 256 1024]``.
 
 For shapes of whole layers, microseconds from choices to sums (cold cache): plain, in codes, and in codes with other
-tiles and numbers of programs; before, bytes of the chosen experts' codes over the time.
+tiles and numbers of programs; before, bytes of the chosen experts' codes over the time. For up to four tokens also
+captured chains of steps with other choices, by block shape of the own CUDA C++.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from functools import partial
 
 import torch
 
+from benchmarks.cuda_kernels import time_calls
+from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.coded_linear.choice import time_on_gpu
 from headrace.kernels.coded_linear.codes import CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.expand import expand
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
-from headrace.kernels.moe import Gate, coded
+from headrace.kernels.moe import Gate, coded, coded_few
 from headrace.kernels.moe.coded import Tile
+from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
 
 SHAPES: dict[str, tuple[Callable[[torch.Tensor], CodedMatrix], int, int, int, int]] = {
@@ -30,6 +34,7 @@ TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
     Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 4), Tile(128, 128, 8, 2)
 ]
 PROGRAMS = (0, 400, 800, 1600)
+FEW_SHAPES = [Shape(*numbers) for numbers in ((12, 2, 4), (16, 2, 4), (16, 1, 4), (8, 2, 6))]
 
 
 def draw(form: Callable[[torch.Tensor], CodedMatrix], outputs: int, inputs: int) -> DeviceCodes:
@@ -68,11 +73,41 @@ def run_shape(name: str, tokens: list[int]) -> None:
         print(f"{name} {num_tokens:>5} tokens {read / found['chosen'] / 1e12:.2f} TB/s  {line}", flush=True)
 
 
+def run_few(name: str, num_tokens: int) -> None:
+    """Print a line of chains of steps with few tokens."""
+    form, num_experts, top_k, width, inner = SHAPES[name]
+    gate = Gate("clamped", 7.0, 1.702, 1.0) if "oss" in name else Gate("silu")
+    layers = [
+        ((draw(form, num_experts * 2 * inner, width), None), (draw(form, num_experts * width, inner), None))
+        for _ in range(3)
+    ]
+    x, weights = torch.randn(num_tokens, width, device="cuda").bfloat16(), torch.rand(num_tokens, top_k, device="cuda")
+    steps = [
+        (x, torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices, weights, *layers[i % 3], gate)
+        for i in range(18)
+    ]
+    chosen = coded_few.choose_shape
+    found = {
+        "triton": time_calls([partial(coded.run_experts_pdl, *step) for step in steps]),
+        "chosen": time_calls([partial(coded_few.run_experts, *step) for step in steps]),
+    }
+    for shape in FEW_SHAPES:
+        coded_few.choose_shape = lambda *_, shape=shape, **__: shape
+        found["/".join(map(str, shape))] = time_calls([partial(coded_few.run_experts, *step) for step in steps])
+    coded_few.choose_shape = chosen
+    read = sum(len(ids.unique()) for _, ids, *_ in steps) / len(steps) / num_experts
+    num_bytes = read * sum(codes.num_bytes for codes, _ in layers[0])
+    line = " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in sorted(found.items(), key=lambda p: p[1]))
+    print(f"{name} {num_tokens} tokens in a chain, bytes {num_bytes / BANDWIDTH * 1e6:.1f} us: {line}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 64, 256, 1024])
     tokens = parser.parse_args().tokens
     for name in SHAPES:
+        for num_tokens in (1, 2, 4):
+            run_few(name, num_tokens)
         run_shape(name, tokens)
 
 

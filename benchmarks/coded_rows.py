@@ -3,7 +3,7 @@ REGEX] [--rows 1 2 8]``.
 
 Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
 chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
-not; then experts of one to four tokens, beside `coded`'s.
+not.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from itertools import product
 
 import torch
 
-from benchmarks.coded_experts import SHAPES as EXPERT_SHAPES
 from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import MODELS, products, time_calls
 from benchmarks.quantized_gpu import FORMS
 from headrace.kernels.coded_linear import cuda
-from headrace.kernels.coded_linear.cuda import Addition, Chosen, Shape
+from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.linear import Norm
-from headrace.kernels.moe import Gate, coded
 
 BF16, DEVICE = torch.bfloat16, "cuda"
 BYTES_PER_SECOND = 4.8e12
@@ -95,31 +93,6 @@ def run_layer(form: str, rows: int) -> None:
     show(f"layer   {form:16}{rows} rows", times, sum(weight.num_bytes for weight in layers[0].values()))
 
 
-def run_experts(title: str, num_tokens: int) -> None:
-    """Experts of a layer, other ones in each call."""
-    form, num_experts, top_k, width, inner = EXPERT_SHAPES[title]
-    layers = [(draw(form, num_experts * 2 * inner, width), draw(form, num_experts * width, inner)) for _ in range(4)]
-    x, factors = torch.randn(num_tokens, width, device=DEVICE).to(BF16), torch.rand(num_tokens, top_k, device=DEVICE)
-    steps = [
-        (*layers[i % 4], torch.rand(num_tokens, num_experts, device=DEVICE).topk(top_k).indices) for i in range(16)
-    ]
-    mid, out = torch.empty(num_tokens * top_k, inner, device=DEVICE, dtype=BF16), torch.empty_like(x)
-
-    def run(gate_up: DeviceCodes, down: DeviceCodes, ids: torch.Tensor, shape: Shape) -> None:
-        gate = (3, 7.0, 1.702, 1.0)
-        cuda.launch(x, gate_up, None, mid, gate=gate, chosen=Chosen(ids, 2 * inner), shape=shape)
-        cuda.launch(mid, down, None, out, chosen=Chosen(ids, width, factors), shape=shape)
-
-    def run_triton(gate_up: DeviceCodes, down: DeviceCodes, ids: torch.Tensor) -> None:
-        coded.run_experts_pdl(x, ids, factors, (gate_up, None), (down, None), Gate("clamped", 7.0, 1.702, 1.0))
-
-    times = {"triton": time_calls([partial(run_triton, *step) for step in steps])}
-    for shape in BLOCKS:
-        times[name_shape(shape)] = time_calls([partial(run, *step, shape) for step in steps])
-    chosen = sum(len(ids.unique()) for _, _, ids in steps) / len(steps) / num_experts
-    show(f"{title} {num_tokens} tokens", times, chosen * sum(weight.num_bytes for weight in layers[0]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forms", default=".")
@@ -129,8 +102,6 @@ def main() -> None:
         if re.search(options.forms, form) and form != "nvfp4":
             run_products(form, options.rows)
             run_layer(form, 1)
-    for title, num_tokens in product(EXPERT_SHAPES, (1, 2, 4)):
-        run_experts(title, num_tokens)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _scale_tables(linear: Linear, rows: list[tuple[slice, float]]) -> torch.Tens
     cannot hold it."""
     if not isinstance(linear.stored, CodedWeight):
         return None
-    weight: DeviceCodes = linear.stored.weight
+    weight: DeviceCodes = linear.stored.weight.untile()
     scales = weight.scales.clone()
     for part, factor in rows:
         start, stop, _ = part.indices(weight.out_features)
@@ -123,4 +123,4 @@ def _scale_tables(linear: Linear, rows: list[tuple[slice, float]]) -> torch.Tens
             halves.copy_(scaled)
         else:
             own.mul_(factor)
-    return scales
+    return replace(weight, scales=scales).tile().scales if linear.stored.weight.is_tiled else scales

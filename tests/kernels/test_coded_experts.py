@@ -17,7 +17,8 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_dev
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
-from headrace.kernels.moe import CODED_EXPERTS, Gate, reference
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.moe import CODED_EXPERTS, Gate, coded_few, fp8_few, reference
 from headrace.kernels.operation import KernelQuery
 
 SILU, CLAMPED = Gate("silu"), Gate("clamped", 2.0, 1.702, 1.0)
@@ -93,7 +94,7 @@ def test_experts(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("num_tokens", [1, 16, 64, 300, 1024])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 16, 64, 300, 1024])
 @pytest.mark.parametrize("form", ["mxfp4", "fp8 block", "int4"])
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "width", "inner"), [(16, 8, 2048, 768), (8, 4, 2880, 2880), (8, 6, 4096, 2048)]
@@ -109,21 +110,62 @@ def test_experts_of_real_shapes(form: str, num_tokens: int, num_experts: int, to
 def test_few_tokens_run_in_triton_where_own_cuda_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    from headrace.kernels.moe import coded_few
-
     def fail(*_: Any) -> None:
         raise CudaSourceError("cuFuncSetAttribute: invalid argument")
 
-    monkeypatch.setattr(coded_few, "takes", lambda *_: True)
-    monkeypatch.setattr(coded_few.cuda, "find_kernel", fail)
+    monkeypatch.setattr(coded_few, "find_kernel", fail)
     monkeypatch.setitem(CODED_EXPERTS._loaded, "triton_pdl", lambda x, *_: x)
     uncached = coded_few._can_compile.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(coded_few, "_can_compile", cache_compiled(uncached))
-    gate_up, down = (stack("mxfp4", torch.randn(2, *shape), "cpu") for shape in ((128, 32), (32, 64)))
-    x, ids = torch.randn(1, 32), torch.zeros(1, 1, dtype=torch.int64)
+    gate_up, down = (stack("mxfp4", torch.randn(2, *shape), "cpu") for shape in ((128, 128), (128, 64)))
+    x, ids = torch.randn(1, 128).bfloat16(), torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(2):
         assert coded_few.run_experts(x, ids, torch.ones(1, 1), (gate_up, None), (down, None), SILU) is x
     assert caplog.text.count("invalid argument") == 1
+
+
+def test_few_tokens_take_codes_without_zero_points():
+    codes = {form: stack(form, torch.randn(2, 128, 256), "cpu") for form in FORMS}
+    assert [form for form in FORMS if coded_few.takes(codes[form])] == ["mxfp4"]
+    assert [form for form in FORMS if fp8_few.takes(codes[form])] == ["fp8 block", "fp8 channel"]
+    assert not fp8_few.takes(stack("fp8 block", torch.randn(2, 128, 192), "cpu")), "blocks of 128 inputs"
+
+
+@pytest.mark.parametrize("form", ["fp8 block", "fp8 channel"])
+def test_fp8_stages_hold_gate_beside_up_of_each_expert(form: str):
+    gate_up, down = (stack(form, torch.randn(3, *shape), "cpu") for shape in ((256, 256), (256, 128)))
+    products = fp8_few.plan((gate_up, None), (down, None), torch.ones(1, 2), 132)
+    assert products is not None
+    rows = gate_up.codes.view(torch.uint8).unflatten(0, (3, 2, 128))
+    view, box = products[0].view_weight()
+    assert box == (products[0].form.shape.unit, 2, 32, 128)
+    for expert, tile, block in ((0, 0, 0), (2, 1, 1)):  # the last one's rows of up end with the stack
+        start = expert * products[0].rows_each + tile * 32
+        assert torch.equal(
+            view[block, :, start : start + 32], rows[expert, :, tile * 32 : tile * 32 + 32, block * 128 :][..., :128]
+        )
+    assert torch.equal(products[1].view_weight()[0][0, 576:640], down.codes.view(torch.uint8)[576:640])
+    assert all(product.shared_bytes <= fp8_few.MOST_SHARED_BYTES for product in products)
+    assert fp8_few.plan((gate_up, None), (down, None), torch.ones(2, 2), 132) is None
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 4), (3, 4), (4, 16), (4, 17), (5, 4)])
+def test_few_tokens_fit_in_shared_memory(num_tokens: int, top_k: int):
+    """A warp has a sum for each tile that its run of steps touches."""
+    gate_up, down = (stack("mxfp4", torch.zeros(16, *shape), "cpu") for shape in ((512, 384), (384, 256)))
+    products = coded_few.plan((gate_up, None), (down, None), torch.ones(num_tokens, top_k), 7)
+    assert (products is not None) == (num_tokens <= 4 and num_tokens * top_k <= 64)
+    for product in products or ():
+        assert product.shared_bytes <= coded_few.MOST_SHARED_BYTES and product.x_pitch % 32 == 16
+        units = ceil_div(product.weight.in_features, coded_few.UNIT)
+        chosen = min(num_tokens * top_k, 16)
+        if product.form.is_down:
+            tiles, steps = ceil_div(ceil_div(product.outputs, product.sms), 8), units * ceil_div(chosen, 2)
+        else:
+            tiles, steps = ceil_div(chosen * product.outputs // 8, product.sms), units
+        warps = product.form.shape.warps
+        runs = [(tiles * steps * warp // warps, tiles * steps * (warp + 1) // warps) for warp in range(warps)]
+        assert max((end - 1) // steps - begin // steps + 1 for begin, end in runs) <= product.slots
 
 
 def test_hopper_takes_rows_that_begin_at_multiples_of_16_bytes():

@@ -19,7 +19,7 @@ from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 
-SHAPES = [(17, 136, 272), (100, 528, 1040), (64, 256, 512), (300, 1024, 384)]
+SHAPES = [(5, 136, 272), (100, 528, 1040), (64, 256, 512), (300, 1024, 384)]
 
 
 @pytest.fixture(scope="module")

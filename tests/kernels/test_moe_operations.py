@@ -14,7 +14,9 @@ from devices import DEVICES, relative_error
 from hypothesis import given, settings
 
 from headrace.kernels.block_scaled import DEQUANTISE_MXFP4
-from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, MASK_CHOICES, ROUTE
+from headrace.kernels.linear import Norm
+from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, MASK_CHOICES, NORM_ROUTE, ROUTE
+from headrace.kernels.moe.reference import make_scores
 from headrace.kernels.native import build
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.rowwise import CLAMPED_SWIGLU
@@ -262,4 +264,45 @@ def test_mxfp4_as_transformers_has_it():
     assert torch.equal(
         dequantise(blocks.flatten(-2), scales, torch.bfloat16).transpose(1, 2),
         convert_moe_packed_tensors(blocks, scales)
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize(("num_experts", "width", "top_k", "score", "renormalise", "has_bias"), [
+    (32, 2880, 4, "softmax", True, True), (128, 2048, 8, "softmax", True, False),
+    (60, 1536, 6, "sqrt_softplus", False, True), (256, 2048, 8, "sigmoid", True, False),
+])
+def test_norm_router_and_choice_in_one_kernel(
+    num_tokens: int, splits: int, num_experts: int, width: int, top_k: int, score: str, renormalise: bool,
+    has_bias: bool
+):
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    pending = draw(splits, num_tokens, width) if splits else draw(num_tokens, width).bfloat16()
+    residual, norm = draw(num_tokens, width).bfloat16(), Norm(draw(width).bfloat16(), 1e-5, 1.0)
+    router = (draw(num_experts, width) * 4 * width**-0.5).bfloat16()
+    bias = draw(num_experts).bfloat16() if has_bias else None
+    choice_bias = draw(num_experts) if has_bias and score != "softmax" else None
+    shape = {**SHAPE, "top_k": top_k, "score": score, "renormalise": renormalise, "scale": 1.5}
+    found, expected = (
+        NORM_ROUTE.load(name)(pending, residual.clone(), norm, router, bias, choice_bias, **shape)
+        for name in ("cuda", "reference")
+    )
+    assert torch.equal(found[1], expected[1])
+    assert relative_error(found[0], expected[0]) < 2e-3  # of a rounding, where sums are in another order
+    x, _, ids, weights = found
+    logits = x.float() @ router.float().T + (0 if bias is None else bias.float())
+    scores = make_scores(logits, score)
+    choice = logits if score == "softmax" else scores if choice_bias is None else scores + choice_bias
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    # logits are rounded before the choice, which may swap experts that are nearly as good
+    assert (choice.gather(1, ids) >= choice.topk(top_k).values[:, -1:] - 0.06).all()
+    chosen = scores.gather(1, ids)
+    torch.testing.assert_close(
+        weights, chosen / (chosen.sum(1, keepdim=True) if renormalise else 1.0) * 1.5, rtol=0.15, atol=1e-5
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.kernels.coded_linear.device_codes import pack_for_device
 from headrace.kernels.coded_linear.forms import STACK_PLAN, CodedWeight
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.layers.build import Build
-from headrace.layers.cache_scales import CacheScales, find_scale
+from headrace.layers.cache_scales import CacheScales, _scale_tables, find_scale
 from headrace.layers.self_attention import Attention
 from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
 
@@ -84,6 +85,19 @@ def test_weights_that_cannot_hold_a_scale_stay(caplog: pytest.LogCaptureFixture)
         scales.apply({0: layer})
         assert all(torch.equal(own, before[name]) for name, own in numbers(layer).items())
     assert caplog.text.count("of 1 layers are left out") == len(cases)
+
+
+def test_rows_of_a_weight_in_tiles_are_found():
+    """Those of a head may begin and end inside a tile of eight."""
+    layer = build_layer("int4")
+    assert isinstance(layer.qkv.stored, CodedWeight)
+    before = layer.qkv.stored.unpack(torch.float32)
+    before[12:30] *= 0.5
+    layer.qkv.stored.weight = layer.qkv.stored.weight.tile()
+    table = _scale_tables(layer.qkv, [(slice(12, 30), 0.5)])
+    assert table is not None
+    layer.qkv.stored.weight = replace(layer.qkv.stored.weight, scales=table)
+    assert torch.equal(layer.qkv.stored.unpack(torch.float32), before)
 
 
 def test_names():

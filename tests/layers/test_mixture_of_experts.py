@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from headrace.base.errors import ConfigError
 from headrace.kernels import native
 from headrace.kernels.block_scaled.reference import dequantise_mxfp4
-from headrace.kernels.moe import MASK_CHOICES
+from headrace.kernels.moe import MASK_CHOICES, NORM_ROUTE
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
@@ -21,9 +21,11 @@ from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.pairing import choose_pair, find_adapter, list_pairs
 from headrace.layers.moe.weights import ExpertWeights
+from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.contract import SchemeQuery
 from headrace.layers.quantization.integer import Int8
 from headrace.layers.quantization.storage import find_storable, store_fastest
+from headrace.layers.residual import Residual
 from headrace.layers.spec import MlpSpec, MoeSpec, RoutingSpec, SwigluClamp
 
 CPU = torch.device("cpu")
@@ -360,3 +362,27 @@ def test_nothing_waits_on_a_gpu_and_the_layer_can_be_captured(dtype: torch.dtype
     out.zero_()
     graph.replay()
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("has_pending", [True, False])
+def test_norm_and_choice_in_one_kernel_are_used_where_something_is_pending(has_pending: bool):
+    layer, norm = build_layer(), RmsNorm(Build(CPU, torch.float32), WIDTH, 1e-5)
+    norm.weight.copy_(torch.rand(WIDTH))
+    stream, pending = torch.randn(3, WIDTH), torch.randn(2, 3, WIDTH) if has_pending else None
+    separate, fused = (Residual(stream.clone(), pending) for _ in range(2))
+    layer.add(norm, separate)
+    calls: list[int] = []
+
+    def norm_route(x: torch.Tensor, *rest: Any, **shape: Any) -> Any:
+        calls.append(len(x))
+        return NORM_ROUTE.load("reference")(x, *rest, **shape)
+
+    layer.router._norm_route = norm_route
+    layer.add(norm, fused)
+    assert len(calls) == has_pending
+    torch.testing.assert_close(fused.stream, separate.stream)
+    torch.testing.assert_close(fused.pending, separate.pending)
+    layer.router._norm_route = lambda *_, **__: None  # not for such a step
+    again = Residual(stream.clone(), pending)
+    layer.add(norm, again)
+    assert torch.equal(again.pending, separate.pending)

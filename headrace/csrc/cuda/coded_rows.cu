@@ -1,5 +1,5 @@
 // Products of few rows of x with a weight in codes: out [M, N] = x [M, K] times the weight [N, K] transposed, also with
-// the norm before it, the gated activation after it, or of chosen experts. Bound by reading the weight once.
+// the norm before it or the gated activation after it. Bound by reading the weight once.
 //
 // A warp takes 16 rows of the weight and units of 64 bytes of each: codes become bfloat16 in registers and are the left
 // operand of mma.m16n8k16, rows of x the right one. Which inputs a thread holds does not matter as long as both
@@ -13,8 +13,7 @@
 //
 // Compiled by NVRTC without headers for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 1 e4m3, 2 e2m1, 3 int8, 4 uint8;
 // TABLE 0 float32, 1 pairs, 2 powers; ZEROS 1: float32 zero points; GROUP inputs of a scale, 0: all; VECTOR 1: a unit's
-// scales are aligned to their size; EXPERTS 1: a tile is of one pair of token and expert, 2: the sum over a token's
-// experts; WARPS, BLOCKS on a multiprocessor, DEPTH.
+// scales are aligned to their size; WARPS, BLOCKS on a multiprocessor, DEPTH.
 
 using uint8 = unsigned char;
 using uint16 = unsigned short;
@@ -44,11 +43,9 @@ struct Call {
   uint16 *out, *total;
   const char *codes, *scales;
   const float *zeros;
-  const int64 *ids;      // [T, top_k] of experts
-  const float *factors;  // [T, top_k]
   int64 x_stride, residual_stride, row_bytes;
   int rows, outputs, inputs, table, shared;  // table: words of scales of a row
-  int rows_each, top_k, padded;              // rows of an expert's weight; bytes of a row of x in shared memory
+  int padded;  // bytes of a row of x in shared memory
   int gate;  // 0 none, 1 silu, 2 gelu_tanh, 3 clamped; the weight then has `outputs` rows of gate, then of up
   float eps, offset, limit, alpha, up_offset;
 };
@@ -192,22 +189,19 @@ __device__ __forceinline__ void stage_rows(const Call &call, char *x, float *sum
 
 struct Place {  // of a thread; and sizes of the whole call
   int warp, quad, part;  // of a warp's 8 quads of 4 threads
-  int units, steps, choices, tiles, items, tile_shift;
+  int units, steps, tiles, tile_shift;
   const char *x;  // in shared memory, like the sums of quanta of x, squares for the norm, and partial sums
   float *sums, *squares, *parts;
 };
 
-// Tiles of outputs come first in the number of an item; then pairs of token and expert, or tokens.
 __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
   Place p;
   const int lane = threadIdx.x % 32;
   p.warp = threadIdx.x / 32, p.quad = lane / 4, p.part = lane % 4;
   p.units = (call.inputs + UNIT - 1) / UNIT;
-  p.choices = EXPERTS == 2 ? call.top_k : 1;
-  p.steps = (p.units * p.choices + WARPS - 1) / WARPS;
+  p.steps = (p.units + WARPS - 1) / WARPS;
   p.tile_shift = call.gate ? 3 : 4;
   p.tiles = ((call.outputs - 1) >> p.tile_shift) + 1;
-  p.items = p.tiles * (EXPERTS == 0 ? 1 : EXPERTS == 1 ? call.rows * call.top_k : call.rows / call.top_k);
   p.x = memory;
   p.sums = (float *)(memory + call.rows * call.padded);
   p.squares = p.sums + (CORRECTS ? call.rows * p.units * GROUPS : 0);
@@ -216,7 +210,7 @@ __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
 }
 
 struct Reader {  // where a warp reads next
-  int item, step;
+  int tile, step;
   const char *codes[2];
   int64 table[2];
 };
@@ -226,12 +220,12 @@ __device__ __forceinline__ int64 find_table(const Call &call, int64 row) {
   return int64(call.shared == 1 ? uint32(row) : uint32(row) / uint32(call.shared)) * call.table;
 }
 
-// An expert's rows of the weight that this thread's quad reads for a tile of outputs.
-__device__ __forceinline__ void locate(Reader &reader, const Call &call, const Place &p, int tile, int64 expert) {
+// Rows of the weight that this thread's quad reads for a tile of outputs.
+__device__ __forceinline__ void locate(Reader &reader, const Call &call, const Place &p) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const int output = min((tile << p.tile_shift) + p.quad + (call.gate ? 0 : 8 * i), call.outputs - 1);
-    const int64 row = expert * call.rows_each + output + (call.gate ? i * call.outputs : 0);
+    const int output = min((reader.tile << p.tile_shift) + p.quad + (call.gate ? 0 : 8 * i), call.outputs - 1);
+    const int64 row = output + (call.gate ? i * call.outputs : 0);
     reader.codes[i] = call.codes + row * call.row_bytes + p.part * PIECE;
     reader.table[i] = find_table(call, row);
   }
@@ -239,14 +233,9 @@ __device__ __forceinline__ void locate(Reader &reader, const Call &call, const P
 
 // Ask for the next step's codes and scales.
 __device__ __forceinline__ void fetch(Stage &stage, Reader &reader, const Call &call, const Place &p) {
-  const int at = p.warp + reader.step * WARPS;
-  if (reader.item < p.items && at < p.units * p.choices) {
-    const int choice = EXPERTS == 2 ? at / p.units : 0, unit = at - choice * p.units;
-    if (EXPERTS == 2 || reader.step == 0) {
-      const int row = EXPERTS ? reader.item / p.tiles : 0;
-      const int64 expert = EXPERTS ? call.ids[row * p.choices + choice] : 0;
-      locate(reader, call, p, reader.item - row * p.tiles, expert < 0 ? 0 : expert);
-    }
+  const int unit = p.warp + reader.step * WARPS;
+  if (reader.tile < p.tiles && unit < p.units) {
+    if (reader.step == 0) locate(reader, call, p);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -267,30 +256,29 @@ __device__ __forceinline__ void fetch(Stage &stage, Reader &reader, const Call &
       }
     }
   }
-  if (++reader.step == p.steps) reader.step = 0, reader.item += gridDim.x;
+  if (++reader.step == p.steps) reader.step = 0, reader.tile += gridDim.x;
 }
 
 // `total` plus a group's `sum`, less its zero points times the sum of x, times its scales; `sum` becomes zero.
 __device__ __forceinline__ void add_group(
-    float *total, float *sum, const Stage &stage, const Call &call, const Place &p, int x_row, int unit, int group,
-    float factor) {
+    float *total, float *sum, const Stage &stage, const Call &call, const Place &p, int unit, int group) {
   float x_sums[2] = {0.f, 0.f};
   if (CORRECTS) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      const int m = EXPERTS ? x_row : min(p.part * 2 + c, call.rows - 1);
+      const int m = min(p.part * 2 + c, call.rows - 1);
       x_sums[c] = p.sums[(m * p.units + unit) * GROUPS + group];
     }
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32 raw = stage.scales[i][WORDS ? group : 0];
-    const float scale = (PAIRS ? half_of(raw, false) : __uint_as_float(raw)) * factor;
+    const float scale = PAIRS ? half_of(raw, false) : __uint_as_float(raw);
     const float own = PAIRS ? half_of(raw, true) : ZEROS ? stage.zeros[i][ZEROS && !PAIRS && WORDS ? group : 0] : 0.f;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const float more = CORRECTS ? sum[2 * i + c] - (BASE + own) * x_sums[c] : sum[2 * i + c];
-      total[2 * i + c] += EXPERTS == 2 && factor == 0.f ? 0.f : scale * more;
+      total[2 * i + c] += scale * more;
       sum[2 * i + c] = 0.f;
     }
   }
@@ -298,14 +286,9 @@ __device__ __forceinline__ void add_group(
 
 // `total` plus a unit's products. Of sums, rows of the weight are i / 2, columns (rows of x) i % 2.
 __device__ __forceinline__ void add_unit(
-    float *total, const Stage &stage, const Call &call, const Place &p, int item, int at) {
-  const int choice = EXPERTS == 2 ? at / p.units : 0, unit = at - choice * p.units, row = EXPERTS ? item / p.tiles : 0;
-  const int x_row = EXPERTS == 0   ? min(p.quad, call.rows - 1)
-                    : EXPERTS == 1 ? row / call.top_k
-                                   : row * p.choices + choice;
-  const char *x = p.x + x_row * call.padded + (unit * UNIT + p.part * PIECE) * 2;
-  float factor = 1.f, sum[4] = {0.f, 0.f, 0.f, 0.f};
-  if (EXPERTS == 2) factor = call.ids[x_row] < 0 ? 0.f : call.factors[x_row];
+    float *total, const Stage &stage, const Call &call, const Place &p, int unit) {
+  const char *x = p.x + min(p.quad, call.rows - 1) * call.padded + (unit * UNIT + p.part * PIECE) * 2;
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int plane = 0; plane < PLANES; plane++) {
     uint32 powers[2] = {0, 0};
@@ -325,34 +308,22 @@ __device__ __forceinline__ void add_unit(
           const int word = h * (PIECE / 4) + pair * 2 + j;
           decode(stage.codes[0][word], plane, powers[0], a[0], a[2]);
           decode(stage.codes[1][word], plane, powers[1], a[1], a[3]);
-          float *to = (AT_END || POWERS) && EXPERTS != 2 ? total : sum;
+          float *to = AT_END || POWERS ? total : sum;
           multiply(to, a[0], a[1], a[2], a[3], j ? b.z : b.x, j ? b.w : b.y);
         }
       }
       const bool ends = GROUPS > PLANES || (h == HALVES - 1 && (GROUPS == PLANES || plane == PLANES - 1));
       if (!AT_END && !POWERS && ends) {
         const int group = GROUPS == 1 ? 0 : plane * (GROUPS / PLANES) + (GROUPS == PLANES ? 0 : h);
-        add_group(total, sum, stage, call, p, x_row, unit, group, factor);
+        add_group(total, sum, stage, call, p, unit, group);
       }
-    }
-  }
-  if (EXPERTS == 2 && (AT_END || POWERS)) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float scale = factor;
-      if (AT_END) {
-        const int output = min(((item - row * p.tiles) << p.tile_shift) + p.quad + 8 * (i / 2), call.outputs - 1);
-        const int64 expert = call.ids[x_row] < 0 ? 0 : call.ids[x_row];
-        scale *= ((const float *)call.scales)[find_table(call, expert * call.rows_each + output)];
-      }
-      total[i] += factor == 0.f ? 0.f : scale * sum[i];
     }
   }
 }
 
 // The tile's sums of all warps, in a fixed order, and what follows them.
-__device__ __forceinline__ void finish(const float *total, const Call &call, const Place &p, int item, int buffer) {
-  const int columns = EXPERTS ? 1 : call.rows;
+__device__ __forceinline__ void finish(const float *total, const Call &call, const Place &p, int tile, int buffer) {
+  const int columns = call.rows;
   float *own = p.parts + ((buffer * WARPS + p.warp) * columns) * RED;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -362,12 +333,10 @@ __device__ __forceinline__ void finish(const float *total, const Call &call, con
     }
   }
   __syncthreads();
-  const int row = EXPERTS ? item / p.tiles : 0, tile = item - row * p.tiles;
   const int m = threadIdx.x >> p.tile_shift, n = threadIdx.x - (m << p.tile_shift);
   const int output = (tile << p.tile_shift) + n;
   if (m >= columns || output >= call.outputs) return;
   const float *from = p.parts + (buffer * WARPS * columns + m) * RED + n;
-  const int64 expert = EXPERTS == 1 ? call.ids[row] : 0;
   float value[2] = {0.f, 0.f}, factor = LIFT;
   if (call.norm) {
     float square = 0.f;
@@ -380,19 +349,13 @@ __device__ __forceinline__ void finish(const float *total, const Call &call, con
     if (i && !call.gate) break;
 #pragma unroll 8
     for (int w = 0; w < WARPS; w++) value[i] += from[w * columns * RED + 8 * i];
-    const int64 at = (expert < 0 ? 0 : expert) * call.rows_each + output + i * call.outputs;
+    const int64 at = output + i * call.outputs;
     value[i] *= factor;
-    if (AT_END && EXPERTS != 2) value[i] *= ((const float *)call.scales)[find_table(call, at)];
-    if (call.bias && EXPERTS != 2) value[i] += widen(call.bias[at]);
-  }
-  if (EXPERTS == 2 && call.bias) {
-    for (int c = row * p.choices; c < (row + 1) * p.choices; c++) {
-      const int64 chosen = call.ids[c];
-      if (chosen >= 0) value[0] += call.factors[c] * widen(call.bias[chosen * call.rows_each + output]);
-    }
+    if (AT_END) value[i] *= ((const float *)call.scales)[find_table(call, at)];
+    if (call.bias) value[i] += widen(call.bias[at]);
   }
   const float out = call.gate ? gated(call, value[0], value[1]) : value[0];
-  call.out[int64(EXPERTS ? row : m) * call.outputs + output] = uint16(narrow(out, 0.f));
+  call.out[int64(m) * call.outputs + output] = uint16(narrow(out, 0.f));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) coded_rows(const Call call) {
@@ -400,35 +363,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) coded_rows(const C
   const Place p = find_place(call, memory);
   Reader reader = {int(blockIdx.x), 0};
   Stage ring[DEPTH];
-  // Codes, which no kernel writes, are asked for before the previous kernel has ended; so are ids, which the kernel
-  // before that one wrote, for the second product of experts.
-  if (EXPERTS != 1) {
+  // Codes, which no kernel writes, are asked for before the previous kernel has ended.
 #pragma unroll
-    for (int s = 0; s < DEPTH; s++) fetch(ring[s], reader, call, p);
-  }
+  for (int s = 0; s < DEPTH; s++) fetch(ring[s], reader, call, p);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (EXPERTS == 1) {
-#pragma unroll
-    for (int s = 0; s < DEPTH; s++) fetch(ring[s], reader, call, p);
-  }
   stage_rows(call, memory, p.sums, p.squares, p.units * GROUPS);
   __syncthreads();
 
   float total[4] = {0.f, 0.f, 0.f, 0.f};
-  int step = 0, item = blockIdx.x, buffer = 0;
-  while (item < p.items) {
+  int step = 0, tile = blockIdx.x, buffer = 0;
+  while (tile < p.tiles) {
 #pragma unroll
     for (int s = 0; s < DEPTH; s++) {
-      if (item >= p.items) break;
-      const int at = p.warp + step * WARPS;
-      if (at < p.units * p.choices) add_unit(total, ring[s], call, p, item, at);
+      if (tile >= p.tiles) break;
+      const int unit = p.warp + step * WARPS;
+      if (unit < p.units) add_unit(total, ring[s], call, p, unit);
       fetch(ring[s], reader, call, p);
       if (++step < p.steps) continue;
-      finish(total, call, p, item, buffer);
+      finish(total, call, p, tile, buffer);
 #pragma unroll
       for (int i = 0; i < 4; i++) total[i] = 0.f;
-      step = 0, item += gridDim.x, buffer ^= 1;
+      step = 0, tile += gridDim.x, buffer ^= 1;
     }
   }
 }

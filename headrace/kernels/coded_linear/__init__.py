@@ -8,10 +8,9 @@ CODED_LINEAR = Operation("coded linear kernel")
 """``coded_linear(x [T, I], weight: DeviceCodes [O, I], bias [O] | None) -> [T, O]`` in x's dtype.
 
 The query's shape has ``in_features``, ``out_features``, ``bits`` of a code, ``is_float`` (e4m3), ``group`` (inputs that
-share a scale), ``rows`` (outputs that share one), ``has_order``, ``looks_up`` (codes stand for entries of a table) and
-``num_rows`` T. Solutions that round x to FP8 say
-so; all others multiply the weights, dequantised and rounded to x's dtype, as they are. `choice` measures which is
-fastest for a number of rows."""
+share a scale), ``rows`` (outputs that share one), ``has_order``, ``looks_up`` (codes stand for entries of a table),
+``tiled`` and ``num_rows`` T. Solutions that round x to FP8 say so; all others multiply the weights, dequantised and
+rounded to x's dtype, as they are. `choice` measures which is fastest for a number of rows."""
 
 CODED_LINEAR.add(
     "reference", "headrace.kernels.coded_linear.reference:coded_linear", doc="dequantises, then torch's own GEMM"
@@ -25,7 +24,12 @@ MOST_SKINNY_ROWS = 512
 MOST_CUDA_ROWS = 8
 MOST_CUDA_INPUTS = 98304
 """Of all rows of x together, which a block keeps in shared memory."""
-LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 17, 512
+MOST_TILE_INPUTS = 81920
+"""The same beside a ring of codes."""
+MOST_WGMMA_ROWS, MOST_WGMMA_INPUTS = 4, 5 << 16
+"""The latter of all rows together."""
+LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS = 5, 64
+LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 3, 512
 
 
 def _reason_against_codes(query: KernelQuery) -> str | None:
@@ -39,6 +43,8 @@ def _reason_against_pieces(query: KernelQuery) -> str | None:
 
 
 def _reason_against_gemv(query: KernelQuery) -> str | None:
+    if query.shape.get("tiled"):
+        return "takes no tiles"
     if query.shape.get("num_rows", 1) > MOST_GEMV_ROWS:
         return f"takes at most {MOST_GEMV_ROWS} rows"
     return _reason_against_pieces(query)
@@ -54,8 +60,8 @@ def reason_against_cuda(query: KernelQuery) -> str | None:
     """Why ``csrc/cuda/coded_rows.cu`` cannot multiply with such codes; None if it can."""
     shape = query.shape
     group, inputs, rows = shape.get("group", 0), shape.get("in_features", 0), shape.get("num_rows", 1)
-    if shape.get("looks_up"):
-        return "takes integers, e4m3 and e2m1"
+    if shape.get("looks_up") or shape.get("tiled"):
+        return "takes integers that are not in tiles, e4m3 and e2m1"
     if group != inputs and group != 32 and group % 64:
         return "takes scales of 32 inputs or multiples of 64"
     if group != inputs and shape.get("bits") == 4 and group > 64 and group % 128:
@@ -64,6 +70,25 @@ def reason_against_cuda(query: KernelQuery) -> str | None:
         return "takes inputs in steps of 16"
     if rows > MOST_CUDA_ROWS or rows * inputs > MOST_CUDA_INPUTS:
         return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_CUDA_INPUTS} inputs of all together"
+    return _with_hopper(query)
+
+
+def _reason_against_tiles(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if not shape.get("tiled"):
+        return "takes integers in tiles"
+    rows = shape.get("num_rows", 1)
+    if rows > MOST_CUDA_ROWS or rows * shape.get("in_features", 0) > MOST_TILE_INPUTS:
+        return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_TILE_INPUTS} inputs of all together"
+    return _with_hopper(query)
+
+
+def _reason_against_tile_block(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if not shape.get("tiled"):
+        return "takes integers in tiles"
+    if not LEAST_BLOCK_ROWS <= shape.get("num_rows", LEAST_BLOCK_ROWS) <= MOST_BLOCK_ROWS:
+        return f"takes {LEAST_BLOCK_ROWS} to {MOST_BLOCK_ROWS} rows"
     return _with_hopper(query)
 
 
@@ -97,6 +122,21 @@ def _reason_against_blocks(query: KernelQuery) -> str | None:
     return _reason_against_scaled(query)
 
 
+def _reason_against_few(query: KernelQuery) -> str | None:
+    shape, rows = query.shape, query.shape.get("num_rows", 1)
+    inputs, outputs = shape.get("in_features", 0), shape.get("out_features", 0)
+    # Odd numbers of blocks: one row of 128 inputs gave NaN after the norm on an H200, and why is not known yet.
+    if shape.get("group") not in (128, inputs) or inputs % 256:
+        return "takes inputs in steps of 256 and scales of 128 or all"
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores, compute capability 9.0"
+    if rows > MOST_WGMMA_ROWS or rows * inputs > MOST_WGMMA_INPUTS:
+        return f"takes at most {MOST_WGMMA_ROWS} rows and {MOST_WGMMA_INPUTS} inputs of all together"
+    if outputs % 16:
+        return "takes outputs in steps of 16"
+    return _reason_against_scaled(query) or _with_hopper(query)
+
+
 def _reason_against_dependent(query: KernelQuery) -> str | None:
     return None if query.capability >= (9, 0) else "needs compute capability 9.0, from which kernels overlap"
 
@@ -126,6 +166,19 @@ for _name, _supports, _doc in (
 CODED_LINEAR.add(
     "cuda", "headrace.kernels.coded_linear.cuda:multiply", supports=reason_against_cuda, priority=30,
     doc="own CUDA C++: tensor cores, many codes on their way, with dependent launch",
+)
+CODED_LINEAR.add(
+    "cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply", supports=_reason_against_few, priority=32,
+    doc="own CUDA C++ for Hopper: codes are operands of tensor cores as they are; rounds groups of 128 inputs of each "
+    "row to FP8 with a scale",
+)
+CODED_LINEAR.add(
+    "cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply", supports=_reason_against_tiles, priority=30,
+    doc="own CUDA C++: tensor cores, bulk copies of tiles that begin before the previous kernel has ended",
+)
+CODED_LINEAR.add(
+    "cuda_tile_block", "headrace.kernels.coded_linear.tiled_block:multiply", supports=_reason_against_tile_block,
+    priority=28, doc="own CUDA C++ for tens of rows: codes are decoded once for all rows of a block",
 )
 CODED_LINEAR.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_multiply", supports=_reason_against_codes,
@@ -197,12 +250,27 @@ GROUPED_CODED.add(
     doc="the same, with dependent launch",
 )
 
+
+
+def _reason_against_group_tiles(query: KernelQuery) -> str | None:
+    if query.capability[0] != 9 or query.dtype != "bfloat16":
+        return "needs Hopper's tensor cores and bfloat16"
+    return "takes outputs of a group in steps of 64" if query.shape.get("out_features", 0) % 64 else None
+
+
+GROUPED_CODED.add(
+    "cuda", "headrace.kernels.coded_linear.fp8_rows:multiply_groups",
+    supports=_also(_reason_against_groups, _reason_against_group_tiles), priority=20,
+    doc="rows rounded to FP8: own CUDA C++ for up to 8, by Hopper's tensor cores beyond",
+)
+
 CODED_SUMS = Operation("coded linear kernel with partial sums")
 """``coded_sums(x [T, I], weight: DeviceCodes [O, I])``: as `CODED_LINEAR` without a bias, or split-K partial sums
 [S, T, O] float32, which `headrace.kernels.rowwise.ADD_RMS_NORM` adds up. Of the solutions of `CODED_LINEAR`, by their
 names, those that split inputs."""
 
 CODED_SUMS.add("triton_skinny", "headrace.kernels.coded_linear.triton:skinny_sums", doc="leaves its sums as they are")
+CODED_SUMS.add("cuda_tile_block", "headrace.kernels.coded_linear.tiled_block:multiply_sums", doc="the same")
 CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
 
 CODED_GATED = Operation("gated coded linear kernel")
@@ -210,6 +278,8 @@ CODED_GATED = Operation("gated coded linear kernel")
 By the names of `CODED_LINEAR`, like the next."""
 
 CODED_GATED.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_gated", doc="one kernel")
+CODED_GATED.add("cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply_gated", doc="one kernel")
+CODED_GATED.add("cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply_gated", doc="one kernel")
 
 CODED_NORM_LINEAR = Operation("norm_linear kernel of codes")
 """``coded_norm_linear(x, residual [T, I], norm: Norm, weight: DeviceCodes [O, I], bias [O] | None, activation="") ->
@@ -217,6 +287,8 @@ CODED_NORM_LINEAR = Operation("norm_linear kernel of codes")
 no ``order``."""
 
 CODED_NORM_LINEAR.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_normalised", doc="one kernel")
+CODED_NORM_LINEAR.add("cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply_normalised", doc="one kernel")
+CODED_NORM_LINEAR.add("cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply_normalised", doc="one kernel")
 
 EXPAND_CODES = Operation("code expansion kernel")
 """``expand(weight: DeviceCodes [O, I], dtype) -> [O, I]``: the plain weight, computed in float32 and rounded once, its

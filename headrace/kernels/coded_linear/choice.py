@@ -1,6 +1,6 @@
 """Choose, for each number of rows, the fastest product with a coded weight: measured once per shape on this GPU against
-the same weight in the model's dtype, then cached in a file. A weight with which a usual mix of steps would take longer
-is not kept coded at all.
+the same weight in the model's dtype, then cached in a file. A weight whose products are clearly slower in codes, over
+all numbers of rows, is not kept coded at all.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,24 +22,28 @@ import torch.nn.functional as F
 from headrace.base import env
 from headrace.base.errors import PluginError
 from headrace.kernels.coded_linear import CODED_GATED, CODED_LINEAR, CODED_NORM_LINEAR, FP8_GATED, FP8_SUMS
-from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
+from headrace.kernels.coded_linear.device_codes import SHORT_CODES, DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.reference import dequantise, quantise_rows
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.linear import Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
-from headrace.kernels.precompile import precompile
+from headrace.kernels.precompile import is_dry_run, precompile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Rows measured; others take the choice of the next larger number."""
-FEW_ROWS = 64
-"""A usual mix of steps has a decode step of each number of rows up to this, and prompts of `PROMPT_TOKENS` tokens for
-each token that these decode, computed with as many rows as are measured at most."""
-PROMPT_TOKENS = 2
+SHARES = ((8, 0.4), (64, 0.3), (256, 0.2), (1 << 62, 0.1))
+"""How much all numbers of rows up to each bound count, from the bound before it on, in a plan's gain: few requests,
+some, many, and prompts. Ratios of times are averaged and not times: a step of thousands of rows takes as long as a
+hundred of one row, and would decide alone."""
+MEMORY_WORTH = 0.6
+"""How much slower than plain weights codes may be on the average for the memory that they save, times its share: who
+loads 4 bits wants room for keys and values, and fast decoding, which are lost together where weights are dequantised.
+One of 4 bits is kept from about 0.56 times as fast on, one of 8 bits from 0.7, and one that saves nothing from 1.0."""
 CHAIN_BYTES, MOST_COPIES, CHAIN_CALLS, CHAIN_ROWS = 128 << 20, 32, 8, 256
 """Products of up to `CHAIN_ROWS` rows are measured in a captured chain over copies of the weight of so many bytes
 together, at least two and at most `MOST_COPIES`, with at least so many calls."""
@@ -51,7 +56,7 @@ PLAIN = "plain"
 MOST_ERROR = 0.08
 """Of a solution's results, relative to those of the plain weight: two roundings to 8-bit floats give 0.04."""
 LEAST_NORM = 1e-30
-LEAST_ROWS = {"reference": 1 << 62, "triton_expand": 32}
+LEAST_ROWS = {"reference": 1 << 62, "triton_expand": 16}
 """Solutions that are measured from so many rows on alone, where there are others: they make the plain weight first."""
 
 Call = tuple[DeviceCodes, int, str]
@@ -65,10 +70,17 @@ Timer = Callable[[list[Callable[[], Any]]], float]
 @dataclass(frozen=True)
 class Plan:
     """Solutions by the most rows that they are used for, in order; the last one has no bound. ``gain``: the plain
-    weight's time over that of the chosen solutions, for a usual mix of steps, see `FEW_ROWS`."""
+    weight's time over that of the chosen solutions, a geometric mean over numbers of rows, see `SHARES`. ``memory``:
+    the codes' bytes over the plain weight's."""
 
     steps: tuple[tuple[int, str], ...]
     gain: float
+    memory: float = 1.0
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the weight stays in codes: it is faster so, or little slower for the memory that it saves."""
+        return self.gain > 1.0 - MEMORY_WORTH * (1.0 - self.memory)
 
     def find(self, num_rows: int) -> str:
         """The solution for so many rows."""
@@ -82,9 +94,21 @@ def describe_codes(weight: DeviceCodes, dtype: torch.dtype, capability: tuple[in
         "in_features": weight.in_features, "out_features": weight.out_features, "bits": 4 if is_short else 8,
         "is_float": int(weight.code is Code.E4M3), "rows": weight.rows, "has_order": int(weight.order is not None),
         "group": weight.group if weight.scales.shape[1] > 1 else weight.in_features,
-        "looks_up": int(weight.code in SHORT_CODES and weight.code is not Code.E2M1),
+        "looks_up": int(weight.code in SHORT_CODES and weight.code is not Code.E2M1), "tiled": int(weight.is_tiled),
     }
     return KernelQuery(weight.codes.device.type, str(dtype).removeprefix("torch."), capability, shape)
+
+
+def pack_weight(matrix: CodedMatrix, dtype: torch.dtype, capability: tuple[int, int]) -> DeviceCodes | None:
+    """The layout of a dense weight on its device, in tiles if a solution for one row takes no other; None where inputs
+    are grouped irregularly."""
+    weight = pack_for_device(matrix)
+    if weight is None or weight.fault_of_tiles is not None:
+        return weight
+    by_row, tiled = (
+        find_solutions(describe_codes(replace(weight, is_tiled=own), dtype, capability), 1) for own in (False, True)
+    )
+    return weight.tile() if set(tiled) - set(by_row) else weight
 
 
 def find_solutions(query: KernelQuery, num_rows: int) -> list[str]:
@@ -93,8 +117,9 @@ def find_solutions(query: KernelQuery, num_rows: int) -> list[str]:
     return [name for name in CODED_LINEAR.names() if CODED_LINEAR.reason_against(name, asked) is None]
 
 
-def make_plan(times: Times) -> Plan:
-    """The fastest solution of each number of rows; the gain is infinite where the plain weight was not measured."""
+def make_plan(times: Times, memory: float = 1.0) -> Plan:
+    """The fastest solution of each number of rows; the gain is infinite where the plain weight was not measured.
+    ``memory``: see `Plan`."""
     best = {
         rows: min((name for name in found if name != PLAIN), key=found.__getitem__) for rows, found in times.items()
     }
@@ -104,16 +129,18 @@ def make_plan(times: Times) -> Plan:
         ) if name != following
     ]
     steps[-1] = (1 << 62, steps[-1][1])
-    return Plan(tuple(steps), _find_gain(times, best))
+    return Plan(tuple(steps), _find_gain(times, best), memory)
 
 
 def _find_gain(times: Times, best: dict[int, str]) -> float:
-    shares = {rows: 1.0 for rows in times if rows <= FEW_ROWS}
-    if max(times) > FEW_ROWS:
-        shares[max(times)] = PROMPT_TOKENS * sum(shares) / max(times)
-    shares = {rows: share for rows, share in shares.items() if PLAIN in times[rows]}
-    coded = sum(share * times[rows][best[rows]] for rows, share in shares.items())
-    return sum(share * times[rows][PLAIN] for rows, share in shares.items()) / coded if shares else math.inf
+    """The mean over bands of `SHARES`, in each of which all numbers of rows count alike."""
+    total = weight = 0.0
+    for (after, _), (most, share) in pairwise(((0, 0.0), *SHARES)):
+        measured = {rows: own for rows, own in times.items() if after < rows <= most and PLAIN in own}
+        if measured:
+            logs = [math.log(own[PLAIN] / own[best[rows]]) for rows, own in measured.items()]
+            total, weight = total + share * sum(logs) / len(logs), weight + share
+    return math.exp(total / weight) if weight else math.inf
 
 
 class CodedChoice:
@@ -159,30 +186,37 @@ class CodedChoice:
         return self._file.find(key)
 
     def choose(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan | None:
-        """The plan for a weight on its device; None if it is faster plain."""
+        """The plan for a weight on its device; None if it is better plain."""
+        plan = self.judge(weight, dtype, capability)
+        return plan if plan.keeps_codes else None
+
+    def judge(self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]) -> Plan:
+        """The plan for a weight on its device, also where it is better plain."""
         key, query = self._describe(weight, dtype, capability)
         plan = _read_plan(self._find(key), query)
-        if plan is not None and plan.gain > 1.0 and key not in self._told and not warm_up(weight, plan, dtype):
+        if plan is not None and plan.keeps_codes and key not in self._told and not warm_up(weight, plan, dtype):
             plan = None
         if plan is None:
             others = self._shapes - {(weight.out_features, weight.in_features)}
             self.prepare([weight, *(weight.resize(*shape) for shape in sorted(others))], dtype, capability)
+            if is_dry_run():  # nothing can be measured
+                return _take_first(query)
             plan = self._measure(key, weight, query)
         if key not in self._told:
             self._told.add(key)
             logger.info("%s", describe_plan(weight, plan))
-        return plan if plan.gain > 1.0 else None
+        return plan
 
     def _measure(self, key: str, weight: DeviceCodes, query: KernelQuery) -> Plan:
         """A new plan. Where memory is short, the first solutions that serve, until a later start can measure: plain
         weights would take more of it."""
         try:
-            plan = make_plan(measure(weight, query, self._time))
+            plan = make_plan(measure(weight, query, self._time), compare_memory(weight, query.dtype))
         except torch.OutOfMemoryError as error:
             logger.warning("no memory to measure products with codes, which are kept: %s", error)
-            return make_plan({rows: {find_solutions(query, rows)[0]: 1.0} for rows in ROWS})
+            return _take_first(query)
         assert self._file is not None, "it was searched"
-        self._file.put(key, {"steps": plan.steps, "gain": plan.gain})
+        self._file.put(key, {"steps": plan.steps, "gain": plan.gain, "memory": plan.memory})
         return plan
 
     def save(self) -> None:
@@ -191,25 +225,36 @@ class CodedChoice:
             self._file.save()
 
 
+def _take_first(query: KernelQuery) -> Plan:
+    """The solutions of highest priority."""
+    return make_plan({rows: {find_solutions(query, rows)[0]: 1.0} for rows in ROWS})
+
+
 def describe_tables(weight: DeviceCodes) -> str:
     """The form of scales and zero points, on which kernels depend."""
     zeros = "none" if not weight.has_zeros else "whole" if weight.has_whole_zeros else "any"
     return f"scales {str(weight.scales.dtype).removeprefix('torch.')}, zeros {zeros}"
 
 
+def compare_memory(weight: DeviceCodes, dtype: str) -> float:
+    """A weight's bytes over those of the same in ``dtype``."""
+    return weight.num_bytes / max(1, weight.out_features * weight.in_features * getattr(torch, dtype).itemsize)
+
+
 def describe_plan(weight: DeviceCodes, plan: Plan) -> str:
     """One line: shape, code, and which solution multiplies how many rows."""
     shape = f"{weight.out_features} x {weight.in_features} in {weight.code.value}, groups of {weight.group}"
-    if plan.gain <= 1.0:
-        return f"{shape}: dequantised, as products with codes are not faster here ({plan.gain:.2f} times as fast)"
+    if not plan.keeps_codes:
+        return f"{shape}: dequantised, as products with codes are slower here ({plan.gain:.2f} times as fast)"
     steps = ", ".join(f"{name} up to {most} rows" if most < 1 << 62 else f"{name} beyond" for most, name in plan.steps)
-    return f"{shape}: {steps}; {plan.gain:.2f} times as fast as plain"
+    return f"{shape}: {steps}; {plan.gain:.2f} times as fast as plain on the average, {plan.memory:.0%} of its memory"
 
 
 def _read_plan(stated: Any, query: KernelQuery) -> Plan | None:
     """A plan from the file, if it can still be carried out."""
     try:
-        plan = Plan(tuple((int(most), str(name)) for most, name in stated["steps"]), float(stated["gain"]))
+        steps = tuple((int(most), str(name)) for most, name in stated["steps"])
+        plan = Plan(steps, float(stated["gain"]), float(stated["memory"]))
         usable = all(name in find_solutions(query, 1 if most >= ROWS[-1] else most) for most, name in plan.steps)
         return plan if usable and plan.steps[-1][0] >= ROWS[-1] else None
     except (TypeError, KeyError, ValueError, IndexError):
@@ -269,14 +314,30 @@ def _compare(out: torch.Tensor, expected: torch.Tensor) -> None:
 
 def _check_fused(name: str, x: torch.Tensor, weight: DeviceCodes, plain: torch.Tensor) -> None:
     """The same for what a solution's product is fused with."""
-    if name in CODED_GATED.names() and weight.out_features % 2 == 0:
+    gated, normalised = _call_fused(name, x, weight)
+    if gated is not None:
         gate, up = F.linear(x, plain).chunk(2, dim=1)
-        _compare(CODED_GATED.load(name)(x, weight, None, "silu"), F.silu(gate) * up)
+        _compare(gated, F.silu(gate) * up)
+    if normalised is not None:
+        out, total = normalised
+        _compare(total, 2 * x)
+        _compare(out, F.linear(F.rms_norm(total, (x.shape[1],), eps=1e-5), plain))
+
+
+def _call_fused(
+    name: str, x: torch.Tensor, weight: DeviceCodes
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The product with SiLU, and with the norm of twice ``x``, where a solution has them; the norm with SiLU is called
+    too, as layers do."""
+    gated, normalised, can_gate = None, None, weight.out_features % 2 == 0
+    if name in CODED_GATED.names() and can_gate:
+        gated = CODED_GATED.load(name)(x, weight, None, "silu")
     if name in CODED_NORM_LINEAR.names() and weight.order is None:
-        residual, norm = torch.randn_like(x), Norm(torch.ones_like(x[0]), 1e-5)
-        out, total = CODED_NORM_LINEAR.load(name)(x, residual, norm, weight, None)
-        _compare(total, x + residual)
-        _compare(out, F.linear(F.rms_norm(x + residual, (x.shape[1],), norm.weight, norm.eps), plain))
+        multiply, norm = CODED_NORM_LINEAR.load(name), Norm(torch.ones_like(x[0]), 1e-5)
+        normalised = multiply(x, x, norm, weight, None)
+        if can_gate:
+            multiply(x, x, norm, weight, None, "silu")
+    return gated, normalised
 
 
 def _call_rows(
@@ -309,6 +370,7 @@ def _compile(calls: list[Call], dtype: torch.dtype) -> None:
             x = torch.zeros(rows, weight.in_features, dtype=dtype, device=device)
             with suppress(*find_faults()):
                 _call_rows(name, x, weight, CODED_LINEAR.load(name)(x, weight, None))
+                _call_fused(name, x, weight)
 
     device = calls[0][0].codes.device
     about = [(str(describe_codes(weight, dtype, (0, 0))), rows, name) for weight, rows, name in calls]

@@ -1,7 +1,7 @@
 """Products of few rows with coded weights by own CUDA C++ (``csrc/cuda/coded_rows.cu``, which says how they work), also
-with the norm before them, the gated activation after them, or of chosen experts.
+with the norm before them or the gated activation after them.
 
-M rows of x, N outputs, K inputs, T tokens, k choices of a token, X experts.
+M rows of x, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,19 +25,15 @@ RED, WIDE_UNIT, UNIT = 20, 128, 64
 """As in the source: floats of a column of sums; inputs of 64 bytes of short codes and of others."""
 MOST_SHARED_BYTES = 227 << 10
 """Of a block on Hopper."""
-ONE, GATE_UP, DOWN = 0, 1, 2
-"""What a kernel computes: a product, or those of chosen experts."""
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in (
-            "x", "residual", "norm", "bias", "out", "total", "codes", "scales", "zeros", "ids", "factors",
+            "x", "residual", "norm", "bias", "out", "total", "codes", "scales", "zeros",
         )),
         *((name, c_int64) for name in ("x_stride", "residual_stride", "row_bytes")),
-        *((name, c_int) for name in (
-            "rows", "outputs", "inputs", "table", "shared", "rows_each", "top_k", "padded", "gate",
-        )),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "table", "shared", "padded", "gate")),
         *((name, c_float) for name in ("eps", "offset", "limit", "alpha", "up_offset")),
     )
 
@@ -50,31 +46,11 @@ class Addition:
     norm: Norm
     total: torch.Tensor
 
-    def describe(self, call: _Call) -> None:
+    def describe(self, call: Any) -> None:
         """Fill in what a kernel is told of it."""
         call.residual, call.residual_stride = self.residual.data_ptr(), self.residual.stride(0)
         call.norm, call.total = self.norm.weight.data_ptr(), self.total.data_ptr()
         call.eps, call.offset = self.norm.eps, self.norm.offset
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Experts ``ids`` [T, k] int64 of a stacked weight of ``rows`` each; x has a row for a token. With ``factors``
-    [T, k] float32 x has k rows for a token, whose products are added up, times these."""
-
-    ids: torch.Tensor
-    rows: int
-    factors: torch.Tensor | None = None
-
-    def describe(self, call: _Call) -> None:
-        """Fill in what a kernel is told of them."""
-        call.ids, call.rows_each, call.top_k = self.ids.data_ptr(), self.rows, self.ids.shape[1]
-        call.factors = _address(self.factors)
-
-    @property
-    def num_sums(self) -> int:
-        """Rows of the result."""
-        return self.ids.shape[0] if self.factors is not None else self.ids.numel()
 
 
 @dataclass(frozen=True)
@@ -88,7 +64,7 @@ class Shape:
 
 NARROW, WIDE, FINE = Shape(8, 3, 2), Shape(16, 1, 4), Shape(8, 2, 4)
 SHAPES = (NARROW, WIDE, FINE)
-"""For up to `NARROW_INPUTS`, for more, and for short codes with scales of 32 inputs and experts."""
+"""For up to `NARROW_INPUTS`, for more, and for short codes with scales of 32 inputs."""
 NARROW_INPUTS = 8192
 
 
@@ -133,16 +109,16 @@ def describe_form(weight: DeviceCodes) -> Form:
 
 
 @cache_compiled
-def find_kernel(form: Form, what: int, shape: Shape, device: torch.device) -> CudaKernel:
+def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     with torch.cuda.device(device):
-        code = compile_source("coded_rows", _find_options(form, what, shape, device))
+        code = compile_source("coded_rows", _find_options(form, shape, device))
         return CudaKernel(code, "coded_rows", MOST_SHARED_BYTES)
 
 
-def _find_options(form: Form, what: int, shape: Shape, device: torch.device) -> tuple[str, ...]:
+def _find_options(form: Form, shape: Shape, device: torch.device) -> tuple[str, ...]:
     major, minor = torch.cuda.get_device_capability(device)
-    macros = {**form._asdict(), "experts": what, "warps": shape.warps, "blocks": shape.blocks, "depth": shape.depth}
+    macros = {**form._asdict(), "warps": shape.warps, "blocks": shape.blocks, "depth": shape.depth}
     return (
         f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name.upper()}={value}" for name, value in macros.items())
     )
@@ -156,31 +132,28 @@ def _count_sms(device: torch.device) -> int:
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
     before: Addition | None = None, gate: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
-    chosen: Chosen | None = None, shape: Shape | None = None,
+    shape: Shape | None = None,
 ) -> torch.Tensor:
-    """``out`` [M, N] of x [M, K]; of chosen experts [T * k, N], or [T, N] with factors. ``gate``: of `GATES`, with its
-    limit, alpha and up_offset; 0 for none."""
+    """``out`` [M, N] of x [M, K]. ``gate``: of `GATES`, with its limit, alpha and up_offset; 0 for none."""
     if not len(x):
         return out
     form, (rows, inputs) = describe_form(weight), x.shape
-    what = ONE if chosen is None else GATE_UP if chosen.factors is None else DOWN
-    shape = shape or choose_shape(weight, what)
-    outputs = (weight.out_features if chosen is None else chosen.rows) // (2 if gate[0] else 1)
+    shape = shape or choose_shape(weight)
+    outputs = weight.out_features // (2 if gate[0] else 1)
     call = _Call(
         x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(), zeros=_address(weight.zeros), x_stride=x.stride(0),
         row_bytes=weight.codes.stride(0), rows=rows, outputs=outputs, inputs=inputs,
-        table=weight.scales.shape[1] // (4 if weight.has_powers else 1), shared=weight.rows, top_k=1,
+        table=weight.scales.shape[1] // (4 if weight.has_powers else 1), shared=weight.rows,
         padded=form.pad(inputs), gate=gate[0], limit=gate[1], alpha=gate[2], up_offset=gate[3],
     )
-    for part in (before, chosen):
-        if part is not None:
-            part.describe(call)
-    tiles = ceil_div(outputs, 8 if gate[0] else 16) * (1 if chosen is None else chosen.num_sums)
+    if before is not None:
+        before.describe(call)
+    tiles = ceil_div(outputs, 8 if gate[0] else 16)
     rounds = ceil_div(tiles, _count_sms(x.device) * shape.blocks)
-    find_kernel(form, what, shape, x.device).launch(
+    find_kernel(form, shape, x.device).launch(
         ceil_div(tiles, rounds), 32 * shape.warps, call, is_dependent=True,
-        shared_bytes=count_shared_bytes(form, rows, inputs, shape, is_one=chosen is None),
+        shared_bytes=count_shared_bytes(form, rows, inputs, shape),
     )
     return out
 
@@ -189,21 +162,21 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def count_shared_bytes(form: Form, rows: int, inputs: int, shape: Shape, *, is_one: bool) -> int:
+def count_shared_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:
     """Of a block: rows of x, their sums, squares for the norm, and sums of each warp."""
     quanta = ceil_div(inputs, form.unit) * form.groups if form.sums_x else 0
-    floats = rows * (quanta + shape.warps) + 2 * shape.warps * (rows if is_one else 1) * RED
+    floats = rows * (quanta + shape.warps) + 2 * shape.warps * rows * RED
     return rows * form.pad(inputs) + 4 * floats
 
 
-def choose_shape(weight: DeviceCodes, what: int) -> Shape:
+def choose_shape(weight: DeviceCodes) -> Shape:
     """The fastest for Llama-3.1-8B's weights and one row, on an H200."""
-    if what != ONE or weight.has_powers or (weight.is_short and weight.group == 32 and weight.num_groups > 1):
+    if weight.has_powers or (weight.is_short and weight.group == 32 and weight.num_groups > 1):
         return FINE
     return NARROW if weight.in_features <= NARROW_INPUTS else WIDE
 
 
-def _order(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+def arrange(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
     """x in the weight's order of inputs, its rows at multiples of 16 bytes."""
     if weight.order is not None:
         return x.index_select(1, weight.order)
@@ -213,7 +186,7 @@ def _order(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
 def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    return launch(_order(x, weight), weight, bias, out)
+    return launch(arrange(x, weight), weight, bias, out)
 
 
 def multiply_gated(
@@ -221,7 +194,7 @@ def multiply_gated(
 ) -> torch.Tensor:
     """See `CODED_GATED`."""
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    return launch(_order(x, weight), weight, bias, out, gate=(GATES[activation], 0.0, 0.0, 0.0))
+    return launch(arrange(x, weight), weight, bias, out, gate=(GATES[activation], 0.0, 0.0, 0.0))
 
 
 def multiply_normalised(

@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 INTEGERS, FLOATS, LOOKED_UP, E2M1 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What a code is: an integer, e4m3, an entry of a table of 16 numbers, or e2m1."""
+TILED = tl.constexpr(4)
+"""What a code is: an integer, e4m3, an entry of a table of 16 numbers, or e2m1; or an integer of a weight in tiles."""
+TILE_ROWS, UNIT = tl.constexpr(8), tl.constexpr(64)
+"""Rows of a tile, and bytes of each that lie next to one another."""
 LIFT_E2M1 = tl.constexpr(2.0**126)
 """Exponent and mantissa of an e2m1 code, put into the lowest bits of the exponent and the highest of the mantissa of
 bfloat16 or float32 (subnormal numbers too), are its number divided by this. For e4m3 it is 2**120."""
@@ -56,6 +59,18 @@ and.b32 b, b, 0x07F007F0;
 lop3.b32 b, a, 0x80008000, b, 0xEA;
 mul.rn.bf16x2 $0, b, lift;
 }""")
+
+
+@triton.jit
+def find_codes(row, first, byte, STRIDE, KIND: tl.constexpr):
+    """Where byte ``first`` + ``byte`` of a row lies, from the weight's first byte; all of shapes that broadcast, and
+    both bytes of one unit."""
+    if KIND == TILED:
+        unit = first // UNIT
+        tile = row // TILE_ROWS * (TILE_ROWS * STRIDE) + unit * (TILE_ROWS * UNIT)
+        return tile + row % TILE_ROWS * UNIT + (first - unit * UNIT + byte)
+    else:
+        return row * STRIDE + (first + byte)
 
 
 @triton.jit

@@ -4,6 +4,9 @@ Codes of 8 bits are kept a byte each, row by row, so that a library's FP8 GEMM r
 are kept two to a byte, in blocks of `BLOCK` inputs: byte b of a block has input b in its low half and input b + 64 in
 its high half. A kernel thus unpacks a tile of bytes into two tiles of consecutive inputs, and moves nothing between
 threads. Tables have a value per output and group, whatever the groups' size.
+
+A weight of integers may be in tiles, for ``csrc/cuda/tiled_rows.cu``: eight rows share a piece of memory, in which 64
+bytes of each, then the next 64 bytes of each, follow one another; so do a group's scales of eight rows.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ from headrace.kernels.packed_linear.layout import GROUP, Format
 
 BLOCK = 128
 HALF = BLOCK // 2
+TILE_ROWS, MATRIX_ROWS, MOST_UNITS = 8, 16, 16
+"""Rows of a tile; outputs that a kernel multiplies at a time; most units of 64 bytes that share a scale, but for one
+scale of all."""
+LOW = 0x0F0F0F0F0F0F0F0F
+"""Of eight bytes, their low halves."""
 POWER_GROUP = 32
 """Inputs that share a power of two."""
 SHORT_CODES = tuple(TABLES)
@@ -39,7 +47,8 @@ class DeviceCodes:
     zero point in the high half; uint8 [ceil(O / rows), ceil(I / 128) * 4] of e2m1 codes in groups of 32, powers of two
     as `LIFT` makes them. ``zeros`` float32 like float32 scales, or None. ``order`` [I]: the input at each place, where
     groups are not consecutive inputs. ``values`` [16]: float32 values of short codes that are no integers, else None.
-    ``has_whole_zeros``: zeros are whole numbers below 128, or 0 throughout."""
+    ``has_whole_zeros``: zeros are whole numbers below 128, or 0 throughout. ``is_tiled``: in memory ``codes`` are
+    [O / 8, bytes of a row / 64, 8, 64], and ``scales`` [O / 8, G, 8], while shapes stay as they are."""
 
     code: Code
     in_features: int
@@ -51,6 +60,7 @@ class DeviceCodes:
     order: torch.Tensor | None = None
     values: torch.Tensor | None = None
     has_whole_zeros: bool = False
+    is_tiled: bool = False
 
     @property
     def out_features(self) -> int:
@@ -102,23 +112,58 @@ class DeviceCodes:
             return f"scales of {self.rows} outputs do not divide the {outputs} of a matrix"
         return None
 
+    @property
+    def fault_of_tiles(self) -> str | None:
+        """Why the weight cannot be kept in tiles; None if it can."""
+        unit = BLOCK if self.is_short else HALF
+        if self.code is not Code.INT or self.rows > 1 or self.zeros is not None:
+            return "takes integers with scales of single outputs, and zero points that float16 holds"
+        if self.out_features % MATRIX_ROWS or self.in_features % unit:
+            return f"takes outputs in steps of {MATRIX_ROWS} and inputs in steps of {unit}"
+        if self.num_groups > 1 and self.group not in (32, 64) and (
+            self.group % BLOCK or self.in_features % self.group or MOST_UNITS % (self.group // unit)
+        ):
+            return f"takes scales of 32 or 64 inputs, or a power of two from {BLOCK} to {MOST_UNITS * unit}"
+        return None
+
+    def tile(self) -> DeviceCodes:
+        """The same weight in tiles. Needs that it has no `fault_of_tiles`."""
+        codes = self.codes.view(-1, TILE_ROWS, self.codes.shape[1] // HALF, HALF).transpose(1, 2)
+        scales = self.scales.view(-1, TILE_ROWS, self.scales.shape[1]).transpose(1, 2)
+        return replace(
+            self, codes=codes.flatten().view(self.codes.shape), scales=scales.flatten().view(self.scales.shape),
+            is_tiled=True
+        )
+
+    def untile(self) -> DeviceCodes:
+        """The same weight row by row."""
+        if not self.is_tiled:
+            return self
+        codes = self.codes.view(-1, self.codes.shape[1] // HALF, TILE_ROWS, HALF).transpose(1, 2)
+        scales = self.scales.view(-1, self.scales.shape[1], TILE_ROWS).transpose(1, 2)
+        return replace(
+            self, codes=codes.flatten().view(self.codes.shape), scales=scales.flatten().view(self.scales.shape),
+            is_tiled=False
+        )
+
     def copy(self) -> DeviceCodes:
         """The same codes and tables elsewhere in memory."""
         zeros = None if self.zeros is None else self.zeros.clone()
         return replace(self, codes=self.codes.clone(), scales=self.scales.clone(), zeros=zeros)
 
     def resize(self, outputs: int, inputs: int) -> DeviceCodes:
-        """A weight of zeros of another size, in the same form."""
+        """A weight of zeros of another size, in the same form; in tiles only if these hold it."""
         group = self.group if self.num_groups > 1 or self.has_powers else inputs
         num_groups, codes = -(-inputs // group), -(-inputs // BLOCK) * HALF if self.is_short else inputs
         if self.has_powers:
             num_groups = -(-inputs // BLOCK) * (BLOCK // POWER_GROUP)
         scales = self.scales.new_zeros(-(-outputs // self.rows), num_groups)
-        return replace(
+        resized = replace(
             self, in_features=inputs, codes=self.codes.new_zeros(outputs, codes), scales=scales, group=group,
             zeros=None if self.zeros is None else torch.zeros_like(scales),
             order=None if self.order is None else torch.arange(inputs, device=scales.device),
         )
+        return replace(resized, is_tiled=self.is_tiled and resized.fault_of_tiles is None)
 
     @property
     def num_bytes(self) -> int:
@@ -211,9 +256,12 @@ def _pair_halves(codes: torch.Tensor) -> torch.Tensor:
 def reorder_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Bytes [..., I / 2] of two neighbouring inputs each, as checkpoints have MXFP4, in the order of this layout; I a
     multiple of `BLOCK`."""
-    blocks = codes.unflatten(-1, (-1, HALF))
-    inputs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    return (inputs[..., :HALF] | inputs[..., HALF:] << 4).flatten(-2)
+    # eight bytes at a time, as half of the operations move no bits across them: the ends of a block's halves
+    words = codes.contiguous().view(torch.int64).unflatten(-1, (-1, HALF // 8))
+    first, second = words[..., : HALF // 16], words[..., HALF // 16 :]
+    even = (first & LOW) | (second & LOW) << 4
+    odd = (first >> 4 & LOW) | second & ~LOW
+    return torch.stack((even.view(torch.uint8), odd.view(torch.uint8)), dim=-1).flatten(-3).view(codes.shape)
 
 
 def read_codes(blocks: WeightBlocks, device: torch.device) -> CodedMatrix:

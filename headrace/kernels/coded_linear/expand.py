@@ -8,63 +8,74 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from headrace.kernels.coded_linear.decode import decode_pairs, power_of
+from headrace.kernels.coded_linear.decode import decode_pairs, find_codes, power_of
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP, DeviceCodes
 from headrace.kernels.coded_linear.pieces import find_constants, load_tables, point_at
 from headrace.kernels.launch import ceil_div
 
-ROWS, WIDTH = 32, 128
+ROWS, WIDTH = 16, 256
 """Outputs, and bytes of each, of a program."""
 _BLOCK, _HALF, _POWER_GROUP = tl.constexpr(BLOCK), tl.constexpr(HALF), tl.constexpr(POWER_GROUP)
 
 
 @triton.jit
 def _store(
-    numbers, weight_ptrs, out_ptr, order_ptr, row, k, N, K, G, GROUP: tl.constexpr, SHARED: tl.constexpr,
-    POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr
+    numbers, weight_ptrs, out_ptr, order_ptr, row, first, N, K, G, PIECE: tl.constexpr, GROUP: tl.constexpr,
+    SHARED: tl.constexpr, KIND: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_ORDER: tl.constexpr
 ):
-    """Store ``numbers`` [ROWS, inputs] float32, less zeros, times scales, at rows ``row`` and inputs ``k``."""
-    mask = (row < N)[:, None] & (k < K)[None, :]
+    """Store ``numbers`` [ROWS, PIECES, PIECE] float32, less zeros, times scales, at rows ``row`` and pieces of inputs
+    that begin at ``first`` [PIECES]; those of a piece share a scale."""
+    is_row = (row < N)[:, None]
     if POWERS:
-        words = tl.load(weight_ptrs[1] + (row // SHARED)[:, None] * G + (k // _BLOCK)[None, :], mask=mask, other=0)
-        numbers = numbers * power_of((words >> (k % _BLOCK // _POWER_GROUP * 8)[None, :]) & 255)
+        words = tl.load(
+            weight_ptrs[1] + (row // SHARED)[:, None] * G + (first // _BLOCK)[None, :],
+            mask=is_row & (first < K)[None, :], other=0
+        )
+        scale = power_of((words >> (first % _BLOCK // _POWER_GROUP * 8)[None, :]) & 255)
+        numbers = numbers * scale[:, :, None]
     else:
         scale, zero = load_tables(
-            weight_ptrs, row[:, None], mask, k[None, :], K, G, GROUP, SHARED, PAIRS, HAS_ZEROS
+            weight_ptrs, row[:, None], is_row, first[None, :], K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
         )
-        numbers = (numbers - zero) * scale
+        numbers = (numbers - zero[:, :, None]) * scale[:, :, None]
+    k = first[:, None] + tl.arange(0, PIECE)[None, :]
     column = k
     if HAS_ORDER:
         column = tl.load(order_ptr + k, mask=k < K, other=0)
-    tl.store(out_ptr + row[:, None] * K + column[None, :], numbers.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + row[:, None, None] * K + column[None, :, :], numbers.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, :, None] & (k < K)[None, :, :]
+    )
 
 
 @triton.jit
 def _expand_kernel(
     codes_ptr, scales_ptr, zeros_ptr, values_ptr, order_ptr, out_ptr, N, K, G, STRIDE, GROUP: tl.constexpr,
     SHARED: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr, POWERS: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    byte = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    first = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH // PIECE) * PIECE
+    byte = first[:, None] + tl.arange(0, PIECE)[None, :]
     weight_ptrs = (codes_ptr, scales_ptr, zeros_ptr, values_ptr)
-    codes = tl.load(
-        codes_ptr + row[:, None] * STRIDE + byte[None, :], mask=(row < N)[:, None] & (byte < STRIDE)[None, :], other=0.0
-    )
+    at = find_codes(row[:, None, None], first[None, :, None], tl.arange(0, PIECE)[None, None, :], STRIDE, KIND)
+    codes = tl.load(codes_ptr + at, mask=(row < N)[:, None, None] & (byte < STRIDE)[None, :, :], other=0.0)
     if SHORT:
         low, high = decode_pairs(codes, values_ptr, KIND)
-        k = byte // _HALF * _BLOCK + byte % _HALF
+        first = first // _HALF * _BLOCK + first % _HALF
         _store(
-            low, weight_ptrs, out_ptr, order_ptr, row, k, N, K, G, GROUP, SHARED, POWERS, PAIRS, HAS_ZEROS, HAS_ORDER
+            low, weight_ptrs, out_ptr, order_ptr, row, first, N, K, G, PIECE, GROUP, SHARED, KIND, POWERS, PAIRS,
+            HAS_ZEROS, HAS_ORDER
         )
         _store(
-            high, weight_ptrs, out_ptr, order_ptr, row, k + _HALF, N, K, G, GROUP, SHARED, POWERS, PAIRS, HAS_ZEROS,
-            HAS_ORDER
+            high, weight_ptrs, out_ptr, order_ptr, row, first + _HALF, N, K, G, PIECE, GROUP, SHARED, KIND, POWERS,
+            PAIRS, HAS_ZEROS, HAS_ORDER
         )
     else:
         _store(
-            codes.to(tl.float32), weight_ptrs, out_ptr, order_ptr, row, byte, N, K, G, GROUP, SHARED, POWERS, PAIRS,
-            HAS_ZEROS, HAS_ORDER
+            codes.to(tl.float32), weight_ptrs, out_ptr, order_ptr, row, first, N, K, G, PIECE, GROUP, SHARED, KIND,
+            POWERS, PAIRS, HAS_ZEROS, HAS_ORDER
         )
 
 
@@ -73,6 +84,8 @@ def expand(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     constants = find_constants(weight, torch.float32)  # no fast path: bound by memory
     outputs = weight.out_features
     out = torch.empty((outputs, weight.in_features), dtype=dtype, device=weight.codes.device)
+    group = constants["GROUP"]
+    constants["PIECE"] = min(HALF if weight.is_short or weight.is_tiled else BLOCK, group & -group)
     constants |= dict(ROWS=ROWS, WIDTH=WIDTH)
     for unused in ("FAST", "WHOLE", "SAME"):
         del constants[unused]

@@ -108,7 +108,7 @@ class CodedWeight:
         return normalised(x, residual, norm, self.weight, bias, activation)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        own = self.weight
+        own = self.weight.untile()
         tables = ids // own.rows
         zeros = None if own.zeros is None else own.zeros[tables]
         return dequantise(replace(own, codes=own.codes[ids], scales=own.scales[tables], zeros=zeros, rows=1), dtype)

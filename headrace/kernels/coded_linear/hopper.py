@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.coded_linear.decode import _SPREAD_E2M1, TWO_EXPONENTS
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
+from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
@@ -179,7 +180,7 @@ def _product_kernel(
     M, N, K, G, depth, limit, alpha, up_offset, X: gl.constexpr, BLOCK_X: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, CODED: gl.constexpr, X_GROUPS: gl.constexpr, W_GROUPS: gl.constexpr,
     SHARED: gl.constexpr, SPLIT: gl.constexpr, GATE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FACTORS: gl.constexpr,
-    IS_FP8: gl.constexpr, num_warps: gl.constexpr,
+    IS_FP8: gl.constexpr, EACH: gl.constexpr, num_warps: gl.constexpr,
 ):
     PROMOTES: gl.constexpr = X_GROUPS or W_GROUPS
     WIDE: gl.constexpr = 2 * OUTPUTS if GATE > 0 else OUTPUTS
@@ -195,6 +196,9 @@ def _product_kernel(
     fence_async_shared()  # TMA must see the initialised barriers
     n0, split = gl.program_id(0) * OUTPUTS, gl.program_id(2)
     k0 = split * depth
+    x0 = k0  # of a row of x; EACH outputs have inputs of their own in it
+    if EACH > 0:
+        x0 += n0 // EACH * K
     steps = gl.cdiv(gl.minimum(depth, K - k0), _DEPTH)
     if X == 0:
         # The last block of rows overlaps the one before, as TMA fills rows beyond the end slowly. Weights are asked for
@@ -222,7 +226,7 @@ def _product_kernel(
                 weight_desc, bars.index(stage), tiles.index(stage), row0 + n0, k0 // PIECES + stage * WIDTH,
                 stage < steps, GATE
             )
-        _fetch_rows(x_desc, bars.index(stage), x_tiles, stage, m0, k0 + stage * _DEPTH, stage < steps, WIDTH, PIECES)
+        _fetch_rows(x_desc, bars.index(stage), x_tiles, stage, m0, x0 + stage * _DEPTH, stage < steps, WIDTH, PIECES)
     # the weight is the left operand (wgmma M is 64), so that few rows of x fill the instruction
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 32 // PIECES]
@@ -238,12 +242,12 @@ def _product_kernel(
     scale_at = scales_ptr + (n // SHARED).to(gl.int64) * G
     acc = gl.zeros([WIDE, ROWS], gl.float32, mma)
     zeros = gl.zeros([WIDE, ROWS], gl.float32, mma)
-    group0 = k0 // _DEPTH
+    group0, x_group0 = k0 // _DEPTH, x0 // _DEPTH
     for step in range(steps):
         at = step % STAGES
         # scales are asked for before the tile is waited for
         if X_GROUPS:
-            x_scale = gl.load(x_scales_ptr + (group0 + step) * M + m, mask=is_row, other=0.0)
+            x_scale = gl.load(x_scales_ptr + (x_group0 + step) * M + m, mask=is_row, other=0.0)
         if CODED or W_GROUPS:
             scale = gl.load(scale_at + group0 + step, mask=is_output, other=0)
         mbarrier.wait(bars.index(at), (step // STAGES) & 1)
@@ -272,7 +276,7 @@ def _product_kernel(
         _fetch_weight(
             weight_desc, bars.index(free), tiles.index(free), row0 + n0, k0 // PIECES + later * WIDTH, has_more, GATE
         )
-        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, k0 + later * _DEPTH, has_more, WIDTH, PIECES)
+        _fetch_rows(x_desc, bars.index(free), x_tiles, free, m0, x0 + later * _DEPTH, has_more, WIDTH, PIECES)
     if not CODED:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if not W_GROUPS:
@@ -335,9 +339,11 @@ def multiply(
 ) -> torch.Tensor | Fp8Rows:
     """``x @ weight.T + bias`` [M, N], followed by the activation ``gated`` if it has a kind; with splits, partial sums
     [S, M, N] float32; ``is_fp8``: in FP8, with a scale for each ``tile.outputs`` of a row. FP8 weights take `Fp8Rows`,
-    e2m1 codes plain rows. With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
+    e2m1 codes plain rows. Rows with the inputs of several groups [M, G * K] give each group its share of the outputs.
+    With ``groups`` the weight has X experts, stacked: row m is multiplied by its expert's."""
     rows, x_scales = x if isinstance(x, Fp8Rows) else (x, x)
     (num_rows, inputs), codes, scales = rows.shape, weight.codes, weight.scales
+    input_groups, inputs = inputs // weight.in_features, weight.in_features
     coded = codes.dtype == torch.uint8
     width = DEPTH // 2 if coded else DEPTH
     num_experts, tiles = 0, ceil_div(num_rows, tile.rows)
@@ -364,7 +370,8 @@ def multiply(
         BLOCK_X=next_power_of_2(max(1, num_experts)), ROWS=tile.rows, OUTPUTS=tile.outputs, STAGES=tile.stages,
         CODED=coded, X_GROUPS=not coded and x_scales.dim() == 2, W_GROUPS=not coded and scales.shape[1] > 1,
         SHARED=weight.rows, SPLIT=tile.splits > 1, GATE=GATES[gated.kind], HAS_BIAS=bias is not None,
-        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, num_warps=tile.num_warps, launch_pdl=True,
+        HAS_FACTORS=factors is not None, IS_FP8=is_fp8, EACH=outputs // input_groups if input_groups > 1 else 0,
+        num_warps=tile.num_warps, launch_pdl=True,
     )
     return out if out_scales is None else Fp8Rows(out, out_scales)
 
@@ -423,6 +430,14 @@ def multiply_rows(rows: Fp8Rows, weight: DeviceCodes, bias: torch.Tensor | None,
     """See `FP8_LINEAR`."""
     tile = choose_tile(rows.num_rows, weight.out_features)
     out = multiply(rows, weight, bias, tile, dtype=dtype)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `GROUPED_CODED`; rows are rounded to FP8 with a scale for each 128 inputs."""
+    rows = quantise_rows(x.flatten(1), DEPTH, pdl=True)
+    out = multiply(rows, weight, None, Tile(32 if len(x) <= 32 else 64, 64, 8), dtype=x.dtype)
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -12,7 +12,18 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.coded_linear.codes import Code
-from headrace.kernels.coded_linear.decode import E2M1, FLOATS, INTEGERS, LOOKED_UP, scale_pairs, subtract_pairs, widen
+from headrace.kernels.coded_linear.decode import (
+    E2M1,
+    FLOATS,
+    INTEGERS,
+    LOOKED_UP,
+    TILE_ROWS,
+    TILED,
+    find_codes,
+    scale_pairs,
+    subtract_pairs,
+    widen,
+)
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP, DeviceCodes
 
 MOST_PIECE = 32
@@ -32,12 +43,15 @@ def load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
 @triton.jit
 def load_tables(
     weight_ptrs, row, is_row, first, K, G, GROUP: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr
+    HAS_ZEROS: tl.constexpr, KIND: tl.constexpr
 ):
     """Scales and zeros, float32, of inputs from ``first`` on, for rows of the weight. All of one shape that ``row``,
     ``is_row`` and ``first`` broadcast to."""
     _, scales_ptr, zeros_ptr, _ = weight_ptrs
-    at = (row // SHARED) * G + first // GROUP
+    if KIND == TILED:
+        at = row // TILE_ROWS * (TILE_ROWS * G) + first // GROUP * TILE_ROWS + row % TILE_ROWS
+    else:
+        at = (row // SHARED) * G + first // GROUP
     scale = tl.load(scales_ptr + at, mask=is_row & (first < K), other=0)
     if PAIRS:
         zero = (scale >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -72,13 +86,15 @@ def _add_pairs(
     """``total`` [OUTPUTS, ROWS] plus the product of WIDTH bytes of each row, ``part`` of the block of inputs that
     begins at ``block``: low codes with ``x_low`` [WIDTH, ROWS], high codes, HALF inputs further, with ``x_high``."""
     low_first = block + part * WIDTH
-    at = row[:, None] * STRIDE + (block // 2 + part * WIDTH + tl.arange(0, WIDTH))[None, :]
+    at = find_codes(row[:, None], block // 2 + part * WIDTH, tl.arange(0, WIDTH)[None, :], STRIDE, KIND)
     packed = tl.load(weight_ptrs[0] + at, mask=is_row[:, None], other=0)
-    low_scale, low_zero = load_tables(weight_ptrs, row, is_row, low_first, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+    low_scale, low_zero = load_tables(
+        weight_ptrs, row, is_row, low_first, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
+    )
     high_scale, high_zero = low_scale, low_zero
     if not SAME:
         high_scale, high_zero = load_tables(
-            weight_ptrs, row, is_row, low_first + _HALF, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS
+            weight_ptrs, row, is_row, low_first + _HALF, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
         )
     if not WHOLE:  # differences are not exact in x's dtype: zeros multiply sums of x instead
         total -= (low_zero * low_scale)[:, None] * tl.sum(x_low.to(tl.float32), axis=0)[None, :]
@@ -100,15 +116,14 @@ def _add_pairs(
 @triton.jit
 def _add_bytes(
     total, codes_ptr, row, is_row, first, x, tables, WIDTH: tl.constexpr, K, STRIDE, HAS_ZEROS: tl.constexpr,
-    FAST: tl.constexpr
+    KIND: tl.constexpr, FAST: tl.constexpr
 ):
     """``total`` [OUTPUTS, ROWS] plus the product of WIDTH codes of a byte each, from input ``first`` on, with ``x``
     [WIDTH, ROWS]; ``tables`` are of `load_tables`."""
     scale, zero = tables
     inner = first + tl.arange(0, WIDTH)
-    codes = tl.load(
-        codes_ptr + row[:, None] * STRIDE + inner[None, :], mask=is_row[:, None] & (inner < K)[None, :], other=0.0
-    )
+    at = find_codes(row[:, None], first, tl.arange(0, WIDTH)[None, :], STRIDE, KIND)
+    codes = tl.load(codes_ptr + at, mask=is_row[:, None] & (inner < K)[None, :], other=0.0)
     if HAS_ZEROS:
         total -= (zero * scale)[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
     return total + tl.dot(widen(codes, x.dtype, FAST), x, input_precision="ieee") * scale[:, None]
@@ -161,22 +176,29 @@ def multiply(
                         )
     else:
         # tables are asked for a step ahead: they multiply results, and so are not among the loads that Triton pipelines
-        tables = load_tables(weight_ptrs, row, is_row, start, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+        tables = load_tables(weight_ptrs, row, is_row, start, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND)
         other_tables = tables
         if PAIR:
-            other_tables = load_tables(weight_ptrs, other_row, is_row, start, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+            other_tables = load_tables(
+                weight_ptrs, other_row, is_row, start, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
+            )
         for first in range(start, stop, WIDTH):
-            following = load_tables(weight_ptrs, row, is_row, first + WIDTH, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+            following = load_tables(
+                weight_ptrs, row, is_row, first + WIDTH, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
+            )
             other_following = following
             if PAIR:
                 other_following = load_tables(
-                    weight_ptrs, other_row, is_row, first + WIDTH, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS
+                    weight_ptrs, other_row, is_row, first + WIDTH, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, KIND
                 )
             x = load_rows(x_ptr + first, at, x_stride, inner, is_there, inner < K - first)
-            one = _add_bytes(one, weight_ptrs[0], row, is_row, first, x, tables, WIDTH, K, STRIDE, HAS_ZEROS, FAST)
+            one = _add_bytes(
+                one, weight_ptrs[0], row, is_row, first, x, tables, WIDTH, K, STRIDE, HAS_ZEROS, KIND, FAST
+            )
             if PAIR:
                 other = _add_bytes(
-                    other, weight_ptrs[0], other_row, is_row, first, x, other_tables, WIDTH, K, STRIDE, HAS_ZEROS, FAST
+                    other, weight_ptrs[0], other_row, is_row, first, x, other_tables, WIDTH, K, STRIDE, HAS_ZEROS, KIND,
+                    FAST
                 )
             tables, other_tables = following, other_following
     return one, other
@@ -205,11 +227,13 @@ def find_constants(weight: DeviceCodes, dtype: torch.dtype) -> dict[str, int]:
     """The arguments of `multiply` that describe a weight, by name."""
     # one group for all inputs is a multiple of any width
     group = weight.group if weight.num_groups > 1 or weight.has_powers else 1 << 30
-    kind = {Code.E2M1: E2M1, Code.E4M3: FLOATS, Code.INT: INTEGERS}.get(weight.code, LOOKED_UP)
+    integers = TILED if weight.is_tiled else INTEGERS
+    kind = {Code.E2M1: E2M1, Code.E4M3: FLOATS, Code.INT: integers}.get(weight.code, LOOKED_UP)
+    piece = MOST_PIECE if weight.is_short else HALF if weight.is_tiled else BLOCK
     return dict(
         K=weight.in_features, G=weight.scales.shape[1] // (BLOCK // POWER_GROUP if weight.has_powers else 1),
         STRIDE=weight.codes.stride(0), GROUP=group, SHARED=weight.rows, KIND=kind.value, SHORT=weight.is_short,
         POWERS=weight.has_powers, PAIRS=weight.has_pairs, HAS_ZEROS=weight.has_zeros, WHOLE=weight.has_whole_zeros,
         SAME=group % BLOCK == 0, FAST=has_fast_path(weight, dtype),
-        WIDTH=min(MOST_PIECE if weight.is_short else BLOCK, group & -group),
+        WIDTH=min(piece, group & -group),
     )

@@ -62,7 +62,7 @@ def gate_rows(x: torch.Tensor, activation: str, group: int = 0) -> Fp8Rows:
 
 
 def plain_codes(weight: DeviceCodes) -> torch.Tensor:
-    """Codes [O, I], one to an element, in the places of ``order``."""
+    """Codes [O, I], one to an element, in the places of ``order``; of a weight that is not in tiles."""
     if not weight.is_short:
         return weight.codes
     blocks = weight.codes.unflatten(1, (-1, HALF))
@@ -71,6 +71,7 @@ def plain_codes(weight: DeviceCodes) -> torch.Tensor:
 
 def dequantise(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
     """The plain weight [O, I], inputs in their own order; computed in float32."""
+    weight = weight.untile()
     values = decode(weight.code, plain_codes(weight))
     zeros = weight.float_zeros
     if zeros is not None:

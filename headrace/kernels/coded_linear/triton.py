@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.coded_linear.decode import decode_pairs, power_of, scale_pairs, subtract_pairs, widen
+from headrace.kernels.coded_linear.decode import INTEGERS, decode_pairs, power_of, scale_pairs, subtract_pairs, widen
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, LIFT, POWER_GROUP, DeviceCodes
 from headrace.kernels.coded_linear.pieces import find_constants, load_tables, multiply, point_at
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
@@ -51,7 +51,7 @@ def _add_chunks(
         words = tl.load(weight_ptrs[1] + (row // SHARED) * G + first // _BLOCK, mask=is_row & (first < K), other=0)
         scale = power_of((words >> (first % _BLOCK // W * 8)) & 255)
     else:
-        scale, zero = load_tables(weight_ptrs, row, is_row, first, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS)
+        scale, zero = load_tables(weight_ptrs, row, is_row, first, K, G, GROUP, SHARED, PAIRS, HAS_ZEROS, INTEGERS)
     inner = k[:, None] + tl.arange(0, W)[None, :]
     new_sums = ()
     for m in tl.static_range(M):
@@ -211,12 +211,15 @@ def skinny(
 ) -> torch.Tensor:
     """See `CODED_LINEAR`. Inputs are split among programs where outputs give too few."""
     sums = _multiply_few(x, weight, bias, splits, pdl=pdl)
-    if sums.dim() == 2:
-        return sums
+    return sums if sums.dim() == 2 else add_splits(sums, bias, x.dtype, pdl=pdl)
+
+
+def add_splits(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, pdl: bool) -> torch.Tensor:
+    """Partial sums [S, M, N] float32, and a bias [N], in order: [M, N] in ``dtype``."""
     num_splits, rows, outputs = sums.shape
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, outputs), dtype=dtype, device=sums.device)
     _sum_splits_kernel[(rows, ceil_div(outputs, 512))](
-        sums, x if bias is None else bias, out, rows, N=outputs, SPLITS=num_splits, BLOCK=512,
+        sums, out if bias is None else bias, out, rows, N=outputs, SPLITS=num_splits, BLOCK=512,
         HAS_BIAS=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )
     return out

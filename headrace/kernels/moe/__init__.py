@@ -63,6 +63,14 @@ k])``.
 As `ROUTE`, but a token's experts are looked up in ``table`` by its id; scores give only the weights.
 """
 
+NORM_ROUTE = Operation("norm and route kernel")
+"""``norm_route(pending [T, D] or [S, T, D] float32, residual [T, D], norm: Norm, router [X, D], bias [X] | None,
+choice_bias, **RouteShape) -> (x [T, D], new_residual [T, D], ids, weights) | None``.
+
+`ADD_RMS_NORM`, the product of x with the router, plus its bias and rounded to x's dtype, and `ROUTE`; None where
+separate kernels are as fast.
+"""
+
 MASK_CHOICES = Operation("choice mask kernel")
 """``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of padding tokens (from ``num_tokens`` on)
 become -1, no expert. ``num_tokens`` is read on the device, so that a captured graph serves any number.
@@ -104,6 +112,10 @@ multiplied in x's dtype, scales in float32, and no plain matrix is made. An id o
 device.
 """
 
+MANY_CODED_EXPERTS = Operation("coded experts kernel for many tokens")
+"""As `CODED_EXPERTS`, where arithmetic bounds a step; all but the reference return None for codes that they do not
+take: these are dequantised for the call then, as all are where there is no other solution."""
+
 GROUP_PAIRS = Operation("pair grouping kernel")
 """``group_pairs(ids [T, k] int64, num_experts) -> (order [N], place [N], ends [X])``, int32: the (token, expert)
 pairs stably sorted by expert (pair n is choice n % k of token n // k); the position of each pair in that order, its
@@ -138,6 +150,7 @@ def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
 MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
+NORM_ROUTE.add("reference", "headrace.kernels.moe.reference:norm_route", doc="one behind the other")
 GROUPED_LINEAR.add(
     "reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts"
 )
@@ -152,6 +165,9 @@ RUN_EXPERTS.add(
 CODED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:coded_experts", doc="dequantises the matrices at every call"
 )
+MANY_CODED_EXPERTS.add(
+    "reference", "headrace.kernels.moe.reference:coded_experts", doc="dequantises the matrices at every call"
+)
 PACKED_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:packed_experts", doc="unpacks the matrices at every call"
 )
@@ -163,6 +179,10 @@ PACKED_EXPERTS.add(
 
 _on_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
 _MOST_EXPERTS = 1024
+
+
+def _reason_against_hopper(query: KernelQuery) -> str | None:
+    return _on_hopper(query) or (None if query.capability[0] == 9 else "needs Hopper's tensor cores")
 
 
 def _reason_against_large_tiles(query: KernelQuery) -> str | None:
@@ -185,6 +205,11 @@ ROUTE.add(
     "triton_pdl", "headrace.kernels.moe.triton:route_pdl",
     supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
     priority=15, doc="with dependent launch",
+)
+NORM_ROUTE.add(
+    "cuda", "headrace.kernels.moe.norm_route:norm_route",
+    supports=lambda q: _on_hopper(q) or (None if q.capability == (9, 0) else "compiled for Hopper alone"), priority=10,
+    doc="own CUDA C++ for up to 16 tokens: a cluster has a token",
 )
 HASH_ROUTE.add(
     "triton", "headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, priority=10, doc="one kernel"
@@ -210,12 +235,16 @@ CODED_EXPERTS.add(
 )
 CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_on_hopper, priority=20,
-    doc="own CUDA C++ for up to four tokens: two kernels; beyond as gluon_pdl on Hopper, else as triton_pdl",
+    doc="own CUDA C++ for up to four tokens with MXFP4, one with FP8: two kernels; beyond as gluon_pdl on Hopper, else "
+    "as triton_pdl",
 )
 CODED_EXPERTS.add(
-    "gluon_pdl", "headrace.kernels.moe.hopper:run_experts_pdl",
-    supports=lambda q: _on_hopper(q) or (None if q.capability[0] == 9 else "needs Hopper's tensor cores"), priority=17,
+    "gluon_pdl", "headrace.kernels.moe.many:run_experts_pdl", supports=_reason_against_hopper, priority=17,
     doc="for more than 16 tokens MXFP4 with plain rows, and FP8 with rows in FP8, by Hopper's tensor cores",
+)
+MANY_CODED_EXPERTS.add(
+    "cuda", "headrace.kernels.moe.many:run_experts", supports=_reason_against_hopper, priority=10,
+    doc="own CUDA C++: MXFP4 with plain rows, FP8 with rows in FP8",
 )
 
 

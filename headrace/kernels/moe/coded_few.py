@@ -1,52 +1,187 @@
-"""Experts in codes for a few tokens in two kernels, own CUDA C++ (``csrc/cuda/coded_rows.cu``): gate and up with
-the activation, then down with the sum over a token's experts. Each pair of token and expert reads its matrix by itself,
-from the L2 where another one has. More tokens, and forms that the source lacks, are passed on to other solutions.
+"""Experts in codes for one to four tokens in two kernels, own CUDA C++: gate and up with the activation, then down with
+the sum over a token's experts. Each chosen expert is read once. MXFP4 by ``csrc/cuda/coded_experts.cu``, e4m3 of one
+token by `fp8_few`; more tokens and other codes are passed on to other solutions.
 
 T tokens, k choices, D hidden size, F expert intermediate size.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from headrace.kernels.coded_linear import cuda, reason_against_cuda
-from headrace.kernels.coded_linear.choice import describe_codes
+from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
-from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
 
 logger = logging.getLogger(__name__)
 
+MOST_SOURCE_TOKENS, MOST_PAIRS, EIGHT, UNIT = 8, 64, 8, 128
+"""As in the source; rows or columns of an instruction, and inputs of a row that a quad of threads reads at a time."""
 MOST_TOKENS = 4
-"""With more, tokens share experts too often. Of other codes than MXFP4 `coded` was measured to be faster."""
-MOST_INPUTS = 65536
-"""Of all rows of x, which a block keeps in shared memory."""
+"""For more it was not measured."""
+FIXED_BYTES = ceil_div(4 * (MOST_PAIRS * (MOST_SOURCE_TOKENS + 3) + 2), 128) * 128
+"""``Shared`` of the source."""
+MOST_SHARED_BYTES = 227 << 10
+"""Of a block on Hopper."""
+X_PADDING = 16
+"""Bytes between rows of x, against bank conflicts."""
 
 
-def takes(x: torch.Tensor, ids: torch.Tensor, gate_up: DeviceCodes, down: DeviceCodes) -> bool:
-    """Whether this is faster than `coded`, and possible."""
-    num_tokens, top_k = ids.shape
-    return (
-        0 < num_tokens <= MOST_TOKENS and x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0 and num_tokens * max(x.shape[1], top_k * down.in_features) <= MOST_INPUTS
-        and gate_up.has_powers and down.has_powers and _is_described(gate_up) and _is_described(down)
+class _Call(ctypes.Structure):
+    """``Call`` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "bias", "out", "codes", "scales", "ids", "factors")),
+        *((name, c_int64) for name in ("x_stride", "row_bytes")),
+        *((name, c_int) for name in (
+            "tokens", "top_k", "inputs", "outputs", "rows_each", "table", "x_pitch", "slots", "gate",
+        )),
+        *((name, c_float) for name in ("limit", "alpha", "up_offset")),
     )
 
 
-def _is_described(weight: DeviceCodes) -> bool:
-    return not reason_against_cuda(describe_codes(weight, torch.bfloat16, _find_capability(weight.codes.device)))
+class Shape(NamedTuple):
+    """Warps of a block; blocks that a multiprocessor has registers for, the next kernel's among them; steps that a warp
+    has on their way."""
+
+    warps: int
+    room: int
+    depth: int
+
+
+ONE_SHAPE, SEVERAL_SHAPE = Shape(12, 2, 4), Shape(16, 1, 4)
+"""For one token, and for several."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. ``columns``: eights of columns."""
+
+    is_down: bool
+    columns: int
+    shape: Shape
+
+    def load(self, device: torch.device) -> CudaKernel:
+        """The kernel; see `find_kernel`."""
+        return find_kernel(self, device)
+
+
+class Product(NamedTuple):
+    """One of the two products of a step, down if it has ``factors`` [T, k], of ``outputs`` for each expert."""
+
+    form: Form
+    weight: DeviceCodes
+    bias: torch.Tensor | None
+    factors: torch.Tensor | None
+    outputs: int
+    num_tokens: int
+    top_k: int
+    sms: int
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes of a row of x in shared memory."""
+        return ceil_div(self.weight.in_features, UNIT) * UNIT * 2 + X_PADDING
+
+    @property
+    def slots(self) -> int:
+        """Tiles that a warp may touch."""
+        if self.form.is_down:
+            tiles = ceil_div(ceil_div(self.outputs, self.sms), EIGHT)
+        else:
+            num_experts = self.weight.out_features // (2 * self.outputs)
+            tiles = ceil_div(min(self.num_tokens * self.top_k, num_experts) * self.outputs // EIGHT, self.sms)
+        return ceil_div(tiles, self.form.shape.warps) + 1
+
+    @property
+    def shared_bytes(self) -> int:
+        is_down, (warps, _, depth) = self.form.is_down, self.form.shape
+        rows = self.num_tokens * (self.top_k if is_down else 1) + 1
+        sums = warps * self.slots * self.form.columns * EIGHT * EIGHT * (1 if is_down else 2) * 4
+        ring = warps * depth * (2 * EIGHT * UNIT // 2 + (1 if is_down else 2) * 128)
+        return FIXED_BYTES + rows * self.x_pitch + sums + ring
+
+    def launch(self, x: torch.Tensor, ids: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
+        weight, is_down = self.weight, self.form.is_down
+        call = _Call(
+            x=x.data_ptr(), bias=_address(self.bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
+            scales=weight.scales.data_ptr(), ids=ids.data_ptr(), factors=_address(self.factors), x_stride=x.stride(0),
+            row_bytes=weight.codes.stride(0), tokens=self.num_tokens, top_k=self.top_k, inputs=weight.in_features,
+            outputs=self.outputs, rows_each=self.outputs * (1 if is_down else 2),
+            table=weight.scales.shape[1] // 4, x_pitch=self.x_pitch, slots=self.slots, gate=GATES[gate.kind],
+            limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset,
+        )
+        self.form.load(x.device).launch(
+            self.sms, 32 * self.form.shape.warps, call, is_dependent=True, shared_bytes=self.shared_bytes
+        )
+
+
+def takes(codes: DeviceCodes) -> bool:
+    """Whether the kernels multiply with stacked codes."""
+    if codes.order is not None or codes.has_zeros or codes.codes.stride(0) % 16 or codes.in_features % EIGHT:
+        return False
+    return codes.code is Code.E2M1 and codes.has_powers and codes.rows == 1
+
+
+def choose_shape(num_tokens: int) -> Shape:
+    """The fastest for gpt-oss-20b on an H200."""
+    return SEVERAL_SHAPE if num_tokens > 1 else ONE_SHAPE
+
+
+def plan(
+    gate_up: CodedStack, down: CodedStack, weights: torch.Tensor, sms: int
+) -> tuple[Product, Product] | None:
+    """Both products of a step with routing ``weights`` [T, k], contiguous, on a device of ``sms`` multiprocessors; None
+    where the kernels do not take it."""
+    (num_tokens, top_k), width, inner = weights.shape, gate_up[0].in_features, down[0].in_features
+    if not 0 < num_tokens <= MOST_TOKENS or num_tokens * top_k > MOST_PAIRS or inner % EIGHT:
+        return None
+    products = []
+    for (codes, bias), factors, outputs in ((gate_up, None, inner), (down, weights, width)):
+        if not takes(codes):
+            return None
+        is_down = factors is not None
+        tokens = EIGHT // (4 if is_down else 2)  # of eight columns: see the source
+        form = Form(is_down, next_power_of_2(ceil_div(num_tokens, tokens)), choose_shape(num_tokens))
+        product = Product(form, codes, bias, factors, outputs, num_tokens, top_k, sms)
+        if product.shared_bytes > MOST_SHARED_BYTES:
+            return None
+        products.append(product)
+    return products[0], products[1]
 
 
 @cache_compiled
-def _can_compile(gate_up: cuda.Form, down: cuda.Form, device: torch.device) -> bool:
+def find_kernel(form: Form, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    shape = form.shape
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = {
+        "DOWN": int(form.is_down), "COLUMNS": form.columns, "WARPS": shape.warps, "BLOCKS": shape.room,
+        "DEPTH": shape.depth,
+    }
+    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("coded_experts", options), "coded_experts", MOST_SHARED_BYTES)
+
+
+AnyForm = Form | fp8_few.Form
+
+
+@cache_compiled
+def _can_compile(gate_up: AnyForm, down: AnyForm, device: torch.device) -> bool:
     """Whether both kernels can be compiled and loaded; if not, with a warning."""
     try:
-        for form, what in ((gate_up, cuda.GATE_UP), (down, cuda.DOWN)):
-            cuda.find_kernel(form, what, cuda.FINE, device)
+        for form in (gate_up, down):
+            form.load(device)
     except (CudaSourceError, OSError, AttributeError) as error:
         logger.warning("experts of few tokens run in Triton: %s", error)
         return False
@@ -58,19 +193,32 @@ def _find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+@cache
+def _count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 def run_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
 ) -> torch.Tensor:
     """See `CODED_EXPERTS`."""
-    if not takes(x, ids, gate_up[0], down[0]) or not _can_compile(
-        cuda.describe_form(gate_up[0]), cuda.describe_form(down[0]), x.device
-    ):
+    weights = weights.contiguous()
+    plan_few = fp8_few.plan if gate_up[0].code is Code.E4M3 and _find_capability(x.device)[0] == 9 else plan
+    products = plan_few(gate_up, down, weights, _count_sms(x.device)) if _is_aligned(x) else None
+    if products is None or not _can_compile(products[0].form, products[1].form, x.device):
         is_hopper = _find_capability(x.device)[0] == 9
         return CODED_EXPERTS.load("gluon_pdl" if is_hopper else "triton_pdl")(x, ids, weights, gate_up, down, gate)
-    (num_tokens, width), inner, ids = x.shape, down[0].in_features, ids.contiguous()
-    gated = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
-    cuda.launch(
-        x, gate_up[0], gate_up[1], gated, gate=(GATES[gate.kind], *gate[1:]), chosen=cuda.Chosen(ids, 2 * inner)
-    )
-    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    return cuda.launch(gated, down[0], down[1], out, chosen=cuda.Chosen(ids, width, weights.contiguous()))
+    (first, second), ids = products, ids.contiguous()
+    gated = torch.empty((ids.numel(), first.outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((len(x), second.outputs), dtype=x.dtype, device=x.device)
+    first.launch(x, ids, gate, gated)
+    second.launch(gated, ids, gate, out)
+    return out

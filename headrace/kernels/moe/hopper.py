@@ -47,9 +47,16 @@ def _gather_kernel(
         tl.store(out_ptr + row.to(tl.int64) * D + column, x.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
+def gather_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Rows of x [T, D] in the order of pairs, [N, D]; those from the last end on are not written."""
+    out, _ = _gather(x, order, ends, top_k, is_fp8=False)
+    return out
+
+
 def _gather(
     x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int, *, is_fp8: bool
-) -> torch.Tensor | Fp8Rows:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `gather_rows`; in FP8, with a scale [ceil(D / 128), N] for each 128 of a row. Else the second is the first."""
     pairs, width = len(order), x.shape[1]
     out = torch.empty((pairs, width), dtype=torch.float8_e4m3fn if is_fp8 else x.dtype, device=x.device)
     scales = torch.empty((ceil_div(width, DEPTH), pairs), dtype=torch.float32, device=x.device) if is_fp8 else out
@@ -57,7 +64,7 @@ def _gather(
         x, order, ends, out, scales, x.stride(0), pairs, D=width, TOP_K=top_k, X=len(ends), BLOCK=GATHER_BLOCK,
         GROUP=DEPTH if is_fp8 else 0, PDL=True, num_warps=4, launch_pdl=True,
     )
-    return Fp8Rows(out, scales) if is_fp8 else out
+    return out, scales
 
 
 @cache
@@ -101,7 +108,8 @@ def run_many(
     order, _, ends = group_pairs(ids, num_experts, pdl=True)
     is_fp8 = down[0].code is Code.E4M3
     first, second = tiles or choose_tiles(num_tokens, top_k, num_experts, is_fp8=is_fp8)
-    rows = _gather(x, order, ends, top_k, is_fp8=is_fp8)
+    gathered = _gather(x, order, ends, top_k, is_fp8=is_fp8)
+    rows = Fp8Rows(*gathered) if is_fp8 else gathered[0]
     assert first.outputs == DEPTH or not is_fp8, "a tile's outputs have one scale"
     gated = multiply(rows, *gate_up, first, gated=Gated(*gate), groups=Sorted(ends), is_fp8=is_fp8)
     parts = multiply(gated, *down, second, groups=Sorted(ends, order, weights.flatten()))

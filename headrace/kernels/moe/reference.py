@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.linear import Norm
 from headrace.kernels.moe import CodedStack, Gate, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
-from headrace.kernels.rowwise import reference as activations
+from headrace.kernels.rowwise import reference as rowwise
 
 NO_EXPERT = -1
 """Marks a choice without an expert: of a padding token."""
@@ -34,6 +35,15 @@ def route(
         choice = _keep_best_groups(choice, shape)
     ids = choice.topk(shape["top_k"], dim=-1).indices
     return ids, _weigh(scores.gather(1, ids), renormalise=shape["renormalise"], scale=shape["scale"])
+
+
+def norm_route(
+    pending: torch.Tensor, residual: torch.Tensor, norm: Norm, router: torch.Tensor, bias: torch.Tensor | None,
+    choice_bias: torch.Tensor | None, **shape: Unpack[RouteShape]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `NORM_ROUTE`."""
+    x, residual = rowwise.add_rms_norm(pending, residual, norm.weight, norm.eps, norm.offset)
+    return x, residual, *route(F.linear(x, router, bias), choice_bias, **shape)
 
 
 def hash_route(
@@ -119,8 +129,8 @@ def grouped_linear(
 def gate_halves(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     """[N, 2F] to [N, F]."""
     if gate.kind == "clamped":
-        return activations.clamped_swiglu(x, limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset)
-    return {"silu": activations.silu_mul, "gelu_tanh": activations.gelu_tanh_mul}[gate.kind](x)
+        return rowwise.clamped_swiglu(x, limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset)
+    return {"silu": rowwise.silu_mul, "gelu_tanh": rowwise.gelu_tanh_mul}[gate.kind](x)
 
 
 def run_experts(

@@ -19,9 +19,9 @@ from headrace.base import env
 from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults, time_on_gpu
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.measured import MeasuredFile
-from headrace.kernels.moe import CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
-from headrace.kernels.operation import KernelQuery
-from headrace.kernels.precompile import precompile
+from headrace.kernels.moe import CODED_EXPERTS, MANY_CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
+from headrace.kernels.operation import KernelQuery, choose_fused
+from headrace.kernels.precompile import is_dry_run, precompile
 from headrace.layers.moe.layer import MoeMlp
 
 logger = logging.getLogger(__name__)
@@ -96,14 +96,15 @@ def _warm_up(module: MoeMlp, about: str) -> None:
     device, top_k = codes.codes.codes.device, module.router.shape["top_k"]
     if device.type != "cuda":
         return
-    steps = [
-        _draw_step(module, num_tokens, device, module.dtype) for num_tokens in WARM_TOKENS
-        if is_few(num_tokens, top_k, codes.num_stacked, MOST_CODED_PAIRS_EACH)
-    ]
+    steps = [_draw_step(module, num_tokens, device, module.dtype) for num_tokens in WARM_TOKENS]
+    many = choose_fused(MANY_CODED_EXPERTS, _query(module))
 
     def run() -> None:
         for step in steps:
-            coded(*step)
+            if is_few(len(step[0]), top_k, codes.num_stacked, MOST_CODED_PAIRS_EACH):
+                coded(*step)
+            elif many is not None:
+                many(*step, **coded.keywords)
 
     precompile(run, f"coded experts of all sizes {about}", device)
     run()
@@ -129,6 +130,8 @@ def _measure(module: MoeMlp, about: str, time: Callable[[Callable[[], Any]], flo
                     experts(*step)
 
     precompile(run, f"coded experts {about}", device)
+    if is_dry_run():  # nothing can be measured
+        return math.inf
     gains = []
     for step in steps:
         expected = plain(*step).float()

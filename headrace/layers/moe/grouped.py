@@ -14,12 +14,14 @@ from headrace.kernels.moe import (
     GATE_PAIRS,
     GROUP_PAIRS,
     GROUPED_LINEAR,
+    MANY_CODED_EXPERTS,
     MOST_CODED_PAIRS_EACH,
     MOST_PAIRS_EACH,
     RUN_EXPERTS,
     SUM_PAIRS,
     is_few,
 )
+from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.mlp import choose_activation
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
@@ -52,7 +54,8 @@ def _plain(stack: StackedLinear, dtype: torch.dtype) -> torch.Tensor:
 
 class FusedExperts:
     """See `Experts`; speaks `CHOICES`. A few fused kernels while the step is bound by reading the experts' matrices,
-    plain or in codes; beyond that, as decided by `is_few`, grouped products of rows sorted by expert."""
+    plain or in codes; beyond that, as decided by `is_few`, kernels for many rows of codes where there are any, else
+    grouped products of rows sorted by expert."""
 
     def __init__(self, weights: ExpertWeights, spec: MlpSpec, build: Build):
         self._gate_up, self._down, self._gate = weights.gate_up, weights.down, describe_gate(spec)
@@ -63,7 +66,7 @@ class FusedExperts:
         )
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
-        self._run_codes = CODED_EXPERTS.choose(query)
+        self._run_codes, self._run_many_codes = CODED_EXPERTS.choose(query), choose_fused(MANY_CODED_EXPERTS, query)
         for stack in (self._gate_up, self._down):
             stack.is_storable = not build.moves_experts
 
@@ -72,11 +75,12 @@ class FusedExperts:
         num_tokens, top_k = tokens.ids.shape
         stacks = (self._gate_up, self._down)
         plain = [weight for stack in stacks if (weight := plain_weight(stack)) is not None]
-        if not is_few(num_tokens, top_k, tokens.num_experts, MOST_PAIRS_EACH if plain else MOST_CODED_PAIRS_EACH):
-            return self._run_grouped(tokens)
         choices = (tokens.hidden, tokens.ids, tokens.weights)
-        if not plain:
-            coded = ((stack.codes, stack.own_bias) for stack in stacks)
+        coded = [] if plain else [(stack.codes, stack.own_bias) for stack in stacks]
+        if not is_few(num_tokens, top_k, tokens.num_experts, MOST_PAIRS_EACH if plain else MOST_CODED_PAIRS_EACH):
+            out = self._run_many_codes(*choices, *coded, self._gate) if coded and self._run_many_codes else None
+            return self._run_grouped(tokens) if out is None else out
+        if coded:
             return self._run_codes(*choices, *coded, self._gate)
         dtype = tokens.hidden.dtype  # a matrix whose codes no kernel takes is plain beside one in codes
         operands = (

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from headrace.kernels.moe import ROUTE, RouteShape
+from headrace.kernels.moe import NORM_ROUTE, ROUTE, RouteShape
+from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear, Linear
 from headrace.layers.mlp import GatedMlp
@@ -19,11 +20,16 @@ from headrace.layers.moe.adapted import adapt_experts
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
+from headrace.layers.norm import RmsNorm
+from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.spec import MoeSpec, RoutingSpec
 from headrace.parallel.group import Group
 from headrace.parallel.placement import Placement
 from headrace.parallel.share import Share
+
+Choices = tuple[torch.Tensor, torch.Tensor]
+"""Ids [T, k] int64 and weights [T, k] float32 of chosen experts."""
 
 
 class Router(nn.Module):
@@ -43,9 +49,27 @@ class Router(nn.Module):
         }
         query = build.query(num_experts=spec.num_experts, top_k=spec.top_k, num_groups=spec.num_groups)
         self._route = partial(ROUTE.choose(query), **self.shape)
+        self._norm_route = None if spec.in_float32 else choose_fused(NORM_ROUTE, query)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> Choices:
         return self._route(self.logits(x), self.choice_bias)
+
+    def add(self, norm: Norm, residual: Residual) -> tuple[torch.Tensor, Choices]:
+        """As `Norm.add`, and what the router chooses for that; both in one kernel where there is one for it."""
+        pending, weight = residual.pending, plain_weight(self.logits)
+        if (
+            self._norm_route is not None and isinstance(norm, RmsNorm) and pending is not None and weight is not None
+            and residual.group is None and residual.addition is None and self.logits.lora is None
+        ):
+            fused = self._norm_route(
+                pending, residual.stream, norm.weights, weight, self.logits.bias, self.choice_bias, **self.shape
+            )
+            if fused is not None:
+                residual.pending = None
+                x, residual.stream, ids, weights = fused
+                return x, (ids, weights)
+        x = norm.add(residual)
+        return x, self(x)
 
 
 class ExpertSlots(nn.Module):
@@ -122,7 +146,8 @@ class MoeMlp(Branch):
         return out if self.group is None else self.group.all_reduce(out)
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        residual.pending = self.compute_share(norm.add(residual))
+        x, choices = self.router.add(norm, residual)
+        residual.pending = self._run(x, choices)
         residual.group = self.group
 
     def spread(self, placement: Placement) -> None:
@@ -147,7 +172,10 @@ class MoeMlp(Branch):
 
     def compute_share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the output."""
-        ids, weights = self.router(x)
+        return self._run(x, self.router(x))
+
+    def _run(self, x: torch.Tensor, choices: Choices) -> torch.Tensor:
+        ids, weights = choices
         if self.slots is not None:
             ids = self.slots.route(ids)
         out = self._run_experts(ChosenTokens(x, ids, weights, self._num_slots))

@@ -68,8 +68,8 @@ class Mxfp4Linear(EncodedWeight):
         """Codes and scales in the layout of GPU kernels, in the same memory. The first call after they are complete
         puts them in order."""
         if not self.is_packed:
-            for matrix in self.codes:
-                matrix.copy_(reorder_pairs(matrix))
+            for matrices in self.codes.split(self.num_at_once):
+                matrices.copy_(reorder_pairs(matrices))
             if int(self.scales.amax()) <= MOST_EXPONENT:  # what kernels keep in a byte
                 self.scales.clamp_(min=1).add_(LIFT)
                 self.has_bytes = True
@@ -84,6 +84,10 @@ class Mxfp4Linear(EncodedWeight):
                 Code.E2M1, 2 * codes.shape[1], codes, scales, MXFP4_BLOCK, values=values, has_whole_zeros=True
             )
         return view
+
+    def leave_as_it_is(self) -> None:
+        """See `EncodedWeight`."""
+        self.is_packed = self.has_bytes = True
 
     def unpack(self) -> None:
         """Called before codes and scales are filled again."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from headrace.kernels.coded_linear.choice import CodedChoice
+from headrace.kernels.coded_linear.choice import CodedChoice, pack_weight
 from headrace.kernels.coded_linear.codes import CodedMatrix, stack_matrices
 from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
 from headrace.kernels.coded_linear.forms import STACK_PLAN, CodedWeight
@@ -159,16 +159,23 @@ def store_on_gpu(matrix: CodedMatrix, weight: StorableWeight, choice: CodedChoic
     dtype = weight.weight.dtype
     if weight.is_vocabulary or dtype == torch.float32:
         return None
-    codes = pack_for_device(matrix)
+    if weight.is_stack:
+        return _store_stack(matrix, weight)
+    capability = torch.cuda.get_device_capability(matrix.device)
+    codes = pack_weight(matrix, dtype, capability)
     if codes is None:
         return None
-    if weight.is_stack:
-        fault = codes.fault_of_stack(weight.layers[0].weight.shape[1])
-        if fault is not None:
-            logger.warning("experts of %s are dequantised: %s", weight.name, fault)
-        return None if fault is not None else CodedWeight(codes, STACK_PLAN)
-    plan = choice.choose(codes, dtype, torch.cuda.get_device_capability(matrix.device))
+    plan = choice.choose(codes, dtype, capability)
     return None if plan is None else CodedWeight(codes, plan)
+
+
+def _store_stack(matrix: CodedMatrix, weight: StorableWeight) -> StoredWeight | None:
+    codes = pack_for_device(matrix)
+    fault = "its groups differ in size" if codes is None else codes.fault_of_stack(weight.layers[0].weight.shape[1])
+    if codes is None or fault is not None:
+        logger.warning("experts of %s are dequantised: %s", weight.name, fault)
+        return None
+    return CodedWeight(codes, STACK_PLAN)
 
 
 class QuantisedIntake:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.kernels.coded_linear.choice import CodedChoice
+from headrace.kernels.coded_linear.choice import CodedChoice, pack_weight
 from headrace.kernels.coded_linear.codes import CodedMatrix
-from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
+from headrace.kernels.packed_linear.forms import StoredWeight
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
 from headrace.layers.quantization.storage import find_storable
@@ -43,8 +44,8 @@ class Fp8:
         return tensors
 
     def finish(self, model: nn.Module) -> None:
-        """See `Scheme`. Where plain products are faster, or no kernel takes 8-bit floats, weights are rounded and kept
-        plain."""
+        """See `Scheme`. Where products are slower with codes, or no kernel takes 8-bit floats, weights are rounded and
+        kept plain."""
         kept, rounded = store_coded(model, Form(quantise_float))
         if rounded and not kept:
             logger.warning(
@@ -55,8 +56,8 @@ class Fp8:
 
 
 def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
-    """Quantise every weight but those of the vocabulary, one at a time; stored where a layout holds it and is faster,
-    else rounded in place. Returns how many of each."""
+    """Quantise every weight but those of the vocabulary, one at a time; stored where a layout holds it and is not
+    slower, else rounded in place. Returns how many of each."""
     storing = Storing(model, form)
     for weight in find_storable(model):
         storing.store(weight.layers[0].weight)
@@ -65,11 +66,12 @@ def store_coded(model: nn.Module, form: Form) -> tuple[int, int]:
 
 class Storing:
     """Quantises the weights of a model in ``form``, see `store_coded`, as they are filled: `store` each, then
-    `finish`."""
+    `finish`. ``shares``: weights of one shape are equal, and share the codes of the first."""
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, form: Form):
+    def __init__(self, model: nn.Module, form: Form, *, shares: bool = False):
         self._form, self._choice = form, CodedChoice()
+        self._shares, self._shared = shares, dict[tuple[int, ...], StoredWeight | None]()
         self._kept = self._rounded = 0
         prepare_products(model, form, self._choice)
         self._weights = {id(weight.layers[0].weight): weight for weight in find_storable(model)}
@@ -80,8 +82,14 @@ class Storing:
         weight = self._weights.pop(id(parameter), None)
         if weight is None or weight.is_vocabulary or (self._form.of_experts_alone and not weight.is_stack):
             return
+        shape = tuple(weight.layers[0].weight.shape)
+        if shape in self._shared:
+            same = self._shared[shape]
+            return None if same is None else weight.store(same)
         coded = CodedTensor(self._form.quantise(weight.weight))
         stored = CodedTensor.store([coded], weight, self._choice)
+        if self._shares:
+            self._shared[shape] = stored
         if stored is None:
             weight.weight.copy_(coded.make_plain())
             self._rounded += 1
@@ -104,7 +112,8 @@ def prepare_products(model: nn.Module, form: Form, choice: CodedChoice) -> None:
         is_plain = weight.is_vocabulary or weight.is_stack or plain.dtype == torch.float32 or form.of_experts_alone
         if plain.device.type != "cuda" or is_plain or shape in samples:
             continue
-        codes = pack_for_device(form.quantise(torch.ones_like(plain)))
+        capability = torch.cuda.get_device_capability(plain.device)
+        codes = pack_weight(form.quantise(torch.ones_like(plain)), plain.dtype, capability)
         if codes is not None:
             samples[shape] = codes, plain.dtype
     for dtype in {dtype for _, dtype in samples.values()}:

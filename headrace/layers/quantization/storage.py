@@ -49,6 +49,10 @@ class StorableLayer(nn.Module):
         super().__init__()
         self.stored: StoredWeight | None = None
 
+    def drop_weight(self) -> None:
+        """Free the parameter, which is stored otherwise."""
+        del self.weight
+
     @property
     def stack(self) -> Share:
         """Which matrices of the checkpoint's stack the parameter has."""
@@ -81,6 +85,9 @@ class EncodedWeight(nn.Module):
         """Overwrite the codes so that the weights are random numbers of about this standard deviation."""
         raise NotImplementedError
 
+    def leave_as_it_is(self) -> None:
+        """Take the codes as if they were in the order of kernels: they mean nothing, as in a sketch."""
+
 
 @dataclass(frozen=True)
 class StorableWeight:
@@ -112,7 +119,7 @@ class StorableWeight:
         """Replace the parameter by ``stored``."""
         for layer in self.layers:  # set, then delete: a step on another thread always finds one of the two
             layer.stored = stored
-            del layer.weight
+            layer.drop_weight()
 
 
 def plain_weight(layer: nn.Module) -> nn.Parameter | None:

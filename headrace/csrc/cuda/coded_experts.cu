@@ -1,0 +1,475 @@
+// Chosen experts' products of one to eight tokens with MXFP4 weights, in two launches: gate and up with the
+// activation, then down with the sum over a token's experts. Bound by reading each chosen expert once.
+//
+// A block takes tiles of 8 outputs, each of two sides of 8 rows of the weight: gate and up of an expert, or for DOWN the
+// same outputs of two experts after one another. Its warps share all steps (tiles, experts, inputs) evenly: a warp adds
+// up its run of steps by itself, keeps a sum for each tile that it touches, and only at the end do warps meet. Each
+// thread copies the 64 bytes of a row that it decodes itself into shared memory, DEPTH steps ahead, so that nothing in
+// between waits for other warps.
+//
+// Codes become float16 in registers and are the left operand of mma.m16n8k16; columns of the right one are rows of x.
+// A thread's 16 bytes of e2m1 codes are of two groups with a scale each, and lanes of an mma hold two groups' inputs at
+// once: columns 4 to 7 repeat columns 0 to 3, and each sees the inputs of one of the groups, zeros for the other. With
+// DOWN columns of different experts lie side by side in the same way, and half of the sums are not used.
+//
+// x is staged as float16 times a power of two of each row, so that its largest number is near 2**15: of bfloat16's
+// numbers only those below 2**-29 of the largest lose bits.
+//
+// Layouts are those of `DeviceCodes`: of e2m1 a byte has input b in its low half and input b + 64 in its high half.
+//
+// Compiled by NVRTC without headers. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS, BLOCKS on a multiprocessor;
+// DEPTH.
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using int64 = long long;
+
+constexpr int UNIT = 128;  // inputs of 64 bytes
+constexpr int THREADS = 32 * WARPS, N = COLUMNS;
+constexpr int MOST_PAIRS = 64, MOST_TOKENS = 8;
+constexpr int TOKENS = DOWN ? 2 : 4;         // of eight columns, which repeat them
+constexpr int TABLES = DOWN ? 1 : 2;         // scales that a thread needs: of one side or of both
+constexpr int STAGE = 1024 + TABLES * 128;   // bytes of a warp's step
+constexpr int SLOT = N * (DOWN ? 64 : 128);  // floats of a tile's sums
+constexpr uint32 X_EXPONENT = 14;  // largest numbers of rows of x are scaled to this power of two
+
+struct Call {
+  const uint16 *x, *bias;
+  uint16 *out;
+  const char *codes, *scales;
+  const int64 *ids;      // [T, top_k] of experts, -1 for none
+  const float *factors;  // [T, top_k]
+  int64 x_stride, row_bytes;
+  int tokens, top_k, inputs, outputs, rows_each;
+  int table;           // words of scales of a row
+  int x_pitch, slots;  // bytes of a row of x in shared memory; sums of a warp
+  int gate;            // 1 silu, 2 gelu_tanh, 3 clamped
+  float limit, alpha, up_offset;
+};
+
+struct Shared {
+  int count;                           // of distinct experts
+  int experts[MOST_PAIRS];
+  int pairs[MOST_PAIRS][MOST_TOKENS];  // of expert and token; -1 for none
+  float factors[MOST_PAIRS];           // of pairs
+  uint32 largest[MOST_PAIRS + 1];      // of rows of x; of a row of zeros none
+};
+
+__device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
+__device__ __forceinline__ uint16 narrow(float v) {
+  uint16 out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
+  return out;
+}
+__device__ __forceinline__ uint32 to_halves(float low, float high) {
+  uint32 out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+// Bytes beyond `size`, which may be 0, become zeros.
+__device__ __forceinline__ void copy16(uint32 to, const char *from, int size) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32 to, const char *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
+__device__ __forceinline__ void multiply(float *sum, const uint32 *a, uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four codes as e4m3, 2**-6 times an e2m1; `plane` 1: the high halves of bytes.
+__device__ __forceinline__ uint32 to_e4m3(uint32 word, int plane) {
+  if (plane) return (word & 0x80808080u) | ((word >> 2) & 0x1C1C1C1Cu);
+  return ((word << 4) & 0x80808080u) | ((word << 2) & 0x1C1C1C1Cu);
+}
+__device__ __forceinline__ void unpack(uint32 codes, uint32 &low, uint32 &high) {
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+      : "=r"(low), "=r"(high) : "r"(codes));
+}
+
+__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
+__device__ __forceinline__ float gated(const Call &how, float gate, float up) {
+  if (how.gate == 3) {
+    gate = fminf(gate, how.limit);
+    return gate / (1.f + __expf(-how.alpha * gate)) * (fminf(fmaxf(up, -how.limit), how.limit) + how.up_offset);
+  }
+  gate = rounded(gate), up = rounded(up);  // as if stored
+  if (how.gate == 1) return gate / (1.f + __expf(-gate)) * up;
+  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
+}
+
+// Distinct experts in order of first choice, and who chose them. Each warp finds the same, so that none waits for others
+// before it asks for weights; of `pairs` others' writes are only seen after a barrier.
+__device__ __forceinline__ void find_experts(const Call &call, Shared &s) {
+  const int lane = threadIdx.x % 32, num_pairs = call.tokens * call.top_k;
+  int count = 0;
+  for (int first = 0; first < num_pairs; first += 32) {
+    const int pair = first + lane;
+    const int id = pair < num_pairs ? int(call.ids[pair]) : -1;
+    if (DOWN && pair < num_pairs) s.factors[pair] = call.factors[pair];
+    const uint32 same = __match_any_sync(~0u, id);
+    int rank = -1;
+    if (id >= 0)
+      for (int j = 0; j < count; j++) rank = s.experts[j] == id ? j : rank;
+    const int leader = __ffs(same) - 1;
+    const bool is_new = id >= 0 && rank < 0;
+    const uint32 leaders = __ballot_sync(~0u, is_new && leader == lane);
+    if (is_new) rank = count + __popc(leaders & ((1u << leader) - 1));
+    if (is_new && leader == lane) s.experts[rank] = id;
+    if (id >= 0) s.pairs[rank][pair / call.top_k] = pair;
+    count += __popc(leaders);
+    __syncwarp();
+  }
+  if (lane == 0) s.count = count;
+  __syncwarp();
+}
+
+// Rows of x are read in pieces of 256 inputs, which warps take in turns, with BATCH of them on their way.
+constexpr int BATCH = 4;
+
+struct Pieces {
+  int rows, each, total, eights;  // pieces of a row and of all; eights of inputs of a row
+};
+
+__device__ __forceinline__ void read_pieces(uint4 *v, const Call &call, const Pieces &pieces, int first) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) {
+    const int piece = first + i * WARPS, row = piece / pieces.each;
+    const int at = (piece - row * pieces.each) * 32 + threadIdx.x % 32;
+    v[i] = uint4{0, 0, 0, 0};
+    if (piece < pieces.total && at < pieces.eights) v[i] = *(const uint4 *)(call.x + row * call.x_stride + at * 8);
+  }
+}
+
+// The largest numbers of rows of x, as bits of bfloat16; `v` has the first batch.
+__device__ __forceinline__ void find_largest(uint4 *v, Shared &s, const Call &call, const Pieces &pieces) {
+  for (int first = threadIdx.x / 32; first < pieces.total; first += WARPS * BATCH) {
+    if (first >= WARPS) read_pieces(v, call, pieces, first);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      uint32 most = __vmaxu2(__vmaxu2(v[i].x & 0x7FFF7FFFu, v[i].y & 0x7FFF7FFFu),
+                             __vmaxu2(v[i].z & 0x7FFF7FFFu, v[i].w & 0x7FFF7FFFu));
+      most = __reduce_max_sync(~0u, max(most >> 16, most & 0xFFFF));
+      if (threadIdx.x % 32 == 0 && most) atomicMax(&s.largest[(first + i * WARPS) / pieces.each], most);
+    }
+  }
+}
+
+__device__ __forceinline__ uint32 exponent_of(uint32 largest) {
+  return min(max(largest >> 7, X_EXPONENT + 1u), 254u);
+}
+// What undoes the power of two of a row.
+__device__ __forceinline__ float unlift(uint32 largest) {
+  return __uint_as_float((exponent_of(largest) - X_EXPONENT) << 23);
+}
+
+// Rows of x to shared memory as float16, zeros beyond the inputs, and a row of zeros; `v` has the last batch.
+__device__ __forceinline__ void stage_rows(
+    char *x, uint4 *v, const Shared &s, const Call &call, const Pieces &pieces, int width) {
+  for (int first = threadIdx.x / 32; first < pieces.total; first += WARPS * BATCH) {
+    if (pieces.total > WARPS * BATCH) read_pieces(v, call, pieces, first);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int piece = first + i * WARPS, row = piece / pieces.each;
+      const int at = (piece - row * pieces.each) * 32 + threadIdx.x % 32;
+      if (piece >= pieces.total || at >= width / 8) continue;
+      const float lift = __uint_as_float((254u + X_EXPONENT - exponent_of(s.largest[row])) << 23);
+      uint32 *words = (uint32 *)&v[i];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        words[j] = to_halves(widen(words[j] & 0xFFFF) * lift, __uint_as_float(words[j] & 0xFFFF0000u) * lift);
+      *(uint4 *)(x + row * call.x_pitch + at * 16) = v[i];
+    }
+  }
+}
+
+struct Work {  // of a block: tiles from `first` on, of which each has `each` steps, `units` of each couple of experts
+  int first, end, tiles, each, units, experts, total;
+};
+
+__device__ __forceinline__ Work share_work(const Call &call, const Shared &s) {
+  Work work;
+  const int units = (call.inputs + UNIT - 1) / UNIT;
+  work.units = units;
+  if (DOWN) {  // outputs
+    work.first = int(int64(call.outputs) * blockIdx.x / gridDim.x);
+    work.end = int(int64(call.outputs) * (blockIdx.x + 1) / gridDim.x);
+    work.tiles = (work.end - work.first + 7) / 8;
+    work.experts = (s.count + 1) / 2;
+  } else {  // eights of outputs of all experts
+    const int all = s.count * (call.outputs / 8);
+    work.first = int(int64(all) * blockIdx.x / gridDim.x);
+    work.end = int(int64(all) * (blockIdx.x + 1) / gridDim.x);
+    work.tiles = work.end - work.first;
+    work.experts = 1;
+  }
+  work.each = work.experts * work.units;
+  work.total = work.tiles * work.each;
+  return work;
+}
+__device__ __forceinline__ int begin_of(const Work &work, int warp) { return work.total * warp / WARPS; }
+
+struct Place {  // of a warp: tile, couple of experts, unit of inputs
+  int tile, couple, unit;
+  __device__ __forceinline__ Place(const Work &work, int step) {
+    tile = work.each ? step / work.each : 0;
+    couple = work.each ? (step - tile * work.each) / work.units : 0;
+    unit = step - tile * work.each - couple * work.units;
+  }
+};
+
+struct Reader {  // what a thread copies next
+  Place at;
+  const char *codes[2], *scales[TABLES];
+  bool is_there;  // the second side
+};
+
+__device__ __forceinline__ void locate(Reader &reader, const Call &call, const Shared &s, const Work &work) {
+  const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
+  const int own = part % 2;  // for DOWN, the side whose scales this thread needs
+  int64 rows[2];  // the first ones
+  int last = 7;
+  reader.is_there = true;
+  if (DOWN) {
+    const int output = work.first + reader.at.tile * 8;
+    last = work.end - 1 - output;
+    reader.is_there = 2 * reader.at.couple + 1 < s.count;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      rows[i] = int64(s.experts[2 * reader.at.couple + (reader.is_there ? i : 0)]) * call.rows_each + output;
+  } else {
+    const int tile = work.first + reader.at.tile, tiles = call.outputs / 8, nth = tile / tiles;
+    rows[0] = int64(s.experts[nth]) * call.rows_each + (tile - nth * tiles) * 8;
+    rows[1] = rows[0] + call.outputs;
+  }
+  const int inside = min(quad, last);
+#pragma unroll
+  for (int i = 0; i < 2; i++) reader.codes[i] = call.codes + (rows[i] + inside) * call.row_bytes + part * 16;
+#pragma unroll
+  for (int i = 0; i < TABLES; i++)
+    reader.scales[i] = call.scales + ((DOWN ? (own ? rows[1] : rows[0]) : rows[i]) + inside) * call.table * 4;
+}
+
+// Ask for a step, if `is_left`, and move on.
+__device__ __forceinline__ void fetch(
+    Reader &reader, const Call &call, const Shared &s, const Work &work, uint32 to, bool is_left) {
+  if (is_left) {
+    const int lane = threadIdx.x % 32, unit = reader.at.unit;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      copy16(to + i * 512 + lane * 16, reader.codes[i] + unit * 64, i == 0 || reader.is_there ? 16 : 0);
+#pragma unroll
+    for (int i = 0; i < TABLES; i++) copy4(to + 1024 + i * 128 + lane * 4, reader.scales[i] + unit * 4);
+    if (++reader.at.unit == work.units) {
+      reader.at.unit = 0;
+      if (++reader.at.couple == work.experts) reader.at.couple = 0, reader.at.tile++;
+      if (reader.at.tile < work.tiles) locate(reader, call, s, work);
+    }
+  }
+  commit_copies();
+}
+
+// The scale of a unit's plane, with the 2**6 of e4m3.
+__device__ __forceinline__ float scale_of(uint32 word, int plane) {
+  const uint32 moved = (word - 0x78787878u) >> (threadIdx.x % 4 / 2 * 8);
+  return __uint_as_float((plane ? moved << 7 : moved << 23) & 0x7F800000u);
+}
+
+// `sum` plus a step's products. Of sums, sides are i / 2, columns i % 2; for DOWN only i < 2, of the thread's own side.
+__device__ __forceinline__ void add_step(float (*sum)[4], const char *stage, const char *const *x) {
+  const int lane = threadIdx.x % 32, part = lane % 4, own_side = part % 2;
+  uint32 words[2][4], tables[TABLES];
+#pragma unroll
+  for (int i = 0; i < 2; i++) *(uint4 *)words[i] = *(const uint4 *)(stage + i * 512 + lane * 16);
+#pragma unroll
+  for (int i = 0; i < TABLES; i++)
+    tables[i] = *(const uint32 *)(stage + 1024 + i * 128 + lane * 4);
+#pragma unroll
+  for (int plane = 0; plane < 2; plane++) {
+    float own[N][4] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      uint4 b[N];
+#pragma unroll
+      for (int n = 0; n < N; n++)
+        b[n] = *(const uint4 *)(x[n] + plane * 128 + part * 32 + h * 16);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        uint32 a[4];
+        unpack(to_e4m3(words[0][2 * h + j], plane), a[0], a[2]);
+        unpack(to_e4m3(words[1][2 * h + j], plane), a[1], a[3]);
+#pragma unroll
+        for (int n = 0; n < N; n++) multiply(own[n], a, j ? b[n].z : b[n].x, j ? b[n].w : b[n].y);
+      }
+    }
+    float scales[TABLES];
+#pragma unroll
+    for (int i = 0; i < TABLES; i++) scales[i] = scale_of(tables[i], plane);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+      for (int i = 0; i < (DOWN ? 2 : 4); i++)
+        sum[n][i] += scales[DOWN ? 0 : i / 2] * (DOWN && own_side ? own[n][2 + i % 2] : own[n][i]);
+    }
+  }
+  }
+
+// Rows of x in shared memory that this thread's quad multiplies, and for DOWN factors of its sums.
+__device__ __forceinline__ void choose_rows(
+    const char **rows, float (*factors)[2], const Call &call, const Shared &s, const char *x, int couple) {
+  const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
+  const int num_rows = DOWN ? call.tokens * call.top_k : call.tokens;
+  const int half = quad / 4, side = DOWN ? quad / 2 % 2 : 0, own_side = part % 2;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const int token = n * TOKENS + quad % TOKENS, expert = 2 * couple + side;
+    int row = token < call.tokens && half == part / 2 ? token : -1;
+    if (DOWN && row >= 0) row = expert < s.count ? s.pairs[expert][token] : -1;
+    rows[n] = x + (row < 0 ? num_rows : row) * call.x_pitch;
+    if (!DOWN) continue;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int column = n * TOKENS + (part * 2 + j) % TOKENS, chosen = 2 * couple + own_side;
+      const int pair = column < call.tokens && chosen < s.count ? s.pairs[chosen][column] : -1;
+      factors[n][j] = pair < 0 ? 0.f : s.factors[pair] * unlift(s.largest[pair]);
+    }
+  }
+}
+
+__device__ __forceinline__ void keep_sums(float *slot, float (*total)[4]) {
+  const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+#pragma unroll
+    for (int i = 0; i < (DOWN ? 2 : 4); i++) {
+      slot[((DOWN ? n : n * 2 + i / 2) * 8 + part * 2 + i % 2) * 8 + quad] = total[n][i];
+      total[n][i] = 0.f;
+    }
+  }
+}
+
+// A tile's sum of one output and token over warps, groups of scales and experts, in a fixed order.
+__device__ __forceinline__ float add_sums(
+    const float *parts, const Call &call, const Work &work, int tile, int token, int side, int row) {
+  float value = 0.f;
+  const int begin = tile * work.each, end = begin + work.each, n = token / TOKENS;
+  for (int warp = ((begin + 1) * WARPS - 1) / max(work.total, 1); warp < WARPS && begin_of(work, warp) < end; warp++) {
+    const int nth = tile - begin_of(work, warp) / work.each;
+    const int column = (DOWN ? n : n * 2 + side) * 8 + token % TOKENS;
+    const float *slot = parts + (warp * call.slots + nth) * SLOT + column * 8 + row;
+#pragma unroll
+    for (int again = 0; again < 8 / TOKENS; again++) value += slot[again * TOKENS * 8];
+  }
+  return value;
+}
+
+__device__ __forceinline__ void finish(const float *parts, const Call &call, const Shared &s, const Work &work) {
+  for (int at = threadIdx.x; at < work.tiles * call.tokens * 8; at += THREADS) {
+    const int row = at % 8, token = at / 8 % call.tokens, tile = at / 8 / call.tokens;
+    if (DOWN) {
+      const int output = work.first + tile * 8 + row;
+      if (output >= work.end) continue;
+      float value = work.each ? add_sums(parts, call, work, tile, token, 0, row) : 0.f;
+      if (call.bias)
+        for (int j = 0; j < s.count; j++)
+          if (s.pairs[j][token] >= 0)
+            value += s.factors[s.pairs[j][token]] * widen(call.bias[int64(s.experts[j]) * call.rows_each + output]);
+      call.out[int64(token) * call.outputs + output] = narrow(value);
+    } else {
+      const int tiles = call.outputs / 8, nth = (work.first + tile) / tiles, pair = s.pairs[nth][token];
+      if (pair < 0) continue;
+      const int output = (work.first + tile - nth * tiles) * 8 + row;
+      const float unit = unlift(s.largest[token]);
+      float gate = add_sums(parts, call, work, tile, token, 0, row) * unit;
+      float up = add_sums(parts, call, work, tile, token, 1, row) * unit;
+      if (call.bias) {
+        const uint16 *bias = call.bias + int64(s.experts[nth]) * call.rows_each + output;
+        gate += widen(bias[0]), up += widen(bias[call.outputs]);
+      }
+      call.out[int64(pair) * call.outputs + output] = narrow(gated(call, gate, up));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) coded_experts(const __grid_constant__ Call call) {
+  extern __shared__ __align__(128) char memory[];
+  Shared &s = *(Shared *)memory;
+  const int warp = threadIdx.x / 32, rows = DOWN ? call.tokens * call.top_k : call.tokens;
+  char *x = memory + (sizeof(Shared) + 127) / 128 * 128;
+  float *parts = (float *)(x + (rows + 1) * call.x_pitch);
+  const char *ring = (const char *)(parts + WARPS * call.slots * SLOT) + warp * DEPTH * STAGE;
+  const uint32 ring_address = address(ring);
+  const int width = (call.inputs + UNIT - 1) / UNIT * UNIT, each = (width + 255) / 256;
+  const Pieces pieces = {rows, each, rows * each, call.inputs / 8};
+  uint4 v[BATCH];
+  for (int at = threadIdx.x; at <= MOST_PAIRS; at += THREADS) s.largest[at] = 0;
+  for (int at = threadIdx.x; at < MOST_PAIRS * MOST_TOKENS; at += THREADS)
+    s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
+  for (int at = threadIdx.x; at < width / 8; at += THREADS)
+    *(uint4 *)(x + rows * call.x_pitch + at * 16) = uint4{0, 0, 0, 0};
+  __syncthreads();
+  // Ids were written before the first kernel started: the second one may read them at once, and the weights that they
+  // choose. All else waits.
+  if (!DOWN) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    read_pieces(v, call, pieces, warp);
+  }
+  find_experts(call, s);
+  const Work work = share_work(call, s);
+  int step = begin_of(work, warp), next = step;
+  const int end = begin_of(work, warp + 1);
+  Reader reader = {Place(work, step)};
+  if (step < end) locate(reader, call, s, work);
+#pragma unroll 1  // fewer instructions to read before the first copy
+  for (int i = 0; i < DEPTH; i++, next++) fetch(reader, call, s, work, ring_address + i * STAGE, next < end);
+  if (DOWN) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    read_pieces(v, call, pieces, warp);
+  }
+  find_largest(v, s, call, pieces);
+  __syncthreads();
+  stage_rows(x, v, s, call, pieces, width);
+  __syncthreads();
+
+  Place at(work, step);
+  const int first_tile = at.tile;
+  const char *own[N];
+  float factors[N][2], sum[N][4] = {}, total[N][4] = {};
+  choose_rows(own, factors, call, s, x, at.couple);
+  for (int stage = 0; step < end; step++, next++) {
+    const char *there[N];
+#pragma unroll
+    for (int n = 0; n < N; n++) there[n] = own[n] + at.unit * (UNIT * 2);
+    wait_for_copies();
+    add_step(sum, ring + stage * STAGE, there);
+    fetch(reader, call, s, work, ring_address + stage * STAGE, next < end);
+    if (++stage == DEPTH) stage = 0;
+    const bool ends = ++at.unit == work.units;
+    if (!ends && step + 1 < end) continue;
+    if (DOWN) {
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) total[n][i] += factors[n][i] * sum[n][i], sum[n][i] = 0.f;
+      }
+    }
+    const int tile = at.tile;
+    at.unit = 0;
+    if (ends && ++at.couple == work.experts) at.couple = 0, at.tile++;
+    if (at.tile != tile || step + 1 == end)
+      keep_sums(parts + (warp * call.slots + tile - first_tile) * SLOT, DOWN ? total : sum);
+    if (DOWN && step + 1 < end) choose_rows(own, factors, call, s, x, at.couple);
+  }
+  __syncthreads();
+  finish(parts, call, s, work);
+}

@@ -1,0 +1,459 @@
+// Products of few rows of x with a weight in e4m3: out [M, O] = x [M, K] times the weight [O, K] transposed, also with
+// the norm before it or the gated activation after it (Hopper). Bound by reading the weight once.
+//
+// The weight is the left operand of wgmma (m64nNk32) and x, rounded to e4m3 with a scale for each 128 inputs of a row,
+// the right one; both come from shared memory, so no code is ever decoded. wgmma multiplies 8 or 16 rows of x; missing
+// ones are whatever lies behind, as if it were rows; their sums are not stored. One thread copies tiles of 64 outputs by
+// UNIT blocks of 128 inputs into a ring by TMA; it begins before the previous kernel has ended, as no kernel writes
+// weights. Meanwhile GROUPS warpgroups round x; then they share the blocks of a tile and multiply sums of a block by its
+// scales in float32. SPLITS programs, a cluster, share the inputs of a tile, the first of them adds up in a fixed order:
+// the same input gives the same output.
+//
+// Gated, a tile has 32 outputs: of each 16 rows 8 are of gate and 8 of up, so that a thread holds both of an output.
+//
+// Compiled by NVRTC without headers for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of
+// the ring; GROUPS; SPLITS; BLOCKS on a multiprocessor; GATE 0 none, 1 silu, 2 gelu_tanh; NORM; TABLES 1: the weight has
+// a scale for each 128 inputs.
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+constexpr int BLOCK = 128, TILE = 64, BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES;
+constexpr int TILE_OUTPUTS = GATE ? TILE / 2 : TILE;
+constexpr int MATH = GROUPS * 128, WARPS = MATH / 32, THREADS = MATH + 32;
+constexpr int EACH = UNIT / GROUPS;      // blocks of a stage that a warpgroup multiplies
+constexpr int SUMS = COLUMNS / 2;        // that a thread holds: rows lane / 4 and 8 more of its warp's 16, of columns
+                                         // 8 j + 2 (lane % 4) and the next
+constexpr float LARGEST = 448.f, LEAST = 1e-30f;
+static_assert(UNIT % GROUPS == 0 && GROUPS > 1 && (COLUMNS == 8 || COLUMNS == 16), "");
+
+struct Call {
+  const uint16 *x, *residual, *norm, *bias;
+  uint16 *out, *total;
+  const float *scales;
+  int64 x_stride, residual_stride, group_stride;
+  int group;                                 // outputs of a group, whose x is group_stride on; 0: all have one x
+  int rows, outputs, inputs, table, shared;  // outputs: of the result; table: scales of a row; shared: rows of a scale
+  int chunks;                                // stages of a tile that a program multiplies
+  float eps, offset;
+};
+
+__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
+__device__ __forceinline__ float widen_high(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ uint32 narrow(float low, float high) {
+  uint32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ __forceinline__ float rounded(float v) { return widen(narrow(v, 0.f) & 0xffff); }
+
+__device__ __forceinline__ float gated(float gate, float up) {
+  gate = rounded(gate), up = rounded(up);  // as if stored
+  if (GATE == 1) return gate / (1.f + __expf(-gate)) * up;
+  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
+}
+
+// barriers in shared memory
+
+__device__ __forceinline__ uint32 find_address(const void *shared) {
+  uint32 at;
+  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(shared));
+  return at;
+}
+__device__ __forceinline__ void init_barrier(uint32 bar, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void expect(uint32 bar, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void await(uint32 bar, uint32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
+
+// copies of tiles: UNIT blocks from `block` on of the weight's rows of a tile
+
+__device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int tile, int block) {
+  if (GATE)
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, "
+                 "%4, %5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * 4), "r"(block) : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+                 "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * TILE), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tile(const TensorMap *map, int tile, int block) {
+  if (GATE)
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0),
+                 "r"(tile * 4), "r"(block) : "memory");
+  else
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
+                 "r"(tile * TILE), "r"(block) : "memory");
+}
+
+// Codes of the weight: rows of 128 bytes, swizzled in groups of eight (1024 bytes).
+__device__ __forceinline__ uint64 describe_codes(uint32 address) {
+  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
+}
+// x: pieces of 16 inputs, of each piece all `rows`; eight of them are 128 bytes, not swizzled.
+__device__ __forceinline__ uint64 describe_x(uint32 address, int rows) {
+  return uint64((address & 0x3FFFF) >> 4) | (uint64(rows) << 16) | (uint64(COLUMNS == 8 ? rows : 128 >> 4) << 32);
+}
+
+// d [64, COLUMNS] = a [64, 32] b [COLUMNS, 32]^T, plus d if `keeps`
+__device__ __forceinline__ void multiply(float (&d)[SUMS], uint64 a, uint64 b, int keeps) {
+#if COLUMNS == 8
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1; }"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b), "r"(keeps));
+#else
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, "
+               "1; }"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+               : "l"(a), "l"(b), "r"(keeps));
+#endif
+}
+
+struct Memory {  // shared; addresses, and pointers to floats
+  uint32 ring, x, full, empty;
+  float *x_scales, *parts, *others;  // [blocks, COLUMNS], [2, GROUPS - 1, SUMS, 128], [SPLITS - 1, SUMS, 128]
+  float *factors, *squares;          // of rows, for the norm; of all blocks of rows
+};
+
+// Eight numbers, of 16 lanes a block of a row, to e4m3 with the block's scale, which is returned.
+__device__ __forceinline__ float round_block(const float *v, uint32 *codes) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
+#pragma unroll
+  for (int step = 8; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  const float scale = largest > LEAST ? largest / LARGEST : 1.f, inverse = 1.f / scale;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high}; }"
+        : "=r"(codes[i]) : "f"(v[4 * i] * inverse), "f"(v[4 * i + 1] * inverse), "f"(v[4 * i + 2] * inverse),
+          "f"(v[4 * i + 3] * inverse));
+  }
+  return scale;
+}
+
+// Eight codes of row m and inputs from `at` on, counted from the program's first, to the operand, and a block's scale.
+__device__ __forceinline__ void store_codes(
+    const Memory &s, int rows, int m, int at, const uint32 *codes, float scale) {
+  const uint32 to = s.x + (at / 16 * rows + m) * 16 + at % 16;
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(codes[0]), "r"(codes[1]) : "memory");
+  if (at % BLOCK == 0) s.x_scales[at / BLOCK * COLUMNS + m] = scale;
+}
+
+// Round the program's inputs, `first` to `first + width`, of all rows.
+__device__ __forceinline__ void stage_rows(const Call &call, const Memory &s, const uint16 *x, int first, int width) {
+  constexpr int BATCH = 4;
+  const int length = call.rows * width;  // a multiple of 128: 16 lanes have a block
+  for (int begin = threadIdx.x * 8; begin - int(threadIdx.x % 32) * 8 < length; begin += BATCH * MATH * 8) {
+    uint4 loaded[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int place = begin + i * MATH * 8, m = place / width;
+      loaded[i] = {0, 0, 0, 0};
+      if (place < length) loaded[i] = *(const uint4 *)(x + m * call.x_stride + first + place - m * width);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int place = begin + i * MATH * 8, m = place / width;
+      if (place - int(threadIdx.x % 32) * 8 >= length) break;
+      const uint32 pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+      float v[8];
+      uint32 codes[2];
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[2 * j] = widen(pairs[j]), v[2 * j + 1] = widen_high(pairs[j]);
+      const float scale = round_block(v, codes);
+      if (place < length) store_codes(s, call.rows, m, place - m * width, codes, scale);
+    }
+  }
+}
+
+// The same of x plus the residual, times the norm's weight, with sums of squares of all blocks. The first program stores
+// the sums.
+__device__ __forceinline__ void stage_normalised(const Call &call, const Memory &s, int first, int width) {
+  constexpr int BATCH = 4;
+  const int lane = threadIdx.x % 32, length = call.rows * call.inputs;
+  for (int begin = threadIdx.x * 8; begin - lane * 8 < length; begin += BATCH * MATH * 8) {
+    uint4 x[BATCH], residual[BATCH], norm[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int place = begin + i * MATH * 8, m = place / call.inputs, at = place - m * call.inputs;
+      x[i] = residual[i] = norm[i] = {0, 0, 0, 0};
+      if (place >= length) continue;
+      x[i] = *(const uint4 *)(call.x + m * call.x_stride + at);
+      residual[i] = *(const uint4 *)(call.residual + m * call.residual_stride + at);
+      norm[i] = __ldg((const uint4 *)(call.norm + at));
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int place = begin + i * MATH * 8, m = place / call.inputs, at = place - m * call.inputs;
+      if (place - lane * 8 >= length) break;
+      const uint32 a[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+      const uint32 r[4] = {residual[i].x, residual[i].y, residual[i].z, residual[i].w};
+      const uint32 w[4] = {norm[i].x, norm[i].y, norm[i].z, norm[i].w};
+      uint32 sums[4], codes[2];
+      float v[8], square = 0.f;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        sums[j] = narrow(widen(a[j]) + widen(r[j]), widen_high(a[j]) + widen_high(r[j]));
+        const float low = widen(sums[j]), high = widen_high(sums[j]);
+        square += low * low + high * high;
+        v[2 * j] = low * (widen(w[j]) + call.offset), v[2 * j + 1] = high * (widen_high(w[j]) + call.offset);
+      }
+#pragma unroll
+      for (int step = 8; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+      const float scale = round_block(v, codes);
+      if (place >= length) continue;
+      if (lane % 16 == 0) s.squares[place / BLOCK] = square;
+      if (at >= first && at < first + width) store_codes(s, call.rows, m, at - first, codes, scale);
+      if (blockIdx.x == 0) *(uint4 *)(call.total + place) = {sums[0], sums[1], sums[2], sums[3]};
+    }
+  }
+}
+
+// Factors of rows from the sums of squares.
+__device__ __forceinline__ void find_factors(const Call &call, const Memory &s) {
+  const int lane = threadIdx.x % 32, blocks = call.inputs / BLOCK;
+  for (int m = threadIdx.x / 32; m < call.rows; m += WARPS) {
+    float square = 0.f;
+    for (int block = lane; block < blocks; block += 32) square += s.squares[m * blocks + block];
+#pragma unroll
+    for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
+    if (lane == 0) s.factors[m] = rsqrtf(square / call.inputs + call.eps);
+  }
+}
+
+// Store a tile's sums, of warpgroup 0.
+__device__ __forceinline__ void finish(const Call &call, const Memory &s, const float (&sum)[SUMS], int tile,
+                                       const float (&row_scale)[2], const int (&row)[2]) {
+  const int lane = threadIdx.x % 32;
+  float bias[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (call.bias) bias[i] = widen(call.bias[row[i]]);
+  const int output = GATE ? row[0] : tile * TILE + (threadIdx.x / 32) * 16 + lane / 4;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int m = 8 * j + 2 * (lane % 4) + c;
+      if (m >= call.rows) continue;
+      const float factor = NORM ? s.factors[m] : 1.f;
+      const float low = sum[4 * j + c] * factor * row_scale[0] + bias[0];
+      const float high = sum[4 * j + 2 + c] * factor * row_scale[1] + bias[1];
+      uint16 *to = call.out + int64(m) * call.outputs + output;
+      if (GATE) {
+        const int own = tile * TILE_OUTPUTS + (threadIdx.x / 32) * 8 + lane / 4;
+        if (own < call.outputs) *to = uint16(narrow(gated(low, high), 0.f));
+      } else {
+        if (output < call.outputs) to[0] = uint16(narrow(low, 0.f));
+        if (output + 8 < call.outputs) to[8] = uint16(narrow(high, 0.f));
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void fill(const TensorMap *map, const Memory &s, int nth, int count, int tiles_apart,
+                                     int first_tile, int first_chunk, int slot) {
+  const int round = nth / count, tile = first_tile + round * tiles_apart;
+  expect(s.full + 8 * slot, STAGE_BYTES);
+  load_tile(s.ring + slot * STAGE_BYTES, map, s.full + 8 * slot, tile, (first_chunk + nth - round * count) * UNIT);
+}
+
+extern "C" __global__ void
+#if SPLITS > 1
+__cluster_dims__(SPLITS, 1, 1)
+#endif
+__launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap map, const Call call) {
+  extern __shared__ char unaligned[];
+  const int blocks = (call.inputs + BLOCK - 1) / BLOCK, all_chunks = (blocks + UNIT - 1) / UNIT;
+  const int split = blockIdx.x % SPLITS, first_chunk = min(split * call.chunks, all_chunks);
+  const int count = min(call.chunks, all_chunks - first_chunk);  // stages of a tile
+  const int own_blocks = max(min(count * UNIT, blocks - first_chunk * UNIT), 0);
+  const int tiles = (call.outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+  const int first_tile = blockIdx.x / SPLITS, tiles_apart = gridDim.x / SPLITS;
+  const int own_tiles = (tiles - first_tile + tiles_apart - 1) / tiles_apart, total = own_tiles * count;
+  Memory s;
+  char *memory = unaligned + (-find_address(unaligned) & 1023);
+  s.ring = find_address(memory);
+  s.x = s.ring + STAGES * STAGE_BYTES;
+  memory += STAGES * STAGE_BYTES + call.chunks * UNIT * BLOCK * call.rows;
+  s.full = find_address(memory), s.empty = s.full + 8 * STAGES;
+  s.x_scales = (float *)(memory + 16 * STAGES);
+  s.parts = s.x_scales + call.chunks * UNIT * COLUMNS;
+  s.others = s.parts + 2 * (GROUPS - 1) * SUMS * 128;
+  s.factors = s.others + (SPLITS - 1) * SUMS * 128;
+  s.squares = s.factors + COLUMNS;
+
+  const int group = threadIdx.x / 128;
+  if (threadIdx.x == MATH) {
+    for (int slot = 0; slot < STAGES; slot++) {
+      init_barrier(s.full + 8 * slot, 1);
+      init_barrier(s.empty + 8 * slot, WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+    // weights are asked for before the previous kernel has ended
+    for (int nth = 0; nth < min(STAGES, total); nth++)
+      fill(&map, s, nth, count, tiles_apart, first_tile, first_chunk, nth);
+    for (int nth = STAGES; nth < min(STAGES + AHEAD, total); nth++)
+      prefetch_tile(&map, first_tile + nth / count * tiles_apart, (first_chunk + nth % count) * UNIT);
+    if (TRIGGER == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
+  __syncthreads();
+  if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  [[maybe_unused]] float total_sum[SUMS] = {};
+  int tile = first_tile, row[2] = {0, 0};
+  float row_scale[2] = {1.f, 1.f};
+
+  if (group == GROUPS) {
+    if (threadIdx.x == MATH) {
+      int slot = 0;
+      uint32 parity = 0;
+      for (int nth = STAGES; nth < total; nth++) {
+        await(s.empty + 8 * slot, parity);
+        fill(&map, s, nth, count, tiles_apart, first_tile, first_chunk, slot);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+      }
+      // the next kernel may begin to ask for its weights when this one has asked for all of its own
+      if (TRIGGER == 1) asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+    }
+    __syncwarp();
+  } else {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (TRIGGER == 0) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (NORM)
+      stage_normalised(call, s, first_chunk * UNIT * BLOCK, own_blocks * BLOCK);
+    else
+      stage_rows(call, s, call.x + (call.group ? first_tile * TILE_OUTPUTS / call.group * call.group_stride : 0),
+                 first_chunk * UNIT * BLOCK, own_blocks * BLOCK);  // a program has one tile where there are groups
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what threads have written
+    sync_math();
+    if (NORM) find_factors(call, s);  // for `finish`, which comes after the next barrier
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    int slot = 0, buffer = 0;
+    uint32 parity = 0;
+    for (int nth_tile = 0; nth_tile < own_tiles; nth_tile++) {
+      tile = first_tile + nth_tile * tiles_apart;
+      const int first = GATE ? tile * TILE_OUTPUTS + warp * 8 + lane / 4 : tile * TILE + warp * 16 + lane / 4;
+      row[0] = min(first, call.outputs - 1), row[1] = GATE ? call.outputs + row[0] : min(first + 8, call.outputs - 1);
+      const float *table[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) table[i] = call.scales + int64(row[i] / call.shared) * call.table;
+      float scales[2][EACH];  // of the next stage's blocks
+      if (TABLES) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int e = 0; e < EACH; e++)
+            scales[i][e] = __ldg(table[i] + min(first_chunk * UNIT + e * GROUPS + group, blocks - 1));
+      } else {
+        row_scale[0] = __ldg(table[0]), row_scale[1] = __ldg(table[1]);
+      }
+      float sum[SUMS];
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) sum[i] = 0.f;
+      for (int chunk = 0; chunk < count; chunk++) {
+        float now[2][EACH], part[EACH][SUMS];
+        if (TABLES) {
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int e = 0; e < EACH; e++) {
+              now[i][e] = scales[i][e];
+              scales[i][e] =
+                  __ldg(table[i] + min((first_chunk + chunk + 1) * UNIT + e * GROUPS + group, blocks - 1));
+            }
+        }
+        await(s.full + 8 * slot, parity);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const int block = e * GROUPS + group;
+          const uint64 a = describe_codes(s.ring + slot * STAGE_BYTES + block * BLOCK_BYTES);
+          const uint64 b = describe_x(s.x + (chunk * UNIT + block) * BLOCK * call.rows, call.rows);
+#pragma unroll
+          for (int k = 0; k < 4; k++) multiply(part[e], a + 2 * k, b + 2 * k * call.rows, k > 0);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+#pragma unroll
+          for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(part[e][i])::"memory");
+        if (lane == 0) arrive(s.empty + 8 * slot);
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+          const int block = chunk * UNIT + e * GROUPS + group;
+          if (block < own_blocks) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; j++) {
+              const float2 x_scale = *(const float2 *)(s.x_scales + block * COLUMNS + 8 * j + 2 * (lane % 4));
+#pragma unroll
+              for (int i = 0; i < 2; i++) {
+                const float own = TABLES ? now[i][e] : 1.f;
+                sum[4 * j + 2 * i] += part[e][4 * j + 2 * i] * (x_scale.x * own);
+                sum[4 * j + 2 * i + 1] += part[e][4 * j + 2 * i + 1] * (x_scale.y * own);
+              }
+            }
+          }
+        }
+      }
+      if (GROUPS > 1) {
+        float *parts = s.parts + buffer * (GROUPS - 1) * SUMS * 128 + threadIdx.x % 128;
+        if (group > 0) {
+#pragma unroll
+          for (int i = 0; i < SUMS; i++) parts[((group - 1) * SUMS + i) * 128] = sum[i];
+        }
+        sync_math();
+        if (group == 0) {
+#pragma unroll
+          for (int g = 0; g < GROUPS - 1; g++)
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sum[i] += parts[(g * SUMS + i) * 128];
+        }
+        buffer ^= 1;
+      }
+      if (SPLITS == 1) {
+        if (group == 0) finish(call, s, sum, tile, row_scale, row);
+      } else {
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) total_sum[i] = sum[i];
+      }
+    }
+  }
+#if SPLITS > 1
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // all programs have begun
+  if (group == 0 && split > 0) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) {
+      const uint32 to = find_address(s.others + ((split - 1) * SUMS + i) * 128 + threadIdx.x);
+      asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n"
+                   "st.shared::cluster.f32 [there], %1; }" ::"r"(to), "f"(total_sum[i]) : "memory");
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+  if (group == 0 && split == 0) {
+#pragma unroll
+    for (int other = 0; other < SPLITS - 1; other++)
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) total_sum[i] += s.others[(other * SUMS + i) * 128 + threadIdx.x];
+    finish(call, s, total_sum, tile, row_scale, row);
+  }
+#endif
+}

@@ -1,0 +1,237 @@
+// The residual addition and norm before an MLP of experts, the router's product and its choice of experts, for a few
+// tokens in one launch. bfloat16; scores in float32.
+//
+// A cluster of eight blocks has a token. Each block normalises the whole row by itself, which is cheaper than to tell the
+// others, and multiplies it with an eighth of the router's rows, which it copied into shared memory before the previous
+// kernel ended. Products go to the first block, whose first warp chooses; the second one stores the row.
+//
+// Compiled by NVRTC without headers. Macros: EXPERTS; CHUNKS of 2,048 inputs; SCORE 0 softmax, 1 sigmoid, 2
+// sqrt_softplus; RENORMALISE.
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using int64 = long long;
+
+constexpr int CLUSTER = 8, WARPS = 8, THREADS = 32 * WARPS;
+constexpr int OWN = (EXPERTS + CLUSTER - 1) / CLUSTER;                // experts of a block
+constexpr int SHARES = OWN >= WARPS ? 1 : WARPS / OWN;                // warps that share an expert's inputs
+constexpr int EACH = OWN >= WARPS ? (OWN + WARPS - 1) / WARPS : 1;    // experts of a warp
+constexpr int PER_LANE = (EXPERTS + 31) / 32;
+constexpr float LEAST = -3.0e38f;  // replaces NaN: chosen last, but before those already chosen
+
+struct Call {
+  const void *pending;       // [T, D], or `partials` sums [S, T, D] float32
+  uint16 *residual;          // [T, D], which becomes the sum
+  const uint16 *norm, *weight, *bias;  // [D], [X, D], [X] or null
+  const float *choice_bias;  // [X] or null
+  uint16 *out;               // [T, D]
+  int64 *ids;                // [T, k]
+  float *weights;
+  int64 pending_stride, partial_stride, residual_stride, weight_stride;
+  int inputs, top_k, partials;
+  float eps, offset, scale, least_sum;
+};
+
+__device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ float low_of(uint32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high_of(uint32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+__device__ __forceinline__ uint32 pack(float low, float high) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
+  return both;
+}
+__device__ __forceinline__ void copy16(uint32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void store_in_first(float *own, float value) {  // of the cluster, at the same place
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n st.shared::cluster.f32 [there], %1; }" ::"r"(
+                   address(own)), "f"(value) : "memory");
+}
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ int find_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ float sum_of_warp(float v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(~0u, v, step);
+  return v;
+}
+__device__ __forceinline__ float most_of_warp(float v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, step));
+  return v;
+}
+// Unsigned numbers in the order of floats.
+__device__ __forceinline__ uint32 order_of(float v) {
+  const uint32 bits = __float_as_uint(v);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float score_of(float logit, float most, float sum) {
+  if (SCORE == 0) return __expf(logit - most) / sum;
+  if (SCORE == 1) return 1.f / (1.f + __expf(-logit));
+  if (logit > 20.f) return sqrtf(logit);
+  const float power = __expf(logit);
+  return sqrtf(logit < -8.f ? power - 0.5f * power * power : logf(1.f + power));
+}
+
+// By one warp; of equal scores the first expert wins.
+__device__ __forceinline__ void choose(const Call &call, const float *parts, int token) {
+  const int lane = threadIdx.x % 32;
+  float logits[PER_LANE], choice[PER_LANE], most = -3.4e38f, sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) {
+    const int expert = j * 32 + lane;
+    float logit = 0.f;
+#pragma unroll
+    for (int share = 0; share < SHARES; share++) logit += expert < EXPERTS ? parts[expert * SHARES + share] : 0.f;
+    if (call.bias && expert < EXPERTS) logit += low_of(call.bias[expert]);
+    logits[j] = low_of(pack(logit, 0.f) & 0xFFFF);  // as if stored
+    if (expert < EXPERTS) most = fmaxf(most, logits[j]);
+  }
+  if (SCORE == 0) {
+    most = most_of_warp(most);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) sum += j * 32 + lane < EXPERTS ? __expf(logits[j] - most) : 0.f;
+    sum = sum_of_warp(sum);
+  }
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) {
+    const int expert = j * 32 + lane;
+    // softmax keeps order, so logits choose as well, and exactly where tiny scores would tie at 0
+    const bool plain = SCORE == 0 && !call.choice_bias;
+    choice[j] = plain ? logits[j] : score_of(logits[j], most, sum);
+    if (call.choice_bias && expert < EXPERTS) choice[j] += call.choice_bias[expert];
+    choice[j] = expert < EXPERTS ? (choice[j] > LEAST ? choice[j] : LEAST) : -__uint_as_float(0x7F800000u);
+  }
+  int own_id = 0;
+  float own_weight = 0.f;
+  for (int nth = 0; nth < call.top_k; nth++) {
+    float best = choice[0];
+    int at = 0;
+#pragma unroll
+    for (int j = 1; j < PER_LANE; j++)
+      if (choice[j] > best) best = choice[j], at = j;
+    const uint32 order = order_of(best), top = __reduce_max_sync(~0u, order);
+    const int id = int(__reduce_min_sync(~0u, order == top ? uint32(at * 32 + lane) : ~0u));
+    float score = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+      if (id == j * 32 + lane) score = score_of(logits[j], most, sum), choice[j] = -__uint_as_float(0x7F800000u);
+    score = __shfl_sync(~0u, score, id % 32);
+    if (nth == lane) own_id = id, own_weight = score;
+  }
+  const float total = RENORMALISE ? sum_of_warp(lane < call.top_k ? own_weight : 0.f) + call.least_sum : 1.f;
+  if (lane < call.top_k) {
+    call.ids[int64(token) * call.top_k + lane] = own_id;
+    call.weights[int64(token) * call.top_k + lane] = own_weight / total * call.scale;
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) norm_route(
+    const __grid_constant__ Call call) {
+  extern __shared__ __align__(16) char memory[];
+  const int token = blockIdx.x / CLUSTER, rank = find_rank(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  arrive();  // a block's memory may be written once it has started
+  const int eights = call.inputs / 8, num_own = max(0, min(OWN, EXPERTS - rank * OWN));
+  float *parts = (float *)memory, *squares = parts + EXPERTS * SHARES;  // [X, SHARES] in the first block
+  uint4 *x = (uint4 *)(memory + (EXPERTS * SHARES + WARPS + 3) / 4 * 16), *rows = x + eights;  // [OWN, D]
+  for (int at = threadIdx.x; at < num_own * eights; at += THREADS) {
+    const int row = at / eights, column = at - row * eights;
+    copy16(address(rows + at), call.weight + (rank * OWN + row) * call.weight_stride + column * 8);
+  }
+  uint4 norm[CHUNKS], total[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int at = i * THREADS + threadIdx.x;
+    norm[i] = at < eights ? ((const uint4 *)call.norm)[at] : uint4{0, 0, 0, 0};
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  float square = 0.f;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int at = i * THREADS + threadIdx.x;
+    total[i] = uint4{0, 0, 0, 0};
+    if (at >= eights) continue;
+    uint32 *words = (uint32 *)&total[i], pending[4];
+    *(uint4 *)words = *(const uint4 *)(call.residual + token * call.residual_stride + at * 8);
+    if (call.partials) {
+      float sums[8] = {};
+      for (int s = 0; s < call.partials; s++) {
+        const float4 *from =
+            (const float4 *)((const float *)call.pending + s * call.partial_stride + token * call.pending_stride + at * 8);
+        const float4 low = from[0], high = from[1];
+        sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
+        sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) pending[j] = pack(sums[2 * j], sums[2 * j + 1]);
+    } else {
+      *(uint4 *)pending = *(const uint4 *)((const uint16 *)call.pending + token * call.pending_stride + at * 8);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      words[j] = pack(low_of(words[j]) + low_of(pending[j]), high_of(words[j]) + high_of(pending[j]));
+      square += low_of(words[j]) * low_of(words[j]) + high_of(words[j]) * high_of(words[j]);
+    }
+  }
+  square = sum_of_warp(square);
+  if (lane == 0) squares[warp] = square;
+  __syncthreads();
+  square = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) square += squares[i];
+  const float factor = rsqrtf(square / call.inputs + call.eps);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int at = i * THREADS + threadIdx.x;
+    if (at >= eights) continue;
+    const uint32 *words = (const uint32 *)&total[i], *scale = (const uint32 *)&norm[i];
+    uint32 put[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      put[j] = pack(low_of(words[j]) * factor * (low_of(scale[j]) + call.offset),
+                    high_of(words[j]) * factor * (high_of(scale[j]) + call.offset));
+    x[at] = *(const uint4 *)put;
+    if (rank == 1) ((uint4 *)(call.out + int64(token) * call.inputs))[at] = *(const uint4 *)put;
+  }
+  wait_for_copies();
+  __syncthreads();
+  const int first = SHARES > 1 ? warp / SHARES : warp * EACH, share = warp % SHARES;
+  float sums[EACH] = {};
+  for (int at = share * 32 + lane; at < eights; at += 32 * SHARES) {
+    const uint4 v = x[at];
+    const uint32 *values = (const uint32 *)&v;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (first + e >= num_own) break;
+      const uint4 w = rows[(first + e) * eights + at];
+      const uint32 *words = (const uint32 *)&w;
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        sums[e] += low_of(values[j]) * low_of(words[j]) + high_of(values[j]) * high_of(words[j]);
+    }
+  }
+  await();
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const float sum = sum_of_warp(sums[e]);
+    if (lane == 0 && first + e < num_own) store_in_first(parts + (rank * OWN + first + e) * SHARES + share, sum);
+  }
+  arrive();
+  await();
+  if (rank == 0 && warp == 0) choose(call, parts, token);
+  if (rank == 1) {  // the other blocks have read the row
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      const int at = i * THREADS + threadIdx.x;
+      if (at < eights) *(uint4 *)(call.residual + token * call.residual_stride + at * 8) = total[i];
+    }
+  }
+}

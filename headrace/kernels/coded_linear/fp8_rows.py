@@ -1,0 +1,208 @@
+"""Products of few rows with e4m3 weights on Hopper by own CUDA C++ (``csrc/cuda/fp8_rows.cu``, which says how they
+work), also with the norm before them or the gated activation after them. Rows of x are rounded to e4m3 with a scale for
+each 128 inputs.
+
+M rows of x, O outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+import torch
+
+from headrace.kernels.coded_linear import grouped, hopper
+from headrace.kernels.coded_linear.cuda import Addition, arrange
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.triton import GATES
+
+logger = logging.getLogger(__name__)
+
+BLOCK, TILE = 128, 64
+"""As in the source: inputs of a block, rows of the weight in a tile."""
+MOST_SHARED_BYTES = 227 << 10
+"""Of a multiprocessor of Hopper, of which every block takes `RESERVED_BYTES` more than it asks for."""
+RESERVED_BYTES = 1 << 10
+MOST_SPLITS, MOST_X_BYTES = 8, 48 << 10
+"""Programs of a cluster, and codes of x that one keeps."""
+NUM_SMS = 132
+"""Of an H100 or H200 (SXM)."""
+MOST_GROUPED_ROWS = 8
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "out", "total", "scales")),
+        *((name, c_int64) for name in ("x_stride", "residual_stride", "group_stride")),
+        *((name, c_int) for name in ("group", "rows", "outputs", "inputs", "table", "shared", "chunks")),
+        *((name, c_float) for name in ("eps", "offset")),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Blocks of inputs of a tile, tiles of the ring, programs that share the inputs of a tile, warpgroups of a program,
+    and programs on a multiprocessor."""
+
+    unit: int
+    stages: int
+    splits: int = 1
+    groups: int = 2
+    blocks: int = 1
+    ahead: int = 0
+    trigger: int = 0
+
+
+RING = Shape(4, 4)
+"""One program fits a multiprocessor: where rings are small enough for two, some get two of the same kernel."""
+
+
+@cache_compiled
+def find_kernel(
+    columns: int, shape: Shape, gate: int, has_norm: bool, has_tables: bool, device: torch.device
+) -> CudaKernel:
+    """The kernel, compiled (a fifth of a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    macros = {
+        **{name.upper(): value for name, value in asdict(shape).items()},
+        "COLUMNS": columns, "GATE": gate, "NORM": int(has_norm), "TABLES": int(has_tables),
+    }
+    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("fp8_rows", options), "fp8_rows", MOST_SHARED_BYTES)
+
+
+def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) -> int:
+    """Of a program: alignment, the ring, x and its scales, barriers, sums of warpgroups and programs, factors and
+    squares for the norm."""
+    columns, blocks = 8 * ceil_div(rows, 8), count_chunks(inputs, shape) * shape.unit
+    floats = blocks * columns + (2 * (shape.groups - 1) + shape.splits - 1) * columns * 64 + columns
+    floats += rows * (inputs // BLOCK) if has_norm else 0
+    return 1024 + shape.stages * shape.unit * TILE * BLOCK + blocks * rows * BLOCK + 16 * shape.stages + 4 * floats
+
+
+def count_chunks(inputs: int, shape: Shape) -> int:
+    """Stages of a tile that a program multiplies."""
+    return ceil_div(ceil_div(inputs // BLOCK, shape.unit), shape.splits)
+
+
+@cache
+def choose_shape(tiles: int, inputs: int, rows: int) -> Shape:
+    """Inputs are shared while there are multiprocessors for it, and where all of x would not fit beside the ring."""
+    splits = 1
+    while splits < MOST_SPLITS and (2 * splits * tiles <= NUM_SMS or ceil_div(inputs, splits) * rows > MOST_X_BYTES):
+        splits *= 2
+    return replace(RING, splits=splits)
+
+
+@cache
+def _count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def view_weight(weight: DeviceCodes, *, is_gated: bool) -> torch.Tensor:
+    """Codes as bytes in blocks of inputs [K / 128, O, 128]; gated, [K / 128, O / 16, 2, 8, 128]: groups of eight rows
+    of gate, then of the same eight of up."""
+    codes, blocks = weight.codes.view(torch.uint8), weight.in_features // BLOCK
+    outputs, stride = weight.out_features, codes.stride(0)
+    if not is_gated:
+        return codes.as_strided((blocks, outputs, BLOCK), (BLOCK, stride, 1))
+    return codes.as_strided(
+        (blocks, outputs // 16, 2, 8, BLOCK), (BLOCK, 8 * stride, outputs // 2 * stride, stride, 1)
+    )
+
+
+def _describe_weight(weight: DeviceCodes, shape: Shape, *, is_gated: bool) -> ctypes.Array[ctypes.c_char]:
+    """A tensor map of the tiles that a stage takes."""
+    tile = (TILE // 16, 2, 8) if is_gated else (TILE,)
+    return describe_boxes(view_weight(weight, is_gated=is_gated), (shape.unit, *tile, BLOCK))
+
+
+def launch(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
+    before: Addition | None = None, gate: int = 0, shape: Shape | None = None, group: tuple[int, int] = (0, 0),
+) -> torch.Tensor:
+    """``out`` [M, O] of x [M, K], whose rows begin at multiples of 16 bytes. ``gate``: of `GATES`; 0 for none.
+    ``group``: outputs of a group, and elements from a group's inputs to the next one's; 0 for one group."""
+    rows, inputs = x.shape
+    if not rows:
+        return out
+    outputs, columns = weight.out_features // (2 if gate else 1), 8 * ceil_div(rows, 8)
+    tiles = ceil_div(outputs, TILE // 2 if gate else TILE)
+    shape = shape or choose_shape(tiles, inputs, rows)
+    call = _Call(
+        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        scales=weight.scales.data_ptr(), x_stride=x.stride(0), group=group[0],
+        group_stride=group[1], rows=rows, outputs=outputs, inputs=inputs,
+        table=weight.scales.shape[1], shared=weight.rows, chunks=count_chunks(inputs, shape),
+    )
+    if before is not None:
+        call.residual, call.residual_stride = before.residual.data_ptr(), before.residual.stride(0)
+        call.norm, call.total = before.norm.weight.data_ptr(), before.total.data_ptr()
+        call.eps, call.offset = before.norm.eps, before.norm.offset
+    programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, _count_sms(x.device) * shape.blocks)
+    kernel = find_kernel(columns, shape, gate, before is not None, weight.num_groups > 1, x.device)
+    kernel.launch(
+        programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=gate > 0), call,
+        is_dependent=True, shared_bytes=count_shared_bytes(rows, inputs, shape, has_norm=before is not None),
+    )
+    return out
+
+
+def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    return launch(arrange(x, weight), weight, bias, out)
+
+
+@cache_compiled
+def _can_group(columns: int, shape: Shape, has_tables: bool, device: torch.device) -> bool:
+    """Whether the kernel compiles; if not, with a warning."""
+    try:
+        find_kernel(columns, shape, 0, False, has_tables, device)
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("grouped products of few rows run in Triton: %s", error)
+        return False
+    return True
+
+
+def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `GROUPED_CODED`; more than `MOST_GROUPED_ROWS` are left to `hopper`."""
+    (num_rows, groups, inputs), outputs = x.shape, weight.out_features
+    if num_rows > MOST_GROUPED_ROWS:
+        return hopper.multiply_groups(x, weight)
+    columns = 8 * ceil_div(num_rows, 8)
+    shape = choose_shape(ceil_div(outputs, TILE), inputs, columns) if num_rows else None
+    if (
+        shape is None or any(stride % 8 for stride in x.stride()[:2])
+        or x.data_ptr() % 16 or not _can_group(columns, shape, weight.num_groups > 1, x.device)
+    ):
+        return grouped.multiply_pdl(x, weight)
+    out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
+    return launch(x[:, 0], weight, None, out, shape=shape, group=(outputs // groups, x.stride(1)))
+
+
+def multiply_gated(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `CODED_GATED`."""
+    out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
+    return launch(arrange(x, weight), weight, bias, out, gate=GATES[activation])
+
+
+def multiply_normalised(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: DeviceCodes, bias: torch.Tensor | None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `CODED_NORM_LINEAR`."""
+    total = torch.empty((x.shape[0], x.shape[1]), dtype=residual.dtype, device=x.device)
+    outputs = weight.out_features // 2 if activation else weight.out_features
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    gate = GATES[activation] if activation else 0
+    return launch(x, weight, bias, out, before=Addition(residual, norm, total), gate=gate), total

@@ -1,0 +1,113 @@
+"""Products of tens of rows with integers in tiles by own CUDA C++ (``csrc/cuda/tiled_block.cu``, which says how they
+work), also as partial sums.
+
+M rows of x, N outputs, K inputs, S splits of K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, arrange
+from headrace.kernels.coded_linear.device_codes import HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
+from headrace.kernels.coded_linear.tiles import BLOCK_BYTES, SM_BYTES, Form, count_sms, describe_form
+from headrace.kernels.coded_linear.triton import add_splits
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.launch import ceil_div
+
+STATIC_BYTES = 2 << 10
+"""The sums of x take at most so much of a block's shared memory."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "bias", "out", "parts", "codes", "scales")), ("x_stride", c_int64),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "units_each", "splits", "tiles")),
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of 8 rows of x, warps of 16 outputs, units of 64 bytes of a row of the weight that are copied at a time,
+    how many such chunks are kept, and blocks on a multiprocessor."""
+
+    columns: int
+    warps: int
+    chunk: int
+    stages: int
+    room: int
+
+    def count_bytes(self, form: Form) -> int:
+        """Of shared memory, beside the sums of x."""
+        words = max(1, form.count_words(self.chunk)) if form.group else 0
+        weights = self.warps * 2 * TILE_ROWS * (self.chunk * HALF + 4 * words)
+        return self.stages * (weights + 8 * self.columns * (self.chunk * form.unit * 2 + 16))
+
+
+def choose_block(form: Form, rows: int) -> Block:
+    """The fastest of those that were tried on an H200; with fewer stages where these take too much memory."""
+    block = Block(2, 8, 2, 4, 2) if rows <= 16 else Block(4, 8, 2, 3, 2) if rows <= 32 else Block(8, 8, 1, 6, 1)
+    while block.room * (block.count_bytes(form) + STATIC_BYTES + BLOCK_BYTES) > SM_BYTES:
+        block = replace(block, stages=block.stages - 1)
+    return block
+
+
+@cache_compiled
+def find_kernel(form: Form, block: Block, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = {
+        **form._asdict(), "columns": block.columns, "warps": block.warps, "blocks": block.room, "chunk": block.chunk,
+        "stages": block.stages,
+    }
+    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("tiled_block", options), "tiled_block", MOST_SHARED_BYTES - STATIC_BYTES)
+
+
+def choose_splits(units: int, tiles: int, block: Block, num_sms: int) -> int:
+    """How many blocks share the inputs of a tile: what fills the GPU once, with two chunks each at least."""
+    return max(1, min(num_sms * block.room // tiles, units // (2 * block.chunk)))
+
+
+def launch(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, block: Block | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """The product [M, N] of x [M, K] with its bias, or partial sums [S, M, N] float32 without."""
+    form, (rows, inputs), outputs = describe_form(weight), x.shape, weight.out_features
+    block = block or choose_block(form, rows)
+    tiles, units = ceil_div(outputs, MATRIX_ROWS * block.warps), inputs // form.unit
+    row_tiles = ceil_div(rows, 8 * block.columns)
+    splits = splits or choose_splits(units, tiles * row_tiles, block, count_sms(x.device))
+    units_each = ceil_div(ceil_div(units, splits), block.chunk) * block.chunk
+    splits = ceil_div(units, units_each)
+    shape, dtype = ((splits, rows, outputs), torch.float32) if splits > 1 else ((rows, outputs), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    call = _Call(
+        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        parts=out.data_ptr() if splits > 1 else None, codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(),
+        x_stride=x.stride(0), rows=rows, outputs=outputs, inputs=inputs, units_each=units_each, splits=splits,
+        tiles=tiles,
+    )
+    find_kernel(form, block, x.device).launch(
+        tiles * splits * row_tiles, 32 * block.warps, call, is_dependent=True, shared_bytes=block.count_bytes(form)
+    )
+    return out
+
+
+def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    if not len(x):
+        return x.new_empty(0, weight.out_features)
+    out = launch(arrange(x, weight), weight, bias)
+    return out if out.dim() == 2 else add_splits(out, bias, x.dtype, pdl=True)
+
+
+def multiply_sums(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_SUMS`."""
+    return launch(arrange(x, weight), weight, None)

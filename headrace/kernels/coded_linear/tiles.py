@@ -1,0 +1,172 @@
+"""Products of few rows with integers in tiles by own CUDA C++ (``csrc/cuda/tiled_rows.cu``, which says how they work),
+also with the norm before them or the gated activation after them.
+
+M rows of x, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, RED, Addition, arrange
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.triton import GATES
+
+SM_BYTES, BLOCK_BYTES = 228 << 10, 1 << 10
+"""Shared memory of a multiprocessor of Hopper, and what the system takes of it for a block."""
+GROUPS_OF_SMS = 8
+"""Blocks are dealt to the groups of multiprocessors of a GPU (GPCs), which differ in size, in turn: with one for each
+of 132, some multiprocessors get two blocks of a kernel and others none, and it takes 1.45 times as long. 128 fit."""
+BARRIER_BYTES, LEAST_STAGES, MOST_STAGES = 16, 3, 64
+BUFFERS = 2
+"""Of sums of a tile, as in the source, with two barriers each, like the ring's stages."""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "out", "total", "codes", "scales")),
+        *((name, c_int64) for name in ("x_stride", "residual_stride")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "padded", "stages", "gate")),
+        *((name, c_float) for name in ("eps", "offset")),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Warps of a block that multiply, blocks that a multiprocessor has room for, and units that are copied at a time. A
+    multiprocessor gets one block of a launch: the rest of its room is for the next kernel's."""
+
+    warps: int
+    room: int
+    chunk: int
+
+
+SHAPE = Shape(8, 2, 16)
+
+
+class Form(NamedTuple):
+    """The source's macros that describe a weight, by name; ``group`` 0: one for all inputs."""
+
+    code: int
+    pairs: int
+    group: int
+
+    @property
+    def unit(self) -> int:
+        """Inputs of 64 bytes."""
+        return BLOCK if self.code == 0 else HALF
+
+    @property
+    def groups(self) -> int:
+        """Scales of a unit."""
+        return self.unit // self.group if 0 < self.group < self.unit else 1
+
+    def count_words(self, units: int) -> int:
+        """Scales of so many units of a row; 0 for one of the whole row."""
+        return units * self.groups // max(1, self.group // self.unit) if self.group else 0
+
+    def pad(self, inputs: int) -> int:
+        """Bytes of a row of x in shared memory, some of them against bank conflicts."""
+        return inputs * 2 + (64 if self.group == 32 else 16)
+
+
+def describe_form(weight: DeviceCodes) -> Form:
+    """The form of a weight in tiles."""
+    code = 0 if weight.is_short else 3 if weight.codes.dtype == torch.int8 else 4
+    return Form(code, int(weight.has_pairs), weight.group if weight.num_groups > 1 else 0)
+
+
+@cache_compiled
+def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = {**form._asdict(), "warps": shape.warps, "blocks": shape.room, "chunk": shape.chunk}
+    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_SHARED_BYTES)
+
+
+@cache
+def count_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:
+    """Of a block's shared memory beside the ring: rows of x, their sums, squares for the norm, sums of each warp."""
+    quanta = inputs // form.unit * form.groups
+    floats = rows * (quanta + shape.warps + BUFFERS * shape.warps * RED)
+    return rows * form.pad(inputs) + 4 * floats + BUFFERS * BARRIER_BYTES
+
+
+def count_stages(form: Form, fixed: int, shape: Shape, most: int) -> tuple[int, int]:
+    """How long the ring is, and the bytes of a stage: what lets ``room`` blocks share a multiprocessor, if that leaves
+    some stages; at most ``most``, but two."""
+    stage = 2 * TILE_ROWS * (shape.chunk * HALF + 4 * form.count_words(shape.chunk)) + BARRIER_BYTES
+    for blocks in (shape.room, 1):
+        stages = ((SM_BYTES // blocks - BLOCK_BYTES) // 128 * 128 - fixed) // stage
+        if stages >= LEAST_STAGES:
+            break
+    return max(2, min(stages, most, MOST_STAGES)), stage
+
+
+def launch(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
+    before: Addition | None = None, gate: int = 0, shape: Shape = SHAPE,
+) -> torch.Tensor:
+    """``out`` [M, N] of x [M, K]. ``gate``: of `GATES`, 0 for none."""
+    if not len(x):
+        return out
+    form, (rows, inputs) = describe_form(weight), x.shape
+    outputs = weight.out_features // (2 if gate else 1)
+    tiles = ceil_div(outputs, TILE_ROWS if gate else MATRIX_ROWS)
+    blocks = min(tiles, max(GROUPS_OF_SMS, count_sms(x.device) // GROUPS_OF_SMS * GROUPS_OF_SMS))
+    fixed = count_fixed_bytes(form, rows, inputs, shape)
+    chunks = ceil_div(tiles, blocks) * ceil_div(inputs // form.unit, shape.chunk)
+    stages, stage = count_stages(form, fixed, shape, chunks)
+    call = _Call(
+        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        codes=weight.codes.data_ptr(), scales=weight.scales.data_ptr(), x_stride=x.stride(0), rows=rows,
+        outputs=outputs, inputs=inputs, padded=form.pad(inputs), stages=stages, gate=gate,
+    )
+    if before is not None:
+        before.describe(call)
+    find_kernel(form, shape, x.device).launch(
+        blocks, 32 * (shape.warps + 1), call, is_dependent=True, shared_bytes=fixed + stages * stage
+    )
+    return out
+
+
+def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    return launch(arrange(x, weight), weight, bias, out)
+
+
+def multiply_gated(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `CODED_GATED`."""
+    out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
+    return launch(arrange(x, weight), weight, bias, out, gate=GATES[activation])
+
+
+def multiply_normalised(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: DeviceCodes, bias: torch.Tensor | None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `CODED_NORM_LINEAR`."""
+    total = torch.empty((x.shape[0], x.shape[1]), dtype=residual.dtype, device=x.device)
+    outputs = weight.out_features // 2 if activation else weight.out_features
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    gate = GATES[activation] if activation else 0
+    return launch(x, weight, bias, out, before=Addition(residual, norm, total), gate=gate), total

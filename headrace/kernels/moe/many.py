@@ -1,0 +1,104 @@
+"""Experts in codes for many tokens on Hopper, by own CUDA C++: pairs sorted by expert, their rows gathered, gate and up
+with the activation, down, the sum over a token's choices. MXFP4 is multiplied with plain rows, FP8 with rows in FP8.
+
+T tokens, k choices, X experts, D hidden size, F expert intermediate size.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from headrace.kernels.coded_linear import wide
+from headrace.kernels.coded_linear.codes import Code
+from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
+from headrace.kernels.coded_linear.hopper import Gated
+from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
+from headrace.kernels.moe import CodedStack, Gate, hopper, is_few, sorted_rows
+from headrace.kernels.moe.triton import group_pairs, sum_pairs
+
+logger = logging.getLogger(__name__)
+
+FP8_TILE = wide.Tile(256)
+LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
+"""Pairs per expert, on average, from which this is faster than `hopper` on an H200."""
+
+
+def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Tile:
+    """Of MXFP4: enough rows for all pairs of nearly every expert, so that few matrices are decoded twice."""
+    each = num_tokens * top_k / num_experts
+    most = each + 2 * each**0.5
+    rows = next((rows for rows in (16, 32, 64, 128) if most <= rows), 256)
+    return sorted_rows.Tile(rows, 4 if rows <= 64 else 2)
+
+
+def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
+    """Whether the products here take these stacked codes."""
+    if any(codes.order is not None or codes.has_zeros or codes.in_features % 16 for codes in (gate_up, down)):
+        return False
+    if all(codes.code is Code.E2M1 and codes.has_powers and codes.rows == 1 for codes in (gate_up, down)):
+        return True
+    if any(codes.code is not Code.E4M3 for codes in (gate_up, down)):
+        return False
+    if all(codes.num_groups == 1 and len(codes.scales) == codes.out_features for codes in (gate_up, down)):
+        return True
+    return all(
+        codes.num_groups > 1 and (codes.rows, codes.group) == (128, 128) and codes.in_features % 128 == 0
+        for codes in (gate_up, down)
+    )
+
+
+@cache_compiled
+def _can_compile(device: torch.device, num_experts: int) -> bool:
+    """Whether own CUDA C++ can be compiled and loaded; if not, with a warning."""
+    try:
+        sorted_rows.find_kernel("mxfp4_product", choose_tile(1, 1, 1), "", num_experts, device)
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("experts of many tokens run in Triton, or dequantised: %s", error)
+        return False
+    return True
+
+
+def run_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
+) -> torch.Tensor | None:
+    """See `MANY_CODED_EXPERTS`."""
+    (num_tokens, top_k), width = ids.shape, x.shape[1]
+    num_experts = down[0].out_features // width
+    if not takes(gate_up[0], down[0]) or not _can_compile(x.device, num_experts):
+        return None
+    order, place, ends = group_pairs(ids, num_experts, pdl=True)
+    if gate_up[0].code is Code.E2M1:
+        tile = choose_tile(num_tokens, top_k, num_experts)
+        rows = hopper.gather_rows(x, order, ends, top_k)
+        gated = sorted_rows.multiply_mxfp4(rows, *gate_up, ends, tile, Gated(*gate))
+        out = sorted_rows.multiply_mxfp4(gated, *down, ends, tile)
+    else:
+        out = _run_fp8(hopper.gather_rows(x, order, ends, top_k), ends, gate_up, down, Gated(*gate))
+    return sum_pairs(out, place, weights, ids, None, pdl=True)
+
+
+def run_experts_pdl(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
+) -> torch.Tensor:
+    """See `CODED_EXPERTS`. Fewer tokens, and codes that are not taken here, are left to `hopper`."""
+    (num_tokens, top_k), num_experts = ids.shape, down[0].out_features // x.shape[1]
+    least = LEAST_MXFP4_EACH if gate_up[0].code is Code.E2M1 else LEAST_FP8_EACH
+    out = None
+    if not is_few(num_tokens, top_k, num_experts, least):
+        out = run_experts(x, ids, weights, gate_up, down, gate)
+    return hopper.run_experts_pdl(x, ids, weights, gate_up, down, gate) if out is None else out
+
+
+def _run_fp8(
+    rows: torch.Tensor, ends: torch.Tensor, gate_up: CodedStack, down: CodedStack, gated: Gated
+) -> torch.Tensor:
+    group = 128 if gate_up[0].num_groups > 1 else 0
+    first = quantise_rows_pdl(rows, group)
+    if group:
+        second = wide.multiply_to_rows(first, *gate_up, gated=gated, ends=ends)
+    else:
+        second = quantise_rows_pdl(wide.multiply(first, *gate_up, FP8_TILE, gated=gated, ends=ends))
+    return wide.multiply(second, *down, FP8_TILE, ends=ends)

@@ -1,0 +1,102 @@
+"""Own CUDA C++ products of few rows with e4m3 weights, against float64; their tiles and shapes without a GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from devices import relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.coded_linear import CODED_LINEAR, MOST_WGMMA_INPUTS, MOST_WGMMA_ROWS, fp8_rows, reference
+from headrace.kernels.coded_linear.choice import describe_codes
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.quantise import quantise_float
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import Norm
+from headrace.kernels.operation import KernelQuery
+
+FORMS = {"channel": (1, 0), "tensor": (1 << 20, 0), "block": (128, 128), "group": (1, 128)}
+
+
+def draw_weight(form: str, outputs: int, inputs: int, device: str = "cpu") -> DeviceCodes:
+    rows, group = FORMS[form]
+    plain = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs)) * 0.05
+    return pack_for_device(quantise_float(plain.to(device), rows=min(rows, outputs), group=group))
+
+
+def draw_rows(rows: int, inputs: int) -> torch.Tensor:
+    """With groups of zeros, and of much larger numbers."""
+    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
+    x[:, :128], x[-1, 128:256] = 0.0, 1000.0
+    return x.to("cuda", torch.bfloat16)
+
+
+def round_rows(x: torch.Tensor) -> torch.Tensor:
+    """As the kernel does, in float64."""
+    return reference.quantise_rows(x, 128).decode(torch.float64)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "rows,outputs,inputs", [(1, 80, 256), (2, 4096, 768), (5, 272, 4096), (8, 176, 1536), (11, 144, 14336)]
+)
+def test_products_of_few_rows(form: str, rows: int, outputs: int, inputs: int):
+    """Alone, with a bias and the activation, and after the norm; sizes are no multiples of tiles, and programs share
+    inputs. The same again gives the same."""
+    weight = draw_weight(form, outputs, inputs, "cuda")
+    plain = reference.dequantise(weight, torch.float32).double()
+    x, bias = draw_rows(rows, inputs), torch.randn(outputs, device="cuda").bfloat16()
+    expected = round_rows(x) @ plain.T + bias.double()
+    out = fp8_rows.multiply(x, weight, bias)
+    assert relative_error(out, expected) < 8e-3 and torch.equal(out, fp8_rows.multiply(x, weight, bias))
+    gate, up = expected.chunk(2, dim=1)
+    assert relative_error(fp8_rows.multiply_gated(x, weight, bias, "silu"), F.silu(gate) * up) < 1.2e-2
+    residual, norm = draw_rows(rows, inputs).flip(1), torch.rand(inputs, device="cuda").bfloat16()
+    out, total = fp8_rows.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)
+    added = x + residual
+    rounded = round_rows(added.float() * (norm.float() + 1.0))
+    root = (added.double().square().mean(1, keepdim=True) + 1e-5).sqrt()
+    assert torch.equal(total, added) and relative_error(out, rounded / root @ plain.T) < 8e-3
+
+
+def test_tiles_alternate_rows_of_gate_and_up():
+    weight = draw_weight("channel", 96, 256)
+    codes = weight.codes.view(torch.uint8)
+    whole = fp8_rows.view_weight(weight, is_gated=False)
+    assert torch.equal(whole, codes.unflatten(1, (2, 128)).transpose(0, 1))
+    gated = fp8_rows.view_weight(weight, is_gated=True)
+    assert gated.shape == (2, 6, 2, 8, 128)
+    for block, group, half, row in product(range(2), range(6), range(2), range(8)):
+        own = codes[48 * half + 8 * group + row, 128 * block : 128 * (block + 1)]
+        assert torch.equal(gated[block, group, half, row], own)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_programs_fit_shared_memory_and_cover_all_inputs(has_norm: bool):
+    """Whatever they say that they take."""
+    for rows, outputs in product((1, 3, 8, 9, 16), (16, 4096, 28672)):
+        for inputs in (128, 4096, 7168, MOST_WGMMA_INPUTS // rows // 128 * 128):
+            tiles = ceil_div(outputs, fp8_rows.TILE)
+            shape = fp8_rows.choose_shape(tiles, inputs, rows)
+            used = fp8_rows.count_shared_bytes(rows, inputs, shape, has_norm=has_norm)
+            assert used <= fp8_rows.MOST_SHARED_BYTES
+            assert fp8_rows.count_chunks(inputs, shape) * shape.splits * shape.unit * fp8_rows.BLOCK >= inputs
+            assert shape.splits == 1 or tiles * shape.splits <= 2 * fp8_rows.NUM_SMS or rows * inputs > 48 << 10
+
+
+def test_what_is_taken():
+    def reason(rows: int = 1, capability: tuple[int, int] = (9, 0), **other: int) -> str | None:
+        query = describe_codes(draw_weight("block", 128, 256), torch.bfloat16, capability)
+        shape = {**query.shape, "num_rows": rows, **other}
+        return CODED_LINEAR.reason_against("cuda_fp8", KernelQuery("cuda", "bfloat16", capability, shape))
+
+    assert reason() is None and reason(MOST_WGMMA_ROWS) is None and reason(group=256) is None
+    assert f"{MOST_WGMMA_ROWS} rows" in str(reason(MOST_WGMMA_ROWS + 1))
+    assert "steps of 256" in str(reason(in_features=320)) and "steps of 256" in str(reason(in_features=1152))
+    assert "9.0" in str(reason(capability=(10, 0))) and "scales of 128" in str(reason(group=64))
+    assert "steps of 16" in str(reason(out_features=40)) and "8-bit floats" in str(reason(is_float=0))

@@ -1,0 +1,209 @@
+"""Integers in tiles: the layout, every product that takes it, and the choice of it, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES, relative_error
+
+pytest.importorskip("triton")
+
+from headrace.kernels.coded_linear import CODED_LINEAR, expand, reference, triton
+from headrace.kernels.coded_linear.choice import describe_codes, find_solutions, pack_weight
+from headrace.kernels.coded_linear.codes import Code, CodedMatrix
+from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
+from headrace.kernels.coded_linear.forms import CodedWeight, Plan
+from headrace.kernels.linear import Norm
+from headrace.kernels.operation import KernelQuery
+
+KINDS: dict[str, dict[str, Any]] = {
+    "int4-32": {"group": 32, "zeros": 7.25}, "int4-64": {"group": 64, "zeros": 8.0}, "int4-128": {"group": 128},
+    "int4-order": {"group": 128, "zeros": 8.0, "order": True}, "int4-256": {"group": 256, "zeros": 3.0},
+    "int4-all": {"group": 0, "zeros": 8.0}, "int8-32": {"group": 32, "bits": 8, "signed": True},
+    "int8-128": {"group": 128, "bits": 8, "zeros": 128.0}, "int8-all": {"group": 0, "bits": 8, "signed": True},
+}
+
+
+def make(kind: str, outputs: int, inputs: int, device: str = "cpu") -> tuple[DeviceCodes, torch.Tensor]:
+    """A weight in tiles and its float64 value. Scales and zero points are numbers that float16 holds."""
+    own = KINDS[kind]
+    rng = torch.Generator().manual_seed(outputs + inputs)
+    bits, group = own.get("bits", 4), own["group"] or inputs
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=rng).to(torch.uint8)
+    codes = codes.view(torch.int8) if own.get("signed") else codes
+    scales = torch.randint(8, 24, (outputs, -(-inputs // group)), generator=rng).float() / 64
+    zeros = torch.full_like(scales, own["zeros"]) if "zeros" in own else None
+    if zeros is not None:
+        zeros[::3] += 1.0
+    ids = torch.arange(inputs) // group
+    if own.get("order"):
+        ids = ids[torch.randperm(inputs, generator=rng)]
+    expected = (codes.double() - (0.0 if zeros is None else zeros.double()[:, ids])) * scales.double()[:, ids]
+    matrix = CodedMatrix(Code.INT, codes, scales, group, zeros, 1, ids if own.get("order") else None, bits)
+    weight = pack_for_device(matrix.to(torch.device(device)))
+    assert weight is not None and weight.fault_of_tiles is None
+    return weight.tile(), expected
+
+
+def draw(rows: int, inputs: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """With rows that are not next to one another."""
+    return torch.randn(rows, inputs + 8, generator=torch.Generator().manual_seed(rows)).to(device, dtype)[:, :inputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_hold_the_same_numbers(kind: str):
+    weight, plain = make(kind, 48, 512)
+    assert relative_error(reference.dequantise(weight, torch.float32), plain) < 1e-6
+    by_row = weight.untile()
+    again = by_row.tile()
+    assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
+    assert not torch.equal(by_row.codes, weight.codes)
+    # eight rows' first 64 bytes, then the next
+    assert torch.equal(weight.codes.flatten()[64:128], by_row.codes[1, :64])
+    assert torch.equal(weight.codes.flatten()[512:576], by_row.codes[0, 64:128])
+    stored = CodedWeight(weight, Plan(((1 << 62, "reference"),), 2.0))
+    ids = torch.tensor([47, 0, 9])
+    assert relative_error(stored.rows(ids, torch.float32), plain[ids]) < 1e-6
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_tiles(kind: str, device: str, dtype: torch.dtype, tolerance: float):
+    weight, plain = make(kind, 80, 512, device)
+    assert relative_error(expand.expand(weight, dtype), plain) < tolerance
+    for rows, splits in ((3, 1), (17, 2)):
+        x = draw(rows, 512, device, dtype)
+        expected = x.double() @ plain.to(device).T
+        assert relative_error(triton.skinny(x, weight, None, splits), expected) < tolerance
+
+
+def query(weight: DeviceCodes, rows: int = 1, capability: tuple[int, int] = (9, 0)) -> KernelQuery:
+    shape = {**describe_codes(weight, torch.bfloat16, capability).shape, "num_rows": rows}
+    return KernelQuery("cuda", "bfloat16", capability, shape)
+
+
+def test_who_takes_tiles():
+    weight, _ = make("int4-128", 32, 256)
+    for own, takes, refuses in (
+        (weight, "cuda_tiles", ("cuda", "triton_gemv_pdl")), (weight.untile(), "cuda", ("cuda_tiles",)),
+    ):
+        able = [name for name in CODED_LINEAR.names() if CODED_LINEAR.reason_against(name, query(own)) is None]
+        assert takes in able and not set(refuses) & set(able)
+        assert {"triton_skinny_pdl", "triton_expand", "reference"} <= set(able)
+    reason = CODED_LINEAR.reason_against("cuda_tiles", query(weight, rows=9))
+    assert reason is not None and "8 rows" in reason
+    assert {name for rows in (5, 64) for name in find_solutions(query(weight), rows)} >= {"cuda_tile_block"}
+    assert not {name for rows in (4, 65) for name in find_solutions(query(weight), rows)} & {"cuda_tile_block"}
+    wide = KernelQuery("cuda", "bfloat16", (9, 0), {"tiled": 1, "in_features": 14336, "num_rows": 8})
+    assert "81920 inputs" in str(CODED_LINEAR.reason_against("cuda_tiles", wide))
+
+
+@pytest.mark.parametrize("outputs,inputs,own,fault", [
+    (40, 256, {}, "steps of 16"), (32, 200, {}, "steps of 128"), (32, 384, {"group": 96}, "scales of 32 or 64"),
+    (32, 256, {"rows": 2}, "single outputs"), (32, 256, {"zeros": 1 / 3}, "float16"),
+    (32, 256, {"code": Code.NF4}, "integers"), (32, 3840, {"group": 1920}, "power of two"),
+])
+def test_what_tiles_cannot_hold(outputs: int, inputs: int, own: dict[str, Any], fault: str):
+    rows, group = own.get("rows", 1), own.get("group", 128)
+    scales = torch.full((outputs // rows, -(-inputs // group)), 0.5)
+    zeros = torch.full_like(scales, own["zeros"]) if "zeros" in own else None
+    codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
+    matrix = CodedMatrix(own.get("code", Code.INT), codes, scales, group, zeros, rows, bits=4)
+    weight = pack_for_device(matrix)
+    assert weight is not None and fault in str(weight.fault_of_tiles)
+    packed = pack_weight(matrix, torch.bfloat16, (9, 0))
+    assert packed is not None and not packed.is_tiled
+
+
+def test_weights_are_tiled_where_kernels_take_tiles(monkeypatch: pytest.MonkeyPatch):
+    codes, scales = torch.zeros(32, 256, dtype=torch.uint8), torch.full((32, 2), 0.5)
+    matrix = CodedMatrix(Code.INT, codes, scales, 128, bits=4)
+    on_cpu = pack_weight(matrix, torch.bfloat16, (9, 0))
+    assert on_cpu is not None and not on_cpu.is_tiled
+    monkeypatch.setattr(
+        "headrace.kernels.coded_linear.choice.describe_codes",
+        lambda weight, dtype, capability: query(weight, capability=capability),
+    )
+    for capability, is_tiled in (((9, 0), True), ((8, 0), False)):
+        packed = pack_weight(matrix, torch.bfloat16, capability)
+        assert packed is not None and packed.is_tiled == is_tiled
+    tiled = pack_weight(matrix, torch.bfloat16, (9, 0))
+    assert tiled is not None and tiled.resize(64, 384).is_tiled and not tiled.resize(40, 384).is_tiled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_tiled_products_fit_shared_memory(kind: str):
+    """Whatever they say that they take."""
+    from headrace.kernels.coded_linear import tiles
+
+    for rows in range(1, 9):
+        weight = make(kind, 16, 81920 // rows // 1024 * 1024)[0]
+        assert "cuda_tiles" in find_solutions(query(weight), rows)
+        form = tiles.describe_form(weight)
+        fixed = tiles.count_fixed_bytes(form, rows, weight.in_features, tiles.SHAPE)
+        stages, stage = tiles.count_stages(form, fixed, tiles.SHAPE, 1 << 30)
+        assert rows * weight.in_features * 2 < fixed + stages * stage <= tiles.MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_blocks_of_tiles_fit_shared_memory_and_cover_all_inputs(kind: str):
+    from headrace.kernels.coded_linear import tiled_block
+
+    form = tiled_block.describe_form(make(kind, 16, 1024)[0])
+    for rows in (5, 16, 17, 32, 33, 64):
+        block = tiled_block.choose_block(form, rows)
+        used = block.count_bytes(form) + tiled_block.STATIC_BYTES
+        assert 8 * block.columns >= rows and used <= tiled_block.MOST_SHARED_BYTES
+        assert block.room * (used + (1 << 10)) <= 228 << 10 and block.stages >= 2
+        assert 2 * 4 * 8 * block.columns * block.chunk * form.groups <= tiled_block.STATIC_BYTES
+        for units, tiles in ((8, 1), (32, 32), (112, 32), (32, 224), (7, 5)):
+            splits = tiled_block.choose_splits(units, tiles, block, 132)
+            assert 1 <= splits <= max(1, units // block.chunk) and (splits == 1 or splits * tiles <= 132 * block.room)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_blocks_of_tiles(kind: str):
+    """As sums and whole, with a bias; outputs and inputs that are no multiples of a block, several tiles of rows."""
+    from headrace.kernels.coded_linear import tiled_block
+
+    for rows, outputs, inputs in ((5, 48, 768), (16, 400, 2304), (32, 4096, 4096), (33, 1040, 1280), (64, 256, 14336)):
+        weight, plain = make(kind, outputs, inputs, "cuda")
+        x, bias = draw(rows, inputs, "cuda", torch.bfloat16), torch.randn(outputs, device="cuda").bfloat16()
+        expected = x.double() @ plain.cuda().T
+        assert relative_error(tiled_block.multiply(x, weight, bias), expected + bias.double()) < 5e-3
+        assert torch.equal(tiled_block.multiply(x, weight, bias), tiled_block.multiply(x, weight, bias))
+        sums = tiled_block.multiply_sums(x, weight)
+        assert relative_error(sums if sums.dim() == 2 else sums.sum(0), expected) < 5e-3
+        if weight.order is None:
+            assert relative_error(tiled_block.launch(x, weight, bias, splits=1), expected + bias.double()) < 5e-3
+            block = tiled_block.choose_block(tiled_block.describe_form(weight), 16)
+            few = tiled_block.launch(x, weight, None, block=block, splits=2)
+            assert few.shape == (2, rows, outputs) and relative_error(few.sum(0), expected) < 5e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_products_with_tiles(kind: str):
+    """Alone, with a bias and the activation, and after the norm; several rounds of blocks, and parts of chunks."""
+    from headrace.kernels.coded_linear import tiles
+
+    for rows, outputs, inputs in ((1, 48, 256), (3, 160, 1280), (8, 4608, 2304), (5, 4096, 14336)):
+        weight, plain = make(kind, outputs, inputs, "cuda")
+        plain = plain.cuda()
+        x, residual = (draw(rows, inputs, "cuda", torch.bfloat16) for _ in range(2))
+        bias, norm = torch.randn(outputs, device="cuda").bfloat16(), torch.rand(inputs, device="cuda").bfloat16()
+        expected = x.double() @ plain.T + bias.double()
+        assert relative_error(tiles.multiply(x, weight, bias), expected) < 5e-3
+        assert torch.equal(tiles.multiply(x, weight, bias), tiles.multiply(x, weight, bias))
+        gate, up = expected.chunk(2, dim=1)
+        silu = torch.nn.functional.silu(gate) * up
+        assert relative_error(tiles.multiply_gated(x, weight, bias, "silu"), silu) < 1e-2
+        if weight.order is not None:
+            continue
+        out, total = tiles.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)
+        added = (x + residual).double()
+        normal = added / (added.square().mean(1, keepdim=True) + 1e-5).sqrt() * (norm.double() + 1)
+        assert torch.equal(total, x + residual) and relative_error(out, normal @ plain.T) < 1e-2
