@@ -124,4 +124,4 @@ def build_harness(
     model.bind_cache(pages, owners)
     chosen = choose_backends((model,), groups, build, CacheConfig(page_size=page_size), "auto")
     free = [random.Random(seed).sample(range(1, num_pages), num_pages - 1) for seed in range(len(groups))]
-    return V4Harness(model, groups, [], page_size, max_len, free, device, chosen.backends)
+    return V4Harness(model, groups, [], page_size, max_len, free, device, backends=chosen.backends)

@@ -15,7 +15,7 @@ from headrace.kernels.latents.reference import hadamard
 from headrace.kernels.sparse_attention.reference import choose_entries
 from headrace.kernels.streams.reference import balance
 from headrace.layers.build import Build
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import find_sites
 from headrace.layers.norm import RmsNorm
 from headrace.layers.rotary import RotaryTable

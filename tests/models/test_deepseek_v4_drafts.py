@@ -75,7 +75,7 @@ def build_drafter(target: V4Harness, config: dict[str, Any], tensors: dict[str, 
     drafter.bind_cache([KvPages(*pool.layer(0))], [0])
     chosen = choose_backends((drafter,), groups, build, CacheConfig(page_size=target.page_size), "auto")
     free = [random.Random(0).sample(range(1, num_pages), num_pages - 1)]
-    return V4Harness(drafter, groups, [], target.page_size, target.max_len, free, CPU, chosen.backends)
+    return V4Harness(drafter, groups, [], target.page_size, target.max_len, free, CPU, backends=chosen.backends)
 
 
 @torch.inference_mode()

@@ -160,7 +160,12 @@ SELECT_ENTRIES.add(
     "triton_pdl", "headrace.kernels.sparse_attention.indexer:select_entries_pdl",
     supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )
-# Below the others: its values were compared by the interpreter alone, not yet on a device.
+# Below the others: not yet compared with other solutions on a device.
+INDEX_SCORES.add(
+    "cuda", "headrace.kernels.sparse_attention.few_scores:index_scores", supports=_reason_against_dependent,
+    priority=-1,
+    doc="own CUDA C++ for up to 64 tokens and packed keys of 128 dims; beyond as triton_pdl",
+)
 INDEX_SCORES.add(
     "triton_pairs", "headrace.kernels.sparse_attention.paired_scores:index_scores_pdl",
     supports=_reason_against_dependent, priority=-1,

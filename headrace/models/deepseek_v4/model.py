@@ -125,6 +125,7 @@ class DeepseekV4Model(ServedModel):
             V4Block(spec, spec.layers[i], compressed if spec.layers[i].ratio else plain, build) for i in own
         ]
         self.layers = number_layers(self._blocks, own.start)
+        self.layer_kinds = [spec.layers[i] for i in own]
         if self.stage.is_last:
             self.ending = Ending(spec, build)
         else:
