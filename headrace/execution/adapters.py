@@ -6,6 +6,7 @@ T tokens, S sampled positions.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +20,13 @@ from headrace.base.adapters import AdapterConfig, AdapterFacts, LoadAdapter
 from headrace.base.errors import AdapterError, HeadraceError, ModelError, RequestError, UnsupportedFeature
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import LoadBytes
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
+from headrace.layers.lora.parts import LoadBytes
 from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
+from headrace.memory.copies import to_device
 from headrace.memory.plan import free_bytes
 from headrace.models.adapters.gguf import GgufForm
 from headrace.models.adapters.reader import AdapterSource, count_whole_bytes, read_adapter
@@ -74,6 +76,53 @@ class _Source:
         return self.facts
 
 
+class _Room:
+    """What the adapters that may be on the device at a time, ``most`` of them, take of it beside the room of banks: an
+    adapter is refused when it is read, rather than a step that needs it. Called by threads that read."""
+
+    def __init__(self, most: int):
+        self._most, self._lock = most, threading.Lock()
+        self._needed: dict[int, LoadBytes] = {}  # of adapters that take any
+        self._slots: dict[int, int] = {}  # adapters on the device, by slot
+
+    def reserve(self, adapter_id: int, name: str, needed: LoadBytes, free: Callable[[], int]) -> None:
+        """Count on an adapter, too; raises `AdapterError` where those with the most would not fit together into what is
+        ``free`` and what such adapters have already."""
+        if not needed.kept + needed.passing:
+            return
+        with self._lock:
+            all_needed = self._needed | {adapter_id: needed}
+            kept = sum(sorted(one.kept for one in all_needed.values())[-self._most :])
+            passing = max(one.passing for one in all_needed.values())
+            room = free() + sum(self._needed[i].kept for i in self._slots.values() if i in self._needed)
+            if kept + passing > room:
+                raise _make_refusal(name, needed, kept, room)
+            self._needed = all_needed
+
+    def put(self, slot: int, adapter_id: int) -> None:
+        """An adapter takes a slot."""
+        self._slots[slot] = adapter_id
+
+    def forget(self, adapter_id: int) -> None:
+        """Count on an adapter no longer."""
+        with self._lock:
+            self._needed.pop(adapter_id, None)
+
+    def clear_slots(self) -> None:
+        """No adapter is on the device."""
+        self._slots.clear()
+
+
+def _make_refusal(name: str, needed: LoadBytes, kept: int, room: int) -> AdapterError:
+    while_loaded = f" and {needed.passing / 2**20:.0f} MiB while it is loaded," if needed.passing else ""
+    others = f" (with other adapters {kept / 2**20:.0f} MiB)" if kept > needed.kept else ""
+    return AdapterError(
+        f"adapter {name!r}: its whole modules and embeddings take {needed.kept / 2**20:.0f} MiB of the device beside "
+        f"the room for max_lora_rank{others},{while_loaded} and {room / 2**20:.0f} MiB are there for them; lower "
+        "memory_fraction or max_loras, or train it without modules_to_save and use_dora", param="lora_path"
+    )
+
+
 class AdapterStore:
     """Adapters in host memory by number, prepared for this rank's banks. Of more than ``num_host_adapters`` the one
     used least lately is dropped, and read again when it is needed; at most as many more stay that requests wait for.
@@ -90,15 +139,24 @@ class AdapterStore:
         self._side = torch.cuda.Stream(banks.device) if is_gpu and banks is not None else None
         self._begun = torch.cuda.Event() if is_gpu else None
         self._copied: torch.cuda.Event | None = None
+        self._room = _Room(config.max_loras)
 
     def serve(self, banks: AdapterBanks | None) -> None:
-        """The model was loaded anew: its banks are others, of the same shapes."""
-        self._banks, self._copied = banks, None
+        """The model was loaded anew: its banks are others, of the same shapes, and empty."""
+        self.wait()
+        self._banks = banks
+        self._room.clear_slots()
+
+    def wait(self) -> None:
+        """Let the current stream wait for what is copied beside steps: of memory of banks that is freed or read."""
+        if self._copied is not None and self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_event(self._copied)
+            self._copied = None
 
     def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
         """Read an adapter under a number of its own."""
         source = self._sources[adapter_id] = _Source(call)
-        prepared = self._keep(adapter_id, self._threads.submit(self._read_first, source))
+        prepared = self._keep(adapter_id, self._threads.submit(self._read_first, adapter_id, source))
         return self._threads.submit(lambda: source.describe(prepared.result()))
 
     def prepare(self, adapter_id: int) -> Future[PreparedAdapter]:
@@ -114,16 +172,19 @@ class AdapterStore:
     def forget(self, adapter_id: int) -> None:
         """Drop an adapter; harmless for an unknown number."""
         self._sources.pop(adapter_id, None)
+        self._room.forget(adapter_id)
         self._prepared.pop(adapter_id, None)
         self._wanted.pop(adapter_id, None)
 
     def load(self, slot: int, adapter_id: int) -> None:
         """Copy an adapter into a slot of the device, in stream order; 0 empties it."""
         self._own_banks.load(slot, self._take(adapter_id))
+        self._room.put(slot, adapter_id)
 
     def load_beside(self, slot: int, adapter_id: int) -> None:
         """As `load`, beside the step that was launched since `begin_step`, which does not use the slot."""
         banks, adapter = self._own_banks, self._take(adapter_id)
+        self._room.put(slot, adapter_id)
         if self._side is None or self._begun is None or not banks.is_copied(adapter):
             banks.load(slot, adapter)
             return
@@ -139,12 +200,9 @@ class AdapterStore:
         """Let the step, and what follows, wait for what was copied beside others; ``has_loads``: more will be."""
         if self._side is None:
             return
-        stream = torch.cuda.current_stream(self._own_banks.device)
-        if self._copied is not None:
-            stream.wait_event(self._copied)
-            self._copied = None
+        self.wait()
         if has_loads and self._begun is not None:
-            self._begun.record(stream)
+            self._begun.record(torch.cuda.current_stream(self._own_banks.device))
 
     def _take(self, adapter_id: int) -> PreparedAdapter:
         adapter = self.prepare(adapter_id).result() if adapter_id else {}
@@ -171,23 +229,13 @@ class AdapterStore:
                 del self._prepared[other]
         return prepared
 
-    def _read_first(self, source: _Source) -> PreparedAdapter:
-        weights = self._load(source)
-        prepared = self._own_banks.prepare(weights)
-        self._check_room(source.call.name, self._own_banks.count_bytes(prepared))
+    def _read_first(self, adapter_id: int, source: _Source) -> PreparedAdapter:
+        weights, banks = self._load(source), self._own_banks
+        prepared = banks.prepare(weights)
+        needed = banks.count_bytes(prepared)
+        self._room.reserve(adapter_id, source.call.name, needed, lambda: free_bytes(banks.device))
         source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
         return prepared
-
-    def _check_room(self, name: str, needed: LoadBytes) -> None:
-        """Refuse an adapter that will not fit on the device, before a step fails by it."""
-        total = needed.kept + needed.passing
-        if total and total > (free := free_bytes(self._own_banks.device)):
-            while_loaded = f" and {needed.passing / 2**20:.0f} MiB while it is loaded," if needed.passing else ""
-            raise AdapterError(
-                f"adapter {name!r}: its whole modules and embeddings take {needed.kept / 2**20:.0f} MiB of the device "
-                f"beside the room for max_lora_rank,{while_loaded} and {free / 2**20:.0f} MiB are free; lower "
-                "memory_fraction, or train it without modules_to_save and use_dora", param="lora_path"
-            )
 
     def _read_again(self, source: _Source) -> PreparedAdapter:
         weights = self._load(source)
@@ -209,35 +257,62 @@ class AdapterStore:
 
 class AdapterInputs:
     """Which rows have which adapter: `pack` and `pack_outputs` add what the host knows to a step's upload, `view` makes
-    of it what layers read, and `outputs` what a head or classifier reads."""
+    of it what layers read, and `outputs` what a head or classifier reads. ``captured``: the same for kinds of captured
+    steps, of which the first that fits a step is the fastest."""
 
     def __init__(self, banks: AdapterBanks, rows: Rows, device: torch.device):
         self.banks, self._rows, self._device = banks, rows, device
+        # Off: on a GPU the first such step of many requests took 11 s, for a reason that was not found. The native call
+        # over all layers of a CPU takes adapters of all tokens.
+        self.prunes = False
+        self._num_dense = banks.num_dense
+        self.captured = [CapturedAdapters(self, count) for count in (banks.num_dense, 0)[: banks.num_captured]]
         # of captured steps: in others two streams take the host more time than they save. First, as it is short.
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    def make_static(self, size: int) -> torch.Tensor:
-        """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
-        packed, _ = self._layout(size).pack(np.full(size, -1))
-        return to_device(packed, self._device)
 
     def pack(self, step: Step, upload: Upload, size: int = 0) -> None:
         """For all tokens of a step with adapters; ``size``: room for so many, in a captured step."""
         slots = self._token_slots(step)
-        step.segments = self._add(upload, "adapter_rows", slots, size or len(slots))
+        layout = self._layout(size or len(slots), self.find_dense(step))
+        step.segments = self._add(upload, "adapter_rows", slots, layout)
 
     def pack_outputs(self, step: Step, upload: Upload) -> None:
         """For its sampled positions."""
         slots = self._token_slots(step)[step.shape.query_start[1:][step.samples] - 1]
-        step.output_segments = self._add(upload, "adapter_outputs", slots, len(slots))
+        layout = self._layout(len(slots), self.find_dense(step))
+        step.output_segments = self._add(upload, "adapter_outputs", slots, layout)
 
     def view(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
         """Of all tokens."""
-        return self._layout(step.shape.num_tokens).view(sent["adapter_rows"], step.segments)
+        num_dense = self.find_dense(step)
+        layout = self._layout(step.shape.num_tokens, num_dense)
+        return layout.view(sent["adapter_rows"], step.segments, num_dense=min(num_dense, self._count_slots(step)))
 
-    def view_static(self, static: torch.Tensor, size: int) -> SlotRows:
+    def make_static(self, size: int, num_dense: int) -> torch.Tensor:
+        """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
+        packed, _ = self._layout(size, num_dense).pack(np.full(size, -1))
+        return to_device(packed, self._device)
+
+    def view_static(self, static: torch.Tensor, size: int, num_dense: int) -> SlotRows:
         """Of a captured step."""
-        return self._layout(size).view(static, [], self._side)
+        return self._layout(size, num_dense).view(static, [], self._side, num_dense=num_dense)
+
+    def find_dense(self, step: Step) -> int:
+        """What `SlotRows.num_dense` is in captured steps that compute this one: all of the slots that it may have, or
+        0."""
+        return self._num_dense if self._count_slots(step) <= self._num_dense else 0
+
+    def _count_slots(self, step: Step) -> int:
+        """How many of the first slots have all adapters of the step."""
+        return int(self._rows.adapter_slots_np[step.shape.rows].max()) + 1
+
+    def view_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
+        """Of the sampled positions."""
+        num_dense = self.find_dense(step)
+        layout = self._layout(len(step.samples), num_dense)
+        return layout.view(
+            sent["adapter_outputs"], step.output_segments, num_dense=min(num_dense, self._count_slots(step))
+        )
 
     @contextmanager
     def outputs(self, rows: SlotRows | None) -> Iterator[None]:
@@ -250,24 +325,45 @@ class AdapterInputs:
 
     def sampled_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """`outputs` of the sampled positions."""
-        return self.outputs(self._layout(len(step.samples)).view(sent["adapter_outputs"], step.output_segments))
+        return self.outputs(self.view_outputs(step, sent))
 
     def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
         """`outputs` that belong to these rows of the request state, one each."""
         slots = self._rows.adapter_slots_np[rows]
         if not (slots >= 0).any():
             return self.outputs(None)
-        layout = self._layout(len(slots))
+        layout = RowsLayout(len(slots), self.banks.num_slots)
         packed, segments = layout.pack(slots)
         return self.outputs(layout.view(to_device(packed, self._device), segments))
 
     def _token_slots(self, step: Step) -> np.ndarray:
         return np.repeat(self._rows.adapter_slots_np[step.shape.rows], step.shape.lengths)
 
-    def _add(self, upload: Upload, name: str, slots: np.ndarray, size: int) -> Segments:
-        packed, segments = self._layout(size).pack(slots)
+    def _add(self, upload: Upload, name: str, slots: np.ndarray, layout: RowsLayout) -> Segments:
+        packed, segments = layout.pack(slots)
         upload.add(name, packed)
         return segments
 
-    def _layout(self, size: int) -> RowsLayout:
-        return RowsLayout(size, self.banks.num_slots)
+    def _layout(self, size: int, num_dense: int) -> RowsLayout:
+        # with fewer slots there are fewer blocks that may be empty
+        return RowsLayout(size, num_dense or self.banks.num_slots)
+
+
+@dataclass(frozen=True)
+class CapturedAdapters:
+    """`AdapterInputs` for captured steps, in which `SlotRows.num_dense` is fixed."""
+
+    inputs: AdapterInputs
+    num_dense: int
+
+    def fits(self, step: Step) -> bool:
+        """Whether such steps compute this one."""
+        return self.inputs.find_dense(step) == self.num_dense
+
+    def make_static(self, size: int) -> torch.Tensor:
+        """See `AdapterInputs`."""
+        return self.inputs.make_static(size, self.num_dense)
+
+    def view_static(self, static: torch.Tensor, size: int) -> SlotRows:
+        """See `AdapterInputs`."""
+        return self.inputs.view_static(static, size, self.num_dense)

@@ -19,7 +19,7 @@ import torch
 from headrace.base.cache import NULL_PAGE
 from headrace.base.speculation import StepTimes, Times
 from headrace.base.step import MAX_DRAFTS
-from headrace.execution.adapters import AdapterInputs
+from headrace.execution.adapters import CapturedAdapters
 from headrace.execution.captures import B, Buckets, Capture, Records
 from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
@@ -96,7 +96,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(
         self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
-        adapters: AdapterInputs | None = None,
+        adapters: CapturedAdapters | None = None,
     ):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
@@ -139,7 +139,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         outputs: AbstractContextManager[None] = nullcontext()
         if self._adapters is not None and self.adapter_rows is not None:
             batch.adapters = self._adapters.view_static(self.adapter_rows, self.size)
-            outputs = self._adapters.outputs(batch.adapters)
+            outputs = self._adapters.inputs.outputs(batch.adapters)
         hidden = self._model.forward(batch)
         if not inputs.handover.is_last:
             return hidden, self.entries
@@ -227,7 +227,7 @@ class DecodeGraphPath:
 
     def __init__(
         self, buckets: Buckets[DecodeGraph], handover: Handover, drafting: DraftGraphs | None = None,
-        adapters: AdapterInputs | None = None,
+        adapters: CapturedAdapters | None = None,
     ):
         self._buckets, self._handover, self._drafting, self._adapters = buckets, handover, drafting, adapters
         if adapters is not None:
@@ -236,11 +236,11 @@ class DecodeGraphPath:
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
         graph = self._buckets.find(step.shape.num_decodes)
-        if graph is None:
+        if graph is None or (self._adapters is not None and not self._adapters.fits(step)):
             return None
         upload.add("decodes", graph.pack(step.shape.entries))
         if self._adapters is not None:
-            self._adapters.pack(step, upload, graph.size)
+            self._adapters.inputs.pack(step, upload, graph.size)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
             self._drafting.pack(step, upload)
         return partial(self._launch, step, graph)
@@ -270,7 +270,7 @@ class MixedGraph(Capture[torch.Tensor]):
 
     def __init__(
         self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
-        adapters: AdapterInputs | None = None, *, has_media: bool = False,
+        adapters: CapturedAdapters | None = None, *, has_media: bool = False,
     ):
         super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
@@ -307,11 +307,11 @@ class MixedGraphPath:
 
     def __init__(
         self, buckets: Buckets[MixedGraph], model: ServedModel, inputs: InputBuilder,
-        drafting: DraftGraphs | None = None, *, has_adapters: bool = False, has_media: bool = False
+        drafting: DraftGraphs | None = None, *, adapters: CapturedAdapters | None = None, has_media: bool = False
     ):
         self._buckets, self._model, self._inputs, self._drafting = buckets, model, inputs, drafting
-        self._has_media = has_media
-        if has_adapters:
+        self._adapters, self._has_media = adapters, has_media
+        if adapters is not None:
             self.covers = with_adapters(self.covers)
         if has_media:
             self.covers = (self.covers | StepFeature.MEDIA) & ~StepFeature.DRAFTING
@@ -329,7 +329,7 @@ class MixedGraphPath:
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
         graph = self.find(step.shape)
-        if graph is None:
+        if graph is None or (self._adapters is not None and not self._adapters.fits(step)):
             return None
         self._inputs.pack(step, upload, graph.size)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
@@ -381,8 +381,8 @@ class CapturedSteps:
         self.mixed = MixedGraphPath(mixed, model, inputs, self._drafting)
         self.paths: list[StepPath] = [self.decodes, self.mixed]
         """Fastest first."""
-        if inputs.adapters is not None:
-            self._add_adapters(sizes, model, inputs, recorder, inputs.adapters)
+        for adapters in () if inputs.adapters is None else inputs.adapters.captured:
+            self._add_adapters(sizes, model, inputs, recorder, adapters)
         media_sizes = sizes.with_media
         if inputs.media.make_static(max(media_sizes, default=0)):
             # A repeated image leaves the end of a page to compute, some of which may be placeholders.
@@ -391,7 +391,7 @@ class CapturedSteps:
             self.paths.append(MixedGraphPath(media, model, inputs, has_media=True))
 
     def _add_adapters(
-        self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records, adapters: AdapterInputs
+        self, sizes: GraphSizes, model: ServedModel, inputs: InputBuilder, recorder: Records, adapters: CapturedAdapters
     ) -> None:
         """Graphs of their own for steps with adapters, so that the others do not pay for any."""
         decodes = Buckets(sizes.decodes, lambda size: DecodeGraph(size, model, inputs, recorder, adapters=adapters))
@@ -399,7 +399,7 @@ class CapturedSteps:
         self._kinds += [decodes, mixed]
         self.paths += [
             DecodeGraphPath(decodes, inputs.handover, adapters=adapters),
-            MixedGraphPath(mixed, model, inputs, has_adapters=True),
+            MixedGraphPath(mixed, model, inputs, adapters=adapters),
         ]
 
     def measure(self) -> StepTimes:

@@ -160,6 +160,11 @@ class InputBuilder:
             return nullcontext()
         return self.adapters.sampled_outputs(step, sent)
 
+    @property
+    def prunes_adapters(self) -> bool:
+        """Whether the last layer of a step with adapters may compute the wanted tokens only."""
+        return self.adapters is not None and self.adapters.prunes
+
     def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
         """In its body a head or classifier is called with what belongs to these rows of the request state."""
         return nullcontext() if self.adapters is None else self.adapters.outputs_of(rows)

@@ -84,7 +84,7 @@ class PlainPath:
         needs_hidden = step.features & (StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING)
         is_pruned = self._model.prunes_last_layer and not needs_hidden and len(step.samples) < step.shape.num_tokens
         is_pruned = is_pruned and not step.plan.replica_tokens  # others know how many tokens each layer has
-        is_pruned = is_pruned and StepFeature.ADAPTERS not in step.features  # whose rows are those of all tokens
+        is_pruned = is_pruned and (StepFeature.ADAPTERS not in step.features or self._inputs.prunes_adapters)
         # queries of both directions are among all of a step's
         is_pruned = is_pruned and not (step.plan.media.uses and self._inputs.media.is_whole)
         if is_pruned:
@@ -96,6 +96,8 @@ class PlainPath:
         batch.replica_tokens = step.plan.replica_tokens
         if StepFeature.ADAPTERS in step.features and self._inputs.adapters is not None:
             batch.adapters = self._inputs.adapters.view(step, sent)
+            if batch.wanted is not None and len(step.samples):
+                batch.wanted.adapters = self._inputs.adapters.view_outputs(step, sent)
         if StepFeature.MEDIA in step.features:
             self._inputs.media.fill(batch, step, sent)
         if StepFeature.POOLING in step.features:
@@ -109,7 +111,8 @@ class PlainPath:
         output = StepOutput(positions=self._inputs.find_positions(sent), aligned=batch.aligned)
         if is_pruned:
             # hidden [S, D]: the sampled positions already
-            output.logits = self._model.compute_logits(hidden) if len(step.samples) else None
+            with self._inputs.sampled_outputs(step, sent):
+                output.logits = self._model.compute_logits(hidden) if len(step.samples) else None
         else:
             with self._inputs.sampled_outputs(step, sent):
                 output.logits, output.hidden = compute_sampled_logits(self._model, hidden, step, sent), hidden

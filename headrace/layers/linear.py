@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any, Self
 
 import torch
 
@@ -14,6 +16,7 @@ from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.lora.bank import Adaptation, LinearBank
+from headrace.layers.lora.extended import ExtendedWeight, count_spare
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
 from headrace.layers.residual import Addition, Norm, Residual
@@ -29,7 +32,7 @@ def stack_rows(parts: dict[str, int]) -> dict[str, slice]:
 
 class Linear(StorableLayer):
     """``x [T, I] -> [T, O]``. ``parts`` names the stacked outputs and their sizes in order; O is their sum.
-    ``is_storable``: see `StorableLayer`.
+    ``is_storable``: see `StorableLayer`. ``is_wide``: who reads the output takes rows that are apart in memory.
 
     Of sizes given as a `Share`, this rank has a part. With shared outputs it computes its own; with shared inputs,
     which the layer before it computed here, the product is a partial sum, which all ranks of ``build.tensor`` add up.
@@ -37,31 +40,48 @@ class Linear(StorableLayer):
 
     def __init__(
         self, build: Build, inputs: int | Share, parts: dict[str, int | Share] | int | Share, *, bias: bool = False,
-        is_storable: bool = True
+        is_storable: bool = True, is_wide: bool = False
     ):
         super().__init__()
-        self.is_storable = is_storable
+        self.is_storable, self._is_wide = is_storable, is_wide
         # parts are consecutive rows of one weight [O, I], so that inputs are read once for all of them
         sizes = parts if isinstance(parts, dict) else {"": parts}
         self.shares = {name: as_share(size) for name, size in sizes.items()}
         self.rows = stack_rows({name: share.length for name, share in self.shares.items()})
         outputs, columns = tuple(self.shares.values()), as_share(inputs)
-        self.weight = build.matrix(outputs, columns)
-        self.bias = build.parameter(outputs) if bias else None
         self.group = None if columns.is_whole else build.tensor
         in_features, out_features = columns.length, sum(share.length for share in outputs)
         query = build.query(in_features=in_features, out_features=out_features)
+        num_spare = 0
+        if build.adapters is not None and self.group is None:
+            num_spare = count_spare(build.adapters, len(outputs), query)
+        self.weight = build.matrix(outputs, columns, num_spare=num_spare)
+        self.bias = build.parameter(outputs) if bias else None
         self.lora: LinearBank | None = None
         if build.adapters is not None:
             self.lora = LinearBank(
                 self, self.shares, columns, query, sizes=build.adapters, find_rows=build.find_adapter_rows,
                 group=self.group, bias=self.bias,
             )
+            if num_spare:
+                ExtendedWeight(self, query, num_spare).place(self.lora)
         self._linear = LINEAR.choose(query)
         self._linear_sums = LINEAR_SUMS.choose(query)
         self._norm_linear = choose_fused(NORM_LINEAR, query)
         self._gated_linear = choose_fused(GATED_LINEAR, query)
         self._gate_rows = GATE_ROWS.choose(query)
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # a move to another device
+        if self.lora is not None and self.lora.extended is not None:
+            self.lora.extended.place(self.lora)
+        return self
+
+    def drop_weight(self) -> None:
+        """See `StorableLayer`."""
+        super().drop_weight()
+        if self.lora is not None and self.lora.extended is not None:
+            self.lora.extended.release(self.lora)
 
     def has_part(self, name: str) -> bool:
         """See `StorableLayer.has_part`."""
@@ -83,13 +103,13 @@ class Linear(StorableLayer):
         """The product of what this rank has of inputs and weight: with shared inputs a partial sum."""
         if self.lora is None:
             return self._multiply(x)
-        begun, out = self._begin(x, self.lora)
+        begun, out = self._begin(x, self.lora, is_wide=self._is_wide)
         return self.lora.finish(begun, out)
 
-    def _begin(self, x: torch.Tensor, lora: LinearBank) -> tuple[Adaptation | None, torch.Tensor]:
+    def _begin(self, x: torch.Tensor, lora: LinearBank, *, is_wide: bool) -> tuple[Adaptation | None, torch.Tensor]:
         """What adapters begin, and the product."""
         weight = plain_weight(self)
-        fused = None if weight is None else lora.multiply(x, weight, self._own_bias)
+        fused = None if weight is None else lora.multiply(x, weight, self._own_bias, is_wide=is_wide)
         if fused is not None:
             return fused
         begun = lora.begin(x)
@@ -135,7 +155,9 @@ class Linear(StorableLayer):
         weight = plain_weight(self)
         begun: Adaptation | None
         sums: torch.Tensor | None
-        if weight is not None and (fused := lora.multiply(x, weight, self._own_bias)) is not None:
+        if weight is not None and (
+            fused := lora.multiply(x, weight, self._own_bias, is_wide=True, is_pending=True)
+        ) is not None:
             begun, sums = fused
         else:
             begun = lora.begin(x, before_norm=True)
@@ -148,7 +170,7 @@ class Linear(StorableLayer):
             lora.finish(begun, sums)
         else:
             residual.addition = Addition(lora, begun)
-            if begun.reduced is not None and not lora.fuses_norms(len(x)):
+            if begun.reduced is not None and not lora.fuses_norm(begun):
                 residual.finish()
 
     @property
@@ -170,7 +192,7 @@ class Linear(StorableLayer):
     def _gate_adapted(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
         if self.lora is None or not self.lora.fuses_gates:
             return None
-        begun, out = self._begin(x, self.lora)
+        begun, out = self._begin(x, self.lora, is_wide=True)
         assert begun is not None, "some row has an adapter"
         return self.lora.finish_gated(begun, out, activation)
 

@@ -28,6 +28,11 @@ class RmsNorm(Norm):
         self._add_norm = ADD_RMS_NORM.choose(query)
         self._norm_rows = NORM_ROWS.choose(query)
 
+    @property
+    def weights(self) -> NormWeights:
+        """What kernels are told of it."""
+        return NormWeights(self.weight, self.eps, self.offset)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self.weight, self.eps, self.offset)
 
@@ -45,7 +50,7 @@ class RmsNorm(Norm):
         if residual.addition is not None and residual.pending is not None:
             addition = residual.addition
             adapted = addition.bank.finish_norm(
-                addition.begun, residual.pending, residual.stream, NormWeights(self.weight, self.eps, self.offset)
+                addition.begun, residual.pending, residual.stream, self.weights
             )
             if adapted is not None:
                 residual.pending = residual.addition = None

@@ -6,6 +6,8 @@ the load lets the requests wait that need it, as long as it has others to comput
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 from headrace.base.step import AdapterLoad
 from headrace.scheduling.request import Request
 
@@ -22,7 +24,7 @@ class AdapterSlots:
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(num_slots))  # a heap: few adapters are in the first slots, which is faster
         self.resident: dict[int, int] = {}  # slots by adapter, the one used least lately first
         self.users: dict[int, int] = {}  # running requests by adapter
         self.pinned: set[int] = set()
@@ -129,7 +131,7 @@ class AdapterSlots:
             self._arriving.discard(adapter)
             self._loads = [load for load in self._loads if load.slot != slot]
             self._loads.append(AdapterLoad(slot, NO_ADAPTER))
-            self._free.append(slot)
+            heappush(self._free, slot)
             self._is_due = True
 
     def forget_device(self) -> None:
@@ -139,7 +141,7 @@ class AdapterSlots:
         assert not self.users, "adapters are in use"
         slots = {*self.resident.values(), *(load.slot for load in self._loads)}
         self._loads = [AdapterLoad(slot, NO_ADAPTER) for slot in sorted(slots)]
-        self._free += self.resident.values()
+        self._free = list(range(self.num_slots))
         self.resident.clear()
         self._arriving.clear()
         self._closed, self._is_due = NO_ADAPTER, True
@@ -161,11 +163,11 @@ class AdapterSlots:
             victim = next((other for other in self.resident if self._is_idle(other)), None)
             if victim is None:
                 return False
-            self._free.append(self.resident.pop(victim))
+            heappush(self._free, self.resident.pop(victim))
             self.evictions_total += 1
             if victim == self._closed:
                 self._closed = NO_ADAPTER
-        slot = self.resident[adapter] = self._free.pop()
+        slot = self.resident[adapter] = heappop(self._free)
         self._loads = [load for load in self._loads if load.slot != slot]
         self._loads.append(AdapterLoad(slot, adapter))
         self._arriving.add(adapter)

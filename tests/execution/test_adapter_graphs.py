@@ -11,8 +11,9 @@ from test_families_through_plans import NUM_PAGES, PAGE_SIZE, VOCAB_SIZE, Preten
 
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.runner import Runner
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.batch import ForwardBatch
 from headrace.layers.lora.contract import AdaptedPart, AdapterWeights
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import PreparedAdapter
 
 SLOTS = 3
@@ -70,3 +71,25 @@ def test_an_adapter_with_more_than_additions_runs_as_written():
         outputs.append(run(runner, {0: 0, 1: -1, 2: 0}, adapters))
         assert not recorder.num_recorded
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_last_layers_compute_wanted_tokens_only(family: str, monkeypatch: pytest.MonkeyPatch):
+    """Chunks of prompts that are not sampled, and rows with adapters of their own."""
+    outputs, kept, select = [], [], ForwardBatch.select_queries
+
+    def select_and_tell(batch: ForwardBatch, q: torch.Tensor) -> torch.Tensor:
+        found = select(batch, q)
+        kept.append((len(q), len(found), 0 if batch.adapters is None else batch.adapters.num_rows))
+        return found
+
+    monkeypatch.setattr(ForwardBatch, "select_queries", select_and_tell)
+    for is_pruned in (False, True):
+        assert not any(after < before for before, after, _ in kept)
+        _, runner = build(family, BankSizes(SLOTS, 12))
+        runner._inputs.adapters.prunes = is_pruned
+        adapters = {slot: make_adapter(runner, slot, 3 + 4 * slot) for slot in range(SLOTS)}
+        outputs.append(run(runner, {0: 2, 1: -1, 2: 1}, adapters))
+    assert outputs[0] == outputs[1]
+    assert any(0 < after < before and after == adapted for before, after, adapted in kept)

@@ -18,9 +18,11 @@ from headrace.kernels.lora import (
     LINEAR_SHRINK,
     SHRINK,
     LowRankBank,
+    Reduced,
     SlotRows,
     make_tiles,
 )
+from headrace.kernels.lora import triton as triton_solution
 from headrace.layers.lora.rows import RowsLayout
 
 INPUTS, WIDTHS, MOST_RANKS, SLOTS = 200, (130, 24, 40), 32, 5
@@ -100,6 +102,38 @@ def check(solution: str, device: str, dtype: torch.dtype, tolerance: float, slot
         assert torch.equal(out[still.to(device)], before[still.to(device)])
 
 
+def multiply_densely(x: torch.Tensor, bank: LowRankBank, num_dense: int, *, num_splits: int = 1) -> Reduced:
+    """Sums of all rows with the first slots, as a product over a weight with these behind it leaves them: in the dtype
+    of ``x``, or float32 partial sums."""
+    columns = (x.float() @ bank.a[:num_dense].flatten(0, 2).float().t()).expand(num_splits, -1, -1) / num_splits
+    wide = torch.full((num_splits, len(x), columns.shape[2] + 24), torch.nan, device=x.device)
+    wide[..., 16:-8] = columns
+    return Reduced((wide if num_splits > 1 else wide.to(x.dtype))[..., 16:-8], is_dense=True)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("slots, room", [(BATCHES[3], 0), ([3, 1, -1, 3, 3] * 9, 64)], ids=("few", "captured"))
+@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+def test_sums_of_dense_products(
+    device: str, dtype: torch.dtype, tolerance: float, slots: list[int], room: int, num_splits: int
+):
+    """A row takes what its own slot has; ranks beyond an adapter's are not read."""
+    bank, rows = make_bank(device, dtype), make_rows(slots, device, room=room)
+    generator, size = torch.Generator().manual_seed(4), max(room, len(slots))
+    x = torch.randn(size, INPUTS, generator=generator).to(device, dtype)
+    wide = torch.randn(size, bank.ends[-1] + 8, generator=generator).to(device, dtype)
+    out, behind = wide[:, : bank.ends[-1]], wide[:, bank.ends[-1] :].clone()
+    expected = expected_of(x, out, bank, slots)
+    EXPAND.load("triton")(multiply_densely(x, bank, SLOTS, num_splits=num_splits), out, bank, rows)
+    assert relative_error(out, expected) < tolerance and torch.equal(wide[:, bank.ends[-1] :], behind)
+    gates = narrow_gates(bank)
+    product = torch.randn(size, 2 * WIDTHS[1], generator=generator).to(device, dtype)
+    gate, up = expected_of(x, product, gates, slots).to(dtype).double().chunk(2, dim=1)
+    reduced = multiply_densely(x, gates, SLOTS, num_splits=num_splits)
+    gated = EXPAND_GATED.load("triton")(reduced, product, gates, rows, "silu")
+    assert relative_error(gated, torch.nn.functional.silu(gate) * up) < tolerance
+
+
 def narrow_gates(bank: LowRankBank) -> LowRankBank:
     """Parts 1 and 2 of a bank as gate and up, of 24 outputs each."""
     first, size = WIDTHS[0], WIDTHS[1]
@@ -129,11 +163,17 @@ def test_additions_to_gate_and_up(
     assert relative_error(gated, act(gate) * up) < tolerance
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("num_partials", [1, 3])
 @pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
-def test_additions_before_a_norm(device: str, dtype: torch.dtype, tolerance: float, num_partials: int):
+def test_additions_before_a_norm(
+    device: str, dtype: torch.dtype, tolerance: float, num_partials: int, is_dense: bool, num_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Of a product, or of partial sums of one; the residual is that of `ADD_RMS_NORM`, too."""
-    slots, width, generator = BATCHES[3], WIDTHS[0], torch.Generator().manual_seed(7)
+    monkeypatch.setattr(triton_solution, "norm_rows", lambda count: num_rows)
+    slots, width, generator = [*BATCHES[3], *[1] * 18], WIDTHS[0], torch.Generator().manual_seed(7)
     whole = make_bank(device, dtype)
     a, b = whole.a[:, :1].contiguous(), whole.b[..., :width].contiguous()
     bank = LowRankBank(a, b, whole.ranks[:, :1].contiguous(), (width,), make_tiles((width,), b.device))
@@ -145,7 +185,9 @@ def test_additions_before_a_norm(device: str, dtype: torch.dtype, tolerance: flo
     product = out.double().sum(0) if num_partials > 1 else out.double()
     total = residual.double() + expected_of(x, product, bank, slots)
     expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * (weight[0].double() + 1.0)
-    reduced, norm = SHRINK.load("triton")(x, bank, rows), Norm(weight[0], 1e-5, 1.0)
+    norm, reduced = Norm(weight[0], 1e-5, 1.0), SHRINK.load("triton")(x, bank, rows)
+    if is_dense:
+        reduced = multiply_densely(x, bank, SLOTS, num_splits=num_partials)
     normed, stream = EXPAND_ADD_NORM.load("triton")(reduced, out, residual, norm, bank, rows)
     assert relative_error(normed, expected) < 4 * tolerance and relative_error(stream, total) < 2 * tolerance
 

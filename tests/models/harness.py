@@ -15,7 +15,7 @@ from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
 from headrace.layers.batch import ForwardBatch, GroupStep, WantedTokens
 from headrace.layers.build import Build
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.rows import RowsLayout
 from headrace.models.catalog import find_family
 
@@ -34,7 +34,8 @@ class Sequence:
 
 @dataclass
 class Harness:
-    """A model with its pools. ``max_len`` bounds sequences; pages are handed out in shuffled order, never twice."""
+    """A model with its pools. ``max_len`` bounds sequences; pages are handed out in shuffled order, never twice.
+    ``num_dense``: see `SlotRows`."""
 
     model: Any
     groups: list[CacheGroup]
@@ -43,6 +44,7 @@ class Harness:
     max_len: int
     free: list[list[int]] = field(default_factory=list)
     device: torch.device = CPU
+    num_dense: int = field(default=0, kw_only=True)
     num_started: int = field(default=0, init=False)
 
     def start(self, slot: int = -1) -> Sequence:
@@ -102,7 +104,7 @@ class Harness:
         slots = np.repeat([sequence.slot for sequence, _ in spans], [len(tokens) for _, tokens in spans])
         layout = RowsLayout(len(slots), int(slots.max()) + 1)
         packed, segments = layout.pack(slots)
-        return layout.view(torch.from_numpy(packed).to(self.device), segments)
+        return layout.view(torch.from_numpy(packed).to(self.device), segments, num_dense=self.num_dense)
 
     def _want(self, batch: ForwardBatch, places: list[int]) -> WantedTokens:
         """The last tokens of the spans at these places in the batch."""

@@ -12,10 +12,14 @@ from harness import Harness, build_harness
 from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LINEAR_SHRINK, SHRINK
-from headrace.kernels.operation import Operation
+from headrace.kernels.operation import KernelQuery, Operation
+from headrace.layers.linear import Linear
 from headrace.layers.lora import bank as bank_module
-from headrace.layers.lora.bank import BankSizes, LinearBank, PreparedPart, gather_parts
+from headrace.layers.lora import extended as extended_module
+from headrace.layers.lora.bank import LinearBank
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
+from headrace.layers.lora.extended import ExtendedWeight
+from headrace.layers.lora.parts import BankSizes, PreparedPart, gather_parts
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.checkpoint import unstack_experts
 
@@ -43,7 +47,7 @@ class Rig:
         model = self.harness.model
         sites = model.find_adapter_sites()
         assert sites is not None
-        self.banks, self.sites = AdapterBanks(model, sites, SLOTS, model.step), sites.sites
+        self.banks, self.sites = AdapterBanks(model, sites, sizes, model.step), sites.sites
         self.plain: Plain = {
             sites.rename(key): tensor.clone()
             for key, tensor in unstack_experts(oracle.state_dict().items(), sites.stacked_experts)
@@ -119,6 +123,45 @@ def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.Monk
             bank._adapted_norm = count_calls(ADAPTED_NORM) if ADAPTED_NORM in fused else None
     check_mixed(rig)
     assert set(num_calls) == {operation.noun for operation in fused}
+
+
+def test_products_with_additions_behind_the_weight(monkeypatch: pytest.MonkeyPatch):
+    """As GPUs do it: a row is multiplied with the weight and all adapters of the first slots, and takes its own. The
+    weight and what is behind it stay together when a model moves, and part when the weight is stored otherwise."""
+    monkeypatch.setattr(extended_module, "is_dense", lambda _: True)
+    monkeypatch.setattr(bank_module, "fits_norm", lambda rows: rows % 2 == 0)
+    rig, seen = Rig(find_case("qwen2")), Counter[str]()
+    rig.harness.num_dense = SLOTS
+    banks = {name: bank for name, bank in rig.harness.model.named_modules() if type(bank) is LinearBank}
+    for name, bank in banks.items():
+        layer = rig.harness.model.get_submodule(name.removesuffix(".lora"))
+        extended = ExtendedWeight(layer, KernelQuery("cpu", "float32"), bank.a[..., 0].numel())
+        extended._linear = count_products(name, extended._linear, seen)
+        extended._linear_sums = count_products(name, extended._linear_sums, seen)
+        extended.place(bank)
+        bank._shrink, bank._expand = SHRINK.load("reference"), EXPAND.load("reference")
+        bank._expand_gated, bank._expand_add_norm = EXPAND_GATED.load("reference"), EXPAND_ADD_NORM.load("reference")
+    check_mixed(rig)
+    assert seen.keys() == banks.keys()
+    before = logits_of(rig.harness, prompt(5, 9), 0)
+    rig.harness.model.double().float()
+    assert all(bank.tensors.extended is not None for bank in banks.values())
+    seen.clear()
+    compare(logits_of(rig.harness, prompt(5, 9), 0), before)
+    assert seen.keys() == banks.keys()
+    for layer in rig.harness.model.modules():
+        if isinstance(layer, Linear):
+            layer.drop_weight()
+    assert all(bank.tensors.extended is None for bank in banks.values())
+    assert all(bank.a.untyped_storage().nbytes() == bank.a.nbytes for bank in banks.values())
+
+
+def count_products(name: str, product: Callable[..., Any], seen: Counter[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen[name] += 1
+        return product(*args, **kwargs)
+
+    return call
 
 
 def check_mixed(rig: Rig) -> None:

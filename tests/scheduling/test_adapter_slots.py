@@ -133,3 +133,15 @@ def test_an_arriving_adapter_that_nobody_wants_any_more_holds_no_slot():
     assert not slots.admit(other, is_alone=False)
     assert slots.wake(is_alone=True) == [other] and slots.admit(other, is_alone=True)
     assert [load.adapter_id for load in slots.take_loads()] == [2]
+
+
+def test_few_adapters_are_in_the_first_slots():
+    """Whatever was given back before, in whatever order."""
+    slots = AdapterSlots(6)
+    for adapter in (1, 2, 3, 4, 5):
+        slots.leave(run(slots, adapter))
+    for adapter in (2, 4, 1):
+        slots.drop(adapter)
+    for adapter, slot in ((6, 0), (7, 1), (8, 3), (9, 5)):
+        run(slots, adapter)
+        assert slots.slot_of(adapter) == slot

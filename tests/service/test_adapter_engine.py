@@ -25,7 +25,7 @@ from headrace.base.config import CacheConfig, ModelConfig
 from headrace.base.errors import AdapterError, Conflict, NotFound
 from headrace.base.messages import Call, EngineRequest
 from headrace.execution import adapters
-from headrace.layers.lora.bank import MEASURED, MEASURED_COPIES
+from headrace.layers.lora.extras import MEASURED, MEASURED_COPIES
 from headrace.service.build import build_engine
 from headrace.service.control import Control
 from headrace.service.engine import Engine
@@ -301,6 +301,23 @@ def test_whole_modules_that_do_not_fit_on_the_device(rig: Rig, monkeypatch: pyte
     rig.engine.adapters.unload(UnloadAdapter("whole"))
 
 
+def test_whole_modules_of_several_adapters_are_counted_together(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Of as many as may be on the device at a time; what one has already there counts as free."""
+    folder, num_bytes = write_whole(rig)
+    monkeypatch.setattr(adapters, "free_bytes", lambda _: num_bytes)
+    rig.engine.adapters.load(LoadAdapter("first", str(folder)))
+    with pytest.raises(AdapterError, match=r"with other adapters .* MiB"):
+        rig.engine.adapters.load(LoadAdapter("second", str(folder)))
+    rig.engine.submit(ask("r", prompt(1), "first", max_tokens=1))
+    drain(rig.engine)
+    for name in ("second", "third"):  # of three, two are there at a time
+        rig.engine.adapters.load(LoadAdapter(name, str(folder)))
+    for name in ("first", "second", "third"):
+        rig.engine.adapters.unload(UnloadAdapter(name))
+    rig.engine.adapters.load(LoadAdapter("first", str(folder)))
+    rig.engine.adapters.unload(UnloadAdapter("first"))
+
+
 def test_whole_modules_of_the_first_adapters_are_planned(rig: Rig):
     """Pages get what they leave."""
     folder, num_bytes = write_whole(rig)
@@ -386,7 +403,7 @@ def test_steps_wait_for_what_a_failed_load_copied(rig: Rig, monkeypatch: pytest.
     engine = make_engine_of_one(rig, "half")
     store, number = engine.executor.adapters, engine.adapters._by_name["half"].number
     waits: list[Any] = []
-    stream = SimpleNamespace(wait_event=waits.append, record_event=lambda: "copied")
+    stream = SimpleNamespace(wait_event=waits.append, record_event=lambda: "copied", device=None)
     monkeypatch.setattr(store, "_side", stream)
     monkeypatch.setattr(store, "_begun", SimpleNamespace(record=lambda stream: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -402,6 +419,10 @@ def test_steps_wait_for_what_a_failed_load_copied(rig: Rig, monkeypatch: pytest.
     waits.clear()
     store.begin_step(has_loads=False)
     assert waits == ["copied"]
+    store.load_beside(0, number)
+    waits.clear()
+    engine.executor._runner.detach()
+    assert waits == ["copied"], "the memory of banks may be freed next"
     engine.close()
 
 

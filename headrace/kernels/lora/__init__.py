@@ -22,8 +22,9 @@ class SlotRows:
     ``order``, -1 for none. All three are on the device. ``segments``: slot, first place and number of rows of each
     adapter, on the host; empty in a captured step, whose rows only the device knows. ``side``: a stream on which to
     compute what needs no product, beside it; None: in order; ``is_forked``: something is computed there that the stream
-    of the products has not waited for. ``pairs`` [2, N] int64: the rows with an adapter and the slot of each, on the
-    host; made when it is asked for."""
+    of the products has not waited for. ``num_dense``: all adapters are in the first so many slots, few enough for each
+    row to be multiplied with ``a`` of all of them; 0: they may not be. ``pairs`` [2, N] int64: the rows with an adapter
+    and the slot of each, on the host; made when it is asked for."""
 
     order: torch.Tensor
     blocks: torch.Tensor
@@ -32,6 +33,7 @@ class SlotRows:
     segments: list[tuple[int, int, int]]
     side: torch.cuda.Stream | None = None
     is_forked: bool = False
+    num_dense: int = 0
     _pairs: torch.Tensor | None = None
 
     @property
@@ -53,13 +55,30 @@ class LowRankBank:
     """The low-rank additions of one stacked weight in all slots. ``a`` [S, P, R, I] and ``b`` [S, R, O] in the model's
     dtype, scales multiplied into ``b``; rows beyond an adapter's rank are zero up to a multiple of 16, any beyond.
     ``ranks`` [S, P] int64, 0 for parts without an addition. ``ends`` are the P ends of the parts among the O outputs.
-    ``tiles`` [3, n] int64: of each tile of outputs its part, first output, and end; none is in two parts."""
+    ``tiles`` [3, n] int64: of each tile of outputs its part, first output, and end; none is in two parts. ``extended``
+    [O + S * P * R, I]: the weight with ``a`` behind it, in whose memory it is; None where it has its own."""
 
     a: torch.Tensor
     b: torch.Tensor
     ranks: torch.Tensor
     ends: tuple[int, ...]
     tiles: torch.Tensor
+    extended: torch.Tensor | None = None
+
+    @property
+    def slot_rows(self) -> int:
+        """P * R."""
+        return self.a.shape[1] * self.a.shape[2]
+
+
+@dataclass(slots=True)
+class Reduced:
+    """What shrink leaves on a GPU: partial ``sums`` [splits, T, columns] to be added up. By places of `SlotRows.order`
+    there are P * R columns, those of the adapter of the row in that place, float32. ``is_dense``: by rows, in the dtype
+    of a product, with P * R columns for each of the first few slots, of which a row's adapter is one."""
+
+    sums: torch.Tensor
+    is_dense: bool = False
 
 
 TILE_OUTPUTS = 128
@@ -78,7 +97,8 @@ def make_tiles(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 SHRINK = Operation("LoRA kernel before a product")
 """``shrink(x [T, I], bank, rows) -> reduced``: what `EXPAND` of the same solution takes, ``a[s] x[t]`` of each row that
-has the adapter in slot s, in whatever form. It does not need the product, which may run after it or beside it."""
+has the adapter in slot s, in whatever form. It does not need the product, which may run after it or beside it.
+``expand`` of every solution on a GPU, and of the reference, takes a `Reduced` of dense sums too."""
 
 EXPAND = Operation("LoRA kernel after a product")
 """``expand(reduced, out [T, O], bank, rows)`` adds ``b[s]' (a[s] x[t])`` to row t of ``out`` in place, for each row t
@@ -111,6 +131,14 @@ CHAINED_ROWS = range(129, 513)
 """For which `ADAPTED_NORM`, which reads additions for each 16 rows, is faster than what it replaces: a layer with
 adapters takes 238.7 us at 256 rows with it and 254.8 without, 175.6 and 173.5 at 128, 154.4 and 142.7 at 64 (H200,
 Llama-3.1-8B, rank 16)."""
+
+
+LEAST_DENSE = 16
+
+
+def is_dense(rows: int) -> bool:
+    """Whether so many rows are multiplied with the weight and ``a`` behind it at once, where that is possible."""
+    return rows >= LEAST_DENSE
 
 
 def fits_norm(rows: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
-from headrace.kernels.lora import LowRankBank, SlotRows
+from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _find_kernel(ranks: int, columns: int, groups: int, device: torch.device) ->
 def adapted_norm(
     x: torch.Tensor, pending: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank,
     following: LowRankBank | None, rows: SlotRows,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+) -> tuple[torch.Tensor, torch.Tensor, Reduced | None] | None:
     """See `ADAPTED_NORM`."""
     (count, width), inputs, ranks = residual.shape, x.shape[1], bank.a.shape[2]
     columns = 0 if following is None else following.a.shape[1] * ranks
@@ -87,4 +87,4 @@ def adapted_norm(
         0 if pending.dim() == 2 else len(pending), norm.eps, norm.offset,
     )
     kernel.launch(CLUSTER * num_blocks, 32 * WARPS, arguments, is_dependent=True)
-    return out, residual, sums
+    return out, residual, None if sums is None else Reduced(sums)

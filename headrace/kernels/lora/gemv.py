@@ -14,7 +14,7 @@ import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, wait_for_previous
 from headrace.kernels.linear.triton import gemv_rows, gemv_tile, multiply_rows
-from headrace.kernels.lora import LowRankBank, SlotRows
+from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _gemv_shrink_kernel(
 def linear_shrink(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, bank: LowRankBank, rows: SlotRows, *,
     pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> tuple[torch.Tensor, Reduced] | None:
     """See `LINEAR_SHRINK`."""
     (count, width), outputs = x.shape, weight.shape[0]
     if not 0 < count <= gemv_rows(weight.numel()) or x.stride(1) != 1 or x.dtype != bank.a.dtype:
@@ -69,7 +69,7 @@ def linear_shrink(
         N=outputs, K=width, P=parts, R=ranks, M=count, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
         STAGES=tile.num_stages, HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps, launch_pdl=pdl,
     )
-    return out, sums
+    return out, Reduced(sums)
 
 
 linear_shrink_pdl = partial(linear_shrink, pdl=True)

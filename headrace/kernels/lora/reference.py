@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.linear import Norm
-from headrace.kernels.lora import LowRankBank, SlotRows
+from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
 from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, SILU_MUL
 
 
@@ -30,20 +30,19 @@ def linear_shrink(
     return F.linear(x, weight, bias), shrink(x, bank, rows)
 
 
-def expand(reduced: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
+def expand(reduced: torch.Tensor | Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
     """See `EXPAND`."""
-    sums = reduced.unflatten(1, (len(bank.ends), -1))
     for slot, own in _segments(rows):
-        begin = 0
+        begin, sums = 0, _sums_of(reduced, bank, slot, own)
         for part, (rank, end) in enumerate(zip(_read(bank.ranks[slot]), bank.ends, strict=True)):
             if rank:
-                added = sums[own, part, :rank] @ bank.b[slot, :rank, begin:end].float()
+                added = sums[:, part, :rank] @ bank.b[slot, :rank, begin:end].float()
                 out[:, begin:end].index_add_(0, own, added.to(out.dtype))
             begin = end
 
 
 def expand_gated(
-    reduced: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str
+    reduced: torch.Tensor | Reduced, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
     expand(reduced, x, bank, rows)
@@ -52,7 +51,8 @@ def expand_gated(
 
 
 def expand_add_norm(
-    reduced: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows
+    reduced: torch.Tensor | Reduced, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank,
+    rows: SlotRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `EXPAND_ADD_NORM`."""
     added = x.clone() if x.dim() == 2 else x.sum(0)
@@ -70,6 +70,15 @@ def adapted_norm(
     """See `ADAPTED_NORM`."""
     normed, total = expand_add_norm(shrink(x, bank, rows), pending, residual, norm, bank, rows)
     return normed, total, None if following is None else shrink(normed, following, rows)
+
+
+def _sums_of(reduced: torch.Tensor | Reduced, bank: LowRankBank, slot: int, own: torch.Tensor) -> torch.Tensor:
+    """[n, P, R] float32 of the rows ``own`` [n] of a slot."""
+    parts = bank.a.shape[1:3]
+    if not isinstance(reduced, Reduced):
+        return reduced[own].unflatten(1, parts)
+    assert reduced.is_dense, "by places they are for kernels of a GPU"
+    return reduced.sums.float().sum(0)[own].unflatten(1, (-1, *parts))[:, slot]
 
 
 def _segments(rows: SlotRows) -> list[tuple[int, torch.Tensor]]:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.linear import Norm
-from headrace.kernels.lora import TILE_OUTPUTS, LowRankBank, SlotRows
+from headrace.kernels.lora import TILE_OUTPUTS, LowRankBank, Reduced, SlotRows
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 RANK_CHUNK = 16
@@ -35,12 +35,24 @@ GATED_ROWS, GATED_TILE = 16, 128
 """Rows and gated outputs of a tile, of which a program has gate and up. With 32 rows too few programs run at a time:
 2,048 rows took 151 us, and 256 rows with 16 at a time 14 (H200)."""
 
+NORM_ROWS = ((256, 1), (512, 2), (None, 4))
+"""Most rows of a step, and rows of a program of `expand_add_norm`: measured on an H200."""
+
+
+def norm_rows(count: int) -> int:
+    """Rows of a program of `expand_add_norm`, which reads ``b`` once for all of them."""
+    return next(m for most, m in NORM_ROWS if most is None or count <= most)
+
+
+COUNTS = ["num_blocks", "num_places"]
+"""Not compiled for by value: the head has any number of rows, and a first of its kind would wait for a compilation."""
+
 # Hazard: with dependent launch, what is read before `wait_for_previous` must not come from the kernel in front. Blocks,
 # order, ranks and additions are written when a step begins; several kernels lie between. Programs that end without
 # waiting are safe as long as one of the grid waits, which those of the first block do: a grid has not ended before.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _shrink_kernel(
     x_ptr, a_ptr, ranks_ptr, order_ptr, blocks_ptr, sums_ptr, x_stride, num_blocks, num_places, K: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
@@ -72,13 +84,22 @@ def _shrink_kernel(
 
 
 @triton.jit
+def _sums_at(sums_ptr, sums_stride, rows, places, slot, COLUMNS: tl.constexpr, DENSE: tl.constexpr):
+    """[M, 1] pointers to the sums of `Reduced` of a block's rows, which are ``rows`` [M] and have these ``places``."""
+    if DENSE:
+        return sums_ptr + rows[:, None] * sums_stride + slot * COLUMNS
+    else:
+        return sums_ptr + places[:, None] * sums_stride
+
+
+@triton.jit
 def _add_up(sums_at, has_row, split_stride, SPLITS: tl.constexpr, ROOM: tl.constexpr):
     """[M, RANKS] float32: the partial sums at ``sums_at`` [M, RANKS] and every ``split_stride`` values, in order, all
     loaded at once."""
     splits = tl.arange(0, ROOM)[:, None, None]
     mask = (splits < SPLITS) & has_row[None, :, None]
     sums = tl.load(sums_at[None, :, :] + splits * split_stride, mask=mask, other=0.0)
-    return tl.sum(sums, axis=0)
+    return tl.sum(sums.to(tl.float32), axis=0)
 
 
 @triton.jit
@@ -97,12 +118,12 @@ def _expand_part(
     return added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS[:1])
 def _expand_kernel(
-    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, num_places,
-    num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
-    OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, tiles_ptr, out_ptr, out_stride, num_blocks, split_stride,
+    sums_stride, num_tiles, N: tl.constexpr, P: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ALIGN: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     # outputs begin and end at multiples of ALIGN: only then does a thread read several at a time
     block, tile = tl.program_id(1), tl.program_id(0)
@@ -121,18 +142,19 @@ def _expand_kernel(
             own = out_ptr + rows[:, None] * out_stride + n[None, :]
             own_mask = (m < count)[:, None] & (n < end)[None, :]
             before = tl.load(own, mask=own_mask, other=0.0)
-            sums_at = sums_ptr + (first + m)[:, None] * (P * R) + part * R + r[None, :]
+            sums_at = _sums_at(sums_ptr, sums_stride, rows, first + m, slot, P * R, DENSE) + part * R + r[None, :]
             added = _expand_part(
-                sums_at, b_at, b, rank, m < count, n < end, num_places * P * R, N, RANKS, SPLITS, ROOM, PRECISION
+                sums_at, b_at, b, rank, m < count, n < end, split_stride, N, RANKS, SPLITS, ROOM, PRECISION
             )
             tl.store(own, (before.to(tl.float32) + added).to(before.dtype), mask=own_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS[:1])
 def _expand_gated_kernel(
-    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, num_places,
-    F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
-    SPLITS: tl.constexpr, ROOM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, x_ptr, out_ptr, x_stride, num_blocks, split_stride,
+    sums_stride, F: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
+    GATE: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # gate is part 0 and up part 1 of x [T, 2F]; rows without an adapter are activated, too
     block, begin = tl.program_id(1), tl.program_id(2) * M  # M rows of a block, which may have more
@@ -152,14 +174,16 @@ def _expand_gated_kernel(
         mask = (m < count)[:, None] & inside[None, :]
         gate = tl.load(own, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(own + F, mask=mask, other=0.0).to(tl.float32)
-        sums_at, stride = sums_ptr + (first + m)[:, None] * (2 * R) + r[None, :], num_places * 2 * R
+        sums_at = _sums_at(sums_ptr, sums_stride, rows, first + m, slot, 2 * R, DENSE) + r[None, :]
         if gate_rank > 0:
             gate += _expand_part(
-                sums_at, b_at, gate_b, gate_rank, m < count, inside, stride, 2 * F, RANKS, SPLITS, ROOM, PRECISION
+                sums_at, b_at, gate_b, gate_rank, m < count, inside, split_stride, 2 * F, RANKS, SPLITS, ROOM,
+                PRECISION
             )
         if up_rank > 0:
             up += _expand_part(
-                sums_at + R, b_at + F, up_b, up_rank, m < count, inside, stride, 2 * F, RANKS, SPLITS, ROOM, PRECISION
+                sums_at + R, b_at + F, up_b, up_rank, m < count, inside, split_stride, 2 * F, RANKS, SPLITS, ROOM,
+                PRECISION
             )
         dtype = x_ptr.dtype.element_ty
         # rounded as if stored
@@ -167,42 +191,48 @@ def _expand_gated_kernel(
         tl.store(out_ptr + rows[:, None] * F + n[None, :], gated.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS[:1])
 def _expand_add_norm_kernel(
-    sums_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, slots_ptr, out_ptr, x_stride,
-    partial_stride, residual_stride, num_places, eps, offset, D: tl.constexpr, BLOCK: tl.constexpr,
-    PARTIALS: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr,
-    PDL: tl.constexpr,
+    sums_ptr, x_ptr, residual_ptr, weight_ptr, b_ptr, ranks_ptr, order_ptr, blocks_ptr, out_ptr, x_stride,
+    partial_stride, residual_stride, split_stride, sums_stride, num_blocks, eps, offset, D: tl.constexpr,
+    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, R: tl.constexpr, M: tl.constexpr, RANKS: tl.constexpr,
+    SPLITS: tl.constexpr, DENSE: tl.constexpr, PDL: tl.constexpr,
 ):
-    # A program has one place of `order`, and its row whole, as in `rowwise.triton._add_rms_norm_kernel`.
-    place = tl.program_id(0)
-    row, slot = tl.load(order_ptr + place), tl.load(slots_ptr + place)
-    rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
-    cols, r = tl.arange(0, BLOCK), tl.arange(0, RANKS)
-    inside = cols < D
-    b_at = b_ptr + (slot * R + r)[:, None] * D + cols[None, :]
-    b = tl.load(b_at, mask=(inside & (slot >= 0))[None, :], other=0.0)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
-    wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    residual_at = residual_ptr + row * residual_stride + cols
-    before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, PARTIALS):
-        x += tl.load(x_ptr + split * partial_stride + row * x_stride + cols, mask=inside, other=0.0)
-    if rank > 0:
-        sums_at, has_row = (sums_ptr + place * R + r)[None, :], tl.arange(0, 1) < 1
-        reduced = tl.trans(_add_up(sums_at, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32))
-        x += tl.sum(b.to(tl.float32) * reduced, axis=0)
-        for first_rank in range(RANKS, rank, RANKS):
-            more = tl.load(b_at + first_rank * D, mask=inside[None, :], other=0.0)
-            others = _add_up(sums_at + first_rank, has_row, num_places * R, SPLITS, ROOM).to(b.dtype).to(tl.float32)
-            x += tl.sum(more.to(tl.float32) * tl.trans(others), axis=0)
-    x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
-    total = (x + before).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_at, total, mask=inside)
-    total = total.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(total * total, axis=0) / D + eps)
-    tl.store(out_ptr + row * D + cols, (total * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    # A program has M rows of a block, whole, as in `rowwise.triton._add_rms_norm_kernel`.
+    block, begin = tl.program_id(0), tl.program_id(1) * M
+    slot, count = tl.load(blocks_ptr + block), tl.load(blocks_ptr + 2 * num_blocks + block) - begin
+    first = tl.load(blocks_ptr + num_blocks + block) + begin
+    if (block == 0) | (count > 0):
+        m, cols = tl.arange(0, M), tl.arange(0, BLOCK)
+        inside = cols < D
+        mask = (m < count)[:, None] & inside[None, :]
+        rank = tl.load(ranks_ptr + slot, mask=slot >= 0, other=0)
+        rows = tl.load(order_ptr + first + m, mask=m < count, other=0)
+        b_at = b_ptr + slot * R * D + cols
+        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+        wait_for_previous(PDL)
+        x_at = x_ptr + rows[:, None] * x_stride + cols[None, :]
+        residual_at = residual_ptr + rows[:, None] * residual_stride + cols[None, :]
+        x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+        before = tl.load(residual_at, mask=mask, other=0.0)
+        for split in tl.static_range(1, PARTIALS):
+            x += tl.load(x_at + split * partial_stride, mask=mask, other=0.0)
+        sums_at = _sums_at(sums_ptr, sums_stride, rows, first + m, slot, R, DENSE)
+        for first_rank in range(0, rank, RANKS):
+            for r in tl.static_range(RANKS):
+                b = tl.load(b_at + (first_rank + r) * D, mask=inside, other=0.0)
+                reduced = tl.zeros([M, 1], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    at = sums_at + split * split_stride + first_rank + r
+                    reduced += tl.load(at, mask=(m < count)[:, None], other=0.0).to(tl.float32)
+                x += reduced.to(b.dtype).to(tl.float32) * b.to(tl.float32)[None, :]
+        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
+        total = (x + before.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_at, total, mask=mask)
+        total = total.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(total * total, axis=1) / D + eps)[:, None]
+        out_at = out_ptr + rows[:, None] * D + cols[None, :]
+        tl.store(out_at, (total * rstd * weight[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
@@ -210,13 +240,13 @@ def _options(bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> dict[str, Any]:
     return {"M": rows.block_rows, "RANKS": RANK_CHUNK, "PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
 
 
-def _splits(sums: torch.Tensor) -> dict[str, int]:
-    return {"SPLITS": len(sums), "ROOM": next_power_of_2(len(sums))}
+def _splits(reduced: Reduced) -> dict[str, int]:
+    splits = len(reduced.sums)
+    return {"SPLITS": splits, "ROOM": next_power_of_2(splits), "DENSE": reduced.is_dense}
 
 
-def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> torch.Tensor:
-    """See `SHRINK`; partial sums [splits, T, P * R] float32, by places of ``rows.order``. On ``rows.side`` it runs
-    beside the product: `expand` waits for it."""
+def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> Reduced:
+    """See `SHRINK`. On ``rows.side`` it runs beside the product: `expand` waits for it."""
     if rows.side is None:
         return _shrink(x, bank, rows, pdl=pdl)
     rows.side.wait_stream(torch.cuda.current_stream(x.device))
@@ -232,7 +262,7 @@ def _join(rows: SlotRows, device: torch.device) -> None:
         rows.is_forked = False
 
 
-def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> torch.Tensor:
+def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) -> Reduced:
     _, num_parts, most_ranks, num_inputs = bank.a.shape
     ranks = min(MOST_RANKS, next_power_of_2(num_parts * most_ranks))
     chunks, num_blocks = ceil_div(num_parts * most_ranks, ranks), rows.blocks.shape[1]
@@ -249,50 +279,52 @@ def _shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool) ->
         P=num_parts, R=most_ranks, INPUTS=inputs, STEPS=steps, STAGES=min(stages, max(steps, 1)), num_warps=4,
         **options,
     )
-    return sums
+    return Reduced(sums)
 
 
-def expand(sums: torch.Tensor, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
+def expand(reduced: Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows, *, pdl: bool = False) -> None:
     """See `EXPAND`."""
     _join(rows, out.device)
     num_blocks, num_tiles = rows.blocks.shape[1], bank.tiles.shape[1]
+    sums = reduced.sums
     _expand_kernel[(num_tiles, num_blocks)](
-        sums, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, rows.num_rows,
-        num_tiles, N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS, **_splits(sums),
+        sums, bank.b, bank.ranks, rows.order, rows.blocks, bank.tiles, out, out.stride(0), num_blocks, sums.stride(0),
+        sums.stride(1), num_tiles, N=bank.b.shape[2], P=len(bank.ends), R=bank.b.shape[1], OUTPUTS=TILE_OUTPUTS,
+        **_splits(reduced),
         ALIGN=gcd(TILE_OUTPUTS, *bank.ends), num_warps=WARPS[rows.block_rows], **_options(bank, rows, pdl=pdl),
     )
 
 
 def expand_gated(
-    sums: torch.Tensor, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
+    reduced: Reduced, x: torch.Tensor, bank: LowRankBank, rows: SlotRows, activation: str, *, pdl: bool = False
 ) -> torch.Tensor:
     """See `EXPAND_GATED`."""
     _join(rows, x.device)
-    size, num_blocks = x.shape[1] // 2, rows.blocks.shape[1]
+    size, num_blocks, sums = x.shape[1] // 2, rows.blocks.shape[1], reduced.sums
     out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
     options = _options(bank, rows, pdl=pdl) | {"M": GATED_ROWS}
     _expand_gated_kernel[(ceil_div(size, GATED_TILE), num_blocks, rows.block_rows // GATED_ROWS)](
-        sums, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, rows.num_rows, F=size,
-        R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation], num_warps=WARPS[GATED_ROWS],
-        **_splits(sums), **options,
+        sums, bank.b, bank.ranks, rows.order, rows.blocks, x, out, x.stride(0), num_blocks, sums.stride(0),
+        sums.stride(1), F=size, R=bank.b.shape[1], OUTPUTS=GATED_TILE, GATE=GATES[activation],
+        num_warps=WARPS[GATED_ROWS], **_splits(reduced), **options,
     )
     return out
 
 
 def expand_add_norm(
-    sums: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows, *,
+    reduced: Reduced, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bank: LowRankBank, rows: SlotRows, *,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `EXPAND_ADD_NORM`; writes the new residual in place."""
     _join(rows, x.device)
-    count, width = residual.shape
+    (count, width), sums, num_blocks = residual.shape, reduced.sums, rows.blocks.shape[1]
     out = torch.empty((count, width), dtype=residual.dtype, device=x.device)
-    block = next_power_of_2(width)
-    _expand_add_norm_kernel[(count,)](
-        sums, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.slots, out, x.stride(-2), x.stride(0),
-        residual.stride(0), count, norm.eps, norm.offset, D=width, BLOCK=block,
-        PARTIALS=1 if x.dim() == 2 else len(x), R=bank.b.shape[1], RANKS=RANK_CHUNK, PDL=pdl,
-        num_warps=min(16, max(1, block // 256)), launch_pdl=pdl, **_splits(sums),
+    block, m = next_power_of_2(width), norm_rows(count)
+    _expand_add_norm_kernel[(num_blocks, ceil_div(min(rows.block_rows, count), m))](
+        sums, x, residual, norm.weight, bank.b, bank.ranks, rows.order, rows.blocks, out, x.stride(-2), x.stride(0),
+        residual.stride(0), sums.stride(0), sums.stride(1), num_blocks, norm.eps, norm.offset, D=width, BLOCK=block,
+        PARTIALS=1 if x.dim() == 2 else len(x), R=bank.b.shape[1], M=m, RANKS=RANK_CHUNK, SPLITS=len(sums),
+        DENSE=reduced.is_dense, PDL=pdl, num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
     )
     return out, residual
 

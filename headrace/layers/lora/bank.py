@@ -6,16 +6,14 @@ rank's share of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from headrace.base.errors import UnsupportedFeature
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
     ADAPTED_NORM,
@@ -25,6 +23,7 @@ from headrace.kernels.lora import (
     LINEAR_SHRINK,
     SHRINK,
     LowRankBank,
+    Reduced,
     SlotRows,
     chains_norm,
     fits_norm,
@@ -32,75 +31,12 @@ from headrace.kernels.lora import (
 )
 from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.layers.lora.contract import AdaptedPart, SiteKind
-from headrace.layers.quantization.storage import StorableLayer, plain_weight
+from headrace.layers.lora.extended import ExtendedWeight
+from headrace.layers.lora.extras import Extras, ExtrasMaker
+from headrace.layers.lora.parts import RANK_STEP, TENSORS, BankSizes, LoadBytes, PreparedPart, refuse
+from headrace.layers.quantization.storage import StorableLayer
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share
-
-TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
-"""Those of a `PreparedPart`."""
-ALIGNMENT = 64
-"""Bytes, of tensors in one buffer."""
-
-MEASURED, MEASURED_COPIES = 2**24, 3
-"""Bytes of a weight's rows in float32 whose norms are computed at a time, and how many such tensors there are."""
-
-RANK_STEP = 16
-"""Ranks are padded to multiples of this with zeros, for tensor cores."""
-
-
-@dataclass(frozen=True)
-class BankSizes:
-    """How many adapters there is room for on the device, and of which rank at most. ``dtype``: of low-rank additions,
-    where it is not that of weights."""
-
-    num_slots: int
-    max_rank: int
-    dtype: torch.dtype | None = None
-
-
-@dataclass(slots=True)
-class PreparedPart:
-    """An `AdaptedPart` in host memory as a rank copies it to one part of its bank: ``a`` [r, I] and ``b`` [r, O of the
-    part], with the scale multiplied in; ``b`` is float32 where a magnitude is still to be. ``start``: the first of its
-    outputs. The others are as in `AdaptedPart`, narrowed to this rank."""
-
-    index: int
-    start: int
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    magnitude: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    token_ids: torch.Tensor | None = None
-    token_rows: torch.Tensor | None = None
-
-    @property
-    def has_extras(self) -> bool:
-        """Whether it is more than a low-rank addition."""
-        return any(
-            tensor is not None for tensor in (self.magnitude, self.bias, self.weight, self.token_ids)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBytes:
-    """Bytes of the device that loading an adapter takes: ``kept`` ones, and those given back when it is loaded."""
-
-    kept: int = 0
-    passing: int = 0
-
-
-@dataclass(slots=True)
-class Extras:
-    """What an adapter does to a product besides its low-rank addition, applied before that: replace the ``weight``
-    [O', I] of outputs from ``start`` on, multiply outputs by ``gain`` [O] and add ``shift`` [O]; and replace outputs
-    ``token_ids`` [n] by products with ``token_rows`` [n, I]."""
-
-    gain: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-    weights: Sequence[tuple[int, torch.Tensor]] = ()
-    token_ids: torch.Tensor | None = None
-    token_rows: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -158,13 +94,12 @@ class LinearBank(AdapterBank):
         bias: nn.Parameter | None = None
     ):
         super().__init__()
-        # in lists: they are no submodule and no parameter of the bank
-        self._layers, self._biases, self._group, self._find_rows = [layer], [bias], group, find_rows
+        self._group, self._find_rows = group, find_rows
         self.shares, self.columns, self.part_names = dict(shares), columns, frozenset(shares)
         weight, widths = layer.weight, [share.length for share in shares.values()]
         self._weight_dtype, dtype = weight.dtype, sizes.dtype or weight.dtype
         self.ends = tuple(accumulate(widths))
-        padded = -(-sizes.max_rank // RANK_STEP) * RANK_STEP
+        padded = sizes.padded_rank
 
         def make(*shape: int, dtype: torch.dtype = dtype) -> nn.Buffer:
             return nn.Buffer(torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
@@ -179,6 +114,8 @@ class LinearBank(AdapterBank):
         self._used: set[int] = set()  # slots with a low-rank addition
         self._slot_ranks: dict[int, list[int]] = {}  # what ``ranks`` says of slots that were ever used
         self._tensors: LowRankBank | None = None
+        self.extended: ExtendedWeight | None = None
+        self._extras_maker = ExtrasMaker(layer, bias, group, (self.ends[-1], columns.length))
         self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
         self._expand_gated = choose_fused(EXPAND_GATED, query)
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
@@ -199,7 +136,8 @@ class LinearBank(AdapterBank):
         """The buffers, for kernels."""
         known = self._tensors
         if known is None or known.a is not self.a:  # buffers are replaced when the model moves to another device
-            known = self._tensors = LowRankBank(self.a, self.b, self.ranks, self.ends, self.tiles)
+            extended = None if self.extended is None else self.extended.find(self.a)
+            known = self._tensors = LowRankBank(self.a, self.b, self.ranks, self.ends, self.tiles, extended)
         return known
 
     @property
@@ -212,9 +150,10 @@ class LinearBank(AdapterBank):
         """Whether what adapters add to gate and up is fused with the activation."""
         return self._expand_gated is not None and len(self.ends) == 2
 
-    def fuses_norms(self, num_rows: int) -> bool:
-        """Whether what adapters add to so many rows is fused with the norm behind it."""
-        return self._expand_add_norm is not None and self._is_plain and fits_norm(num_rows)
+    def fuses_norm(self, begun: Adaptation) -> bool:
+        """Whether what adapters add is fused with the norm behind it."""
+        is_dense = isinstance(begun.reduced, Reduced) and begun.reduced.is_dense
+        return self._expand_add_norm is not None and self._is_plain and (is_dense or fits_norm(len(begun.x)))
 
     @property
     def _is_plain(self) -> bool:
@@ -270,7 +209,7 @@ class LinearBank(AdapterBank):
         self._extras.pop(slot, None)
         self._used.discard(slot)
         ranks = [0] * len(self.ends)
-        extras = self._make_extras(parts) if any(part.has_extras for part in parts) else None
+        extras = self._extras_maker.make(parts, self.b.device) if any(part.has_extras for part in parts) else None
         if extras is not None:
             self._extras[slot] = extras
         for part in parts:
@@ -316,13 +255,21 @@ class LinearBank(AdapterBank):
         return None if found is None else (found[0], found[1], Adaptation(found[0], begun.rows, found[2]))
 
     def multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_wide: bool,
+        is_pending: bool = False,
     ) -> tuple[Adaptation, torch.Tensor] | None:
-        """`begin` and the product [T, O] with a plain weight, in one kernel; None where that is not faster."""
-        rows = None if self._linear_shrink is None else self._find_rows()
-        if self._linear_shrink is None or rows is None or rows.num_rows != len(x):
+        """`begin` and the product [T, O] with a plain weight, in one kernel; None where that is not faster.
+        ``is_wide``: rows of the product may be apart in memory; ``is_pending``: and partial sums [S, T, O] of it will
+        do."""
+        rows = self._find_rows()
+        if rows is None or rows.num_rows != len(x):
             return None
-        found = self._linear_shrink(x, weight, bias, self.tensors, rows)
+        tensors = self.tensors
+        found = None if self._linear_shrink is None else self._linear_shrink(x, weight, bias, tensors, rows)
+        if found is None and is_wide and rows.num_dense and self.extended is not None and tensors.extended is not None:
+            num_more = rows.num_dense * tensors.slot_rows
+            takes_sums = is_pending and self.is_low_rank
+            found = self.extended.multiply(x, bias, tensors.extended, num_more, is_pending=takes_sums)
         return None if found is None else (Adaptation(x, rows, found[1]), found[0])
 
     def finish(self, begun: Adaptation | None, out: torch.Tensor) -> torch.Tensor:
@@ -345,7 +292,7 @@ class LinearBank(AdapterBank):
         self, begun: Adaptation, out: torch.Tensor, stream: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `ADD_RMS_NORM` of the product ``out`` [T, D] or [S, T, D] with what adapters add; where it
-        `fuses_norms`, or `begin` left it to this; None, with nothing changed, where that is not one kernel."""
+        `fuses_norm`, or `begin` left it to this; None, with nothing changed, where that is not one kernel."""
         if begun.reduced is None:
             chained = self._adapted_norm and self._adapted_norm(
                 begun.x, out, stream, norm, self.tensors, None, begun.rows
@@ -361,87 +308,11 @@ class LinearBank(AdapterBank):
         for slot, first, count in begun.rows.segments if self._extras else ():
             if (extras := self._extras.get(slot)) is not None:
                 own = begun.rows.order[first : first + count]
-                self._apply_extras(extras, begun.x.index_select(0, own), out, own)
-
-    def _apply_extras(self, extras: Extras, x: torch.Tensor, out: torch.Tensor, own: torch.Tensor) -> None:
-        """``x`` [n, I] are the rows ``own`` [n] of the product's input."""
-        base = out.index_select(0, own)
-        for start, weight in extras.weights:
-            base[:, start : start + len(weight)] = F.linear(x.to(weight.dtype), weight)
-        if extras.gain is not None:
-            base.mul_(extras.gain)
-        if extras.shift is not None:
-            base.add_(extras.shift)
-        if extras.token_ids is not None and extras.token_rows is not None:
-            base[:, extras.token_ids] = F.linear(x.to(extras.token_rows.dtype), extras.token_rows).to(base.dtype)
-        out.index_copy_(0, own, base)
-
-    def _base_weight(self) -> torch.Tensor:
-        """This rank's weight as the checkpoint has it, [O, I]: the parameter, or a copy in float32."""
-        layer = self._layers[0]
-        weight = plain_weight(layer)
-        if weight is not None:
-            return weight.detach()
-        assert layer.stored is not None
-        return layer.stored.unpack(torch.float32)
+                extras.apply(begun.x.index_select(0, own), out, own)
 
     def count_bytes(self, parts: Sequence[PreparedPart]) -> LoadBytes:
         """See `AdapterBank`."""
-        kept = sum(tensor.nbytes for part in parts for tensor in (part.weight, part.token_rows) if tensor is not None)
-        scaled = [part for part in parts if part.magnitude is not None]
-        if not scaled:
-            return LoadBytes(kept)
-        is_plain = plain_weight(self._layers[0]) is not None
-        whole = 0 if is_plain else 4 * self.ends[-1] * self.columns.length
-        return LoadBytes(kept + 4 * self.ends[-1], whole + MEASURED * MEASURED_COPIES)
-
-    def _make_extras(self, parts: Sequence[PreparedPart]) -> Extras:
-        device, extras = self.b.device, Extras()
-        for part in parts:
-            if part.weight is not None:
-                extras.weights = [*extras.weights, (part.start, part.weight.to(device))]
-            if part.token_ids is not None and part.token_rows is not None:
-                extras.token_ids, extras.token_rows = part.token_ids.to(device), part.token_rows.to(device)
-        scaled = [part for part in parts if part.magnitude is not None]
-        if scaled:
-            extras.gain = torch.ones(self.ends[-1], device=device)
-            weight = self._base_weight()
-            for part in scaled:
-                assert part.magnitude is not None
-                stop = part.start + len(part.magnitude)
-                norms = self._measure(part, weight[part.start : stop])
-                extras.gain[part.start : stop] = part.magnitude.to(device) / norms
-        extras.shift = self._make_shift(parts, extras)
-        return extras
-
-    def _measure(self, part: PreparedPart, weight: torch.Tensor) -> torch.Tensor:
-        """Norms [O'] float32 of the rows of ``weight`` [O', I] with the part's addition; some rows at a time."""
-        squares, step = [], max(1, MEASURED // (4 * weight.shape[1]))
-        for first in range(0, len(weight), step):
-            rows = weight[first : first + step].float()
-            if part.a is not None and part.b is not None:
-                b = part.b[:, first : first + step].to(weight.device)
-                rows = torch.addmm(rows, b.t(), part.a.to(weight.device).float())
-            squares.append(rows.square().sum(1))
-        found = torch.cat(squares)
-        return (found if self._group is None else self._group.all_reduce(found)).sqrt()
-
-    def _make_shift(self, parts: Sequence[PreparedPart], extras: Extras) -> torch.Tensor | None:
-        """What makes of the base's bias, which is scaled with its output, the adapter's. Products of weights that are
-        replaced come without a bias."""
-        bias, device = self._biases[0], self.b.device
-        is_first = self._group is None or self._group.rank == 0
-        if not is_first or (bias is None and all(part.bias is None for part in parts)):
-            return None
-        before = torch.zeros(self.ends[-1], device=device) if bias is None else bias.detach().float()
-        after = before.clone()
-        before = before.clone()
-        for part in parts:
-            if part.weight is not None:
-                before[part.start : part.start + len(part.weight)] = 0.0
-            if part.bias is not None:
-                after[part.start : part.start + len(part.bias)] = part.bias.to(device)
-        return after - (before if extras.gain is None else before * extras.gain)
+        return self._extras_maker.count_bytes(parts)
 
 
 class HeadBank(LinearBank):
@@ -460,17 +331,3 @@ def _keep(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
     return tensor if beside.is_cuda else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def gather_parts(parts: Iterable[PreparedPart], *, is_pinned: bool) -> None:
-    """Move the tensors of an adapter's parts into one buffer, which with ``is_pinned`` a GPU copies from: pinning
-    hundreds of them one by one takes longer than reading their file."""
-    owned = [(part, name, tensor) for part in parts for name in TENSORS if (tensor := getattr(part, name)) is not None]
-    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in owned)]
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
-    for (part, name, tensor), start in zip(owned, starts, strict=False):
-        place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        setattr(part, name, place.copy_(tensor))
-
-
-def refuse(module: str, what: str, fix: str) -> UnsupportedFeature:
-    """The error for a part of an adapter that a layer cannot take."""
-    return UnsupportedFeature(f"the adapter has {what} for {module}, which is not served; {fix}", param="lora_path")

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import AdapterBank, PreparedPart, refuse
+from headrace.layers.lora.bank import AdapterBank
 from headrace.layers.lora.contract import AdaptedPart
+from headrace.layers.lora.parts import PreparedPart, refuse
 
 
 @dataclass(slots=True)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import AdapterBank, LoadBytes, PreparedPart, gather_parts
+from headrace.layers.lora.bank import AdapterBank
 from headrace.layers.lora.contract import AdapterSite, AdapterSites, AdapterWeights
+from headrace.layers.lora.parts import BankSizes, LoadBytes, PreparedPart, gather_parts
 
 PreparedAdapter = dict[str, list[PreparedPart]]
 """An adapter in host memory as this rank's banks copy it, by module."""
@@ -51,12 +52,19 @@ class OutputContext(Protocol):
 
 
 class AdapterBanks:
-    """All banks of a model, and its ``sites``; ``context``: of its steps."""
+    """All banks of a model, of these ``sizes``, and its ``sites``; ``context``: of its steps."""
 
-    def __init__(self, model: nn.Module, sites: AdapterSites, num_slots: int, context: OutputContext):
+    def __init__(self, model: nn.Module, sites: AdapterSites, sizes: BankSizes, context: OutputContext):
         self._banks = find_banks(model)
-        self.sites, self.num_slots, self.context = sites, num_slots, context
+        self.sites, self.context = sites, context
+        self.num_slots, self.num_dense = sizes.num_slots, sizes.num_dense
         self._by_slot: dict[int, set[str]] = {}  # modules that the adapter in a slot changes
+
+    @property
+    def num_captured(self) -> int:
+        """Kinds of captured steps with adapters: those whose adapters are all in the first ``num_dense`` slots, and
+        others, if there are."""
+        return 1 if self.num_dense == self.num_slots else 2
 
     def prepare(self, adapter: AdapterWeights) -> PreparedAdapter:
         """What an adapter needs here; on any thread. Raises `UnsupportedFeature`."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from headrace.layers.lora.bank import AdapterBank, PreparedPart, refuse
+from headrace.layers.lora.bank import AdapterBank
 from headrace.layers.lora.contract import AdaptedPart
+from headrace.layers.lora.parts import PreparedPart, refuse
 from headrace.parallel.share import Share
 
 

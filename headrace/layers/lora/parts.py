@@ -1,0 +1,94 @@
+"""What an adapter has for a layer in host memory, as a rank copies it to the device, and how much room there is for it.
+
+r rank, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from headrace.base.errors import UnsupportedFeature
+
+TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
+"""Those of a `PreparedPart`."""
+ALIGNMENT = 64
+"""Bytes, of tensors in one buffer."""
+
+RANK_STEP = 16
+"""Ranks are padded to multiples of this with zeros, for tensor cores."""
+
+DENSE_RANKS = 128
+"""Of all adapters together, with which each row is multiplied in the launch of the base's product: an eighth to a
+thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles that would be empty otherwise."""
+
+
+@dataclass(frozen=True)
+class BankSizes:
+    """How many adapters there is room for on the device, and of which rank at most. ``dtype``: of low-rank additions,
+    where it is not that of weights."""
+
+    num_slots: int
+    max_rank: int
+    dtype: torch.dtype | None = None
+
+    @property
+    def padded_rank(self) -> int:
+        """Ranks of a part in a slot."""
+        return -(-self.max_rank // RANK_STEP) * RANK_STEP
+
+    @property
+    def num_dense(self) -> int:
+        """Of a product over the ``a`` of the first slots, the most of these: see `SlotRows.num_dense`."""
+        return min(self.num_slots, max(1, DENSE_RANKS // self.padded_rank))
+
+
+@dataclass(slots=True)
+class PreparedPart:
+    """An `AdaptedPart` in host memory as a rank copies it to one part of its bank: ``a`` [r, I] and ``b`` [r, O of the
+    part], with the scale multiplied in; ``b`` is float32 where a magnitude is still to be. ``start``: the first of its
+    outputs. The others are as in `AdaptedPart`, narrowed to this rank."""
+
+    index: int
+    start: int
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+    token_rows: torch.Tensor | None = None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether it is more than a low-rank addition."""
+        return any(
+            tensor is not None for tensor in (self.magnitude, self.bias, self.weight, self.token_ids)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBytes:
+    """Bytes of the device that loading an adapter takes: ``kept`` ones, and those given back when it is loaded."""
+
+    kept: int = 0
+    passing: int = 0
+
+
+def gather_parts(parts: Iterable[PreparedPart], *, is_pinned: bool) -> None:
+    """Move the tensors of an adapter's parts into one buffer, which with ``is_pinned`` a GPU copies from: pinning
+    hundreds of them one by one takes longer than reading their file."""
+    owned = [(part, name, tensor) for part in parts for name in TENSORS if (tensor := getattr(part, name)) is not None]
+    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in owned)]
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
+    for (part, name, tensor), start in zip(owned, starts, strict=False):
+        place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        setattr(part, name, place.copy_(tensor))
+
+
+def refuse(module: str, what: str, fix: str) -> UnsupportedFeature:
+    """The error for a part of an adapter that a layer cannot take."""
+    return UnsupportedFeature(f"the adapter has {what} for {module}, which is not served; {fix}", param="lora_path")
