@@ -19,6 +19,7 @@ from headrace.base.config import engine_config
 from headrace.base.media import LEVELS, NUM_LEVELS, MediaArray, MediaItem, MediaPlace, digest_of
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.layers.media import finish
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 
@@ -83,11 +84,11 @@ def time_encoder(engine: Engine, count: int, num_tokens: int) -> float:
     items = [item for _ in range(count) for item in model.media.example(num_tokens)]
     with torch.inference_mode():
         for _ in range(2):
-            model.media.encode(items)
+            finish(model.media.encode(items))
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(5):
-            model.media.encode(items)
+            finish(model.media.encode(items))
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) / 5
 

@@ -62,11 +62,16 @@ class MediaUse(msgspec.Struct, frozen=True, array_like=True):
 
 class MediaPlan(msgspec.Struct, frozen=True, array_like=True):
     """What a step does with media: ``encodes`` are computed before the spans; ``uses`` says which encoder outputs these
-    take; ``drops`` are keys of outputs that are forgotten after the step."""
+    take; ``drops`` are keys of outputs that are forgotten after the step.
+
+    ``begun`` are encoded together over several steps, one batch at a time; of the batch under way the step computes
+    ``num_pieces`` of `MediaFacts.num_pieces`, before ``encodes``. Its outputs are there with the last piece."""
 
     encodes: list[Encode] = []
     uses: list[MediaUse] = []
     drops: list[int] = []
+    begun: list[Encode] = []
+    num_pieces: int = 0
 
 
 class RowDraft(msgspec.Struct, frozen=True, array_like=True):

@@ -122,7 +122,7 @@ class Assembly:
         if not self.has_graphs:
             return 0
         sizes, model = self.graph_sizes(), self.loaded.model
-        num_graphs = len(sizes) * (1 if model.adapters is None else 2)
+        num_graphs = len(sizes) * (1 if model.adapters is None else 1 + model.adapters.num_captured)
         num_graphs += len(sizes.with_media) if model.media is not None and model.media.captured is not None else 0
         return captured + num_graphs * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 

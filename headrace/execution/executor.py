@@ -32,6 +32,7 @@ from headrace.execution.loading import LoadedModel, Progress, read_facts
 from headrace.execution.profiling import Profiler
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner
+from headrace.execution.sketch import kernels_ahead
 from headrace.execution.sleep import DeviceModel, sweep
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
@@ -264,15 +265,16 @@ def _build_on(
     threads = set_threads(config.device.threads, place.count)
     config = resolve_for_device(config, device.type)
     start_triton(device)
-    loaded = load_with_draft(config, device, progress, ranks)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what quantising weights has left over is of no use for steps
-    _log_memory("weights", device)
-    assembly = _agree_on_backends(Assembly.of(_fit_steps(config, loaded), loaded, device))
-    config = assembly.config
-    progress("running the largest steps", 0.8)
-    with ranks.muted():
-        measured = prepare_steps(assembly)
+    with kernels_ahead(config, device, ranks, assemble := partial(_assemble, config, device)):
+        loaded = load_with_draft(config, device, progress, ranks)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what quantising weights has left over is of no use for steps
+        _log_memory("weights", device)
+        assembly = assemble(loaded)
+        config = assembly.config
+        progress("running the largest steps", 0.8)
+        with ranks.muted():
+            measured = prepare_steps(assembly)
     _log_memory("the largest steps", device)
     progress("sizing the KV cache", 0.85)
     reserve = assembly.graph_reserve(measured.captured) + _release_measured(config, device, measured)
@@ -324,6 +326,10 @@ def _release_measured(config: EngineConfig, device: torch.device, measured: Step
         return 0
     torch.cuda.empty_cache()
     return measured.largest
+
+
+def _assemble(config: EngineConfig, device: torch.device, loaded: LoadedModel) -> Assembly:
+    return _agree_on_backends(Assembly.of(_fit_steps(config, loaded), loaded, device))
 
 
 def _agree_on_backends(assembly: Assembly) -> Assembly:

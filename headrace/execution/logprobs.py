@@ -15,8 +15,9 @@ from headrace.base.sampling import ALL_LOGPROBS, SamplingSpec
 from headrace.base.step import TokenLogprobs
 from headrace.execution.rows import WANTS_PROMPT_LOGPROBS, OutputsOf, Rows
 from headrace.execution.step import StepShape
-from headrace.execution.upload import Upload, to_host
+from headrace.execution.upload import Upload
 from headrace.layers.model import ServedModel
+from headrace.memory.copies import to_host
 
 SLICE_POSITIONS = 256
 """Prompt positions whose logits [n, V] are computed at a time: all of a long prompt's would take gigabytes."""

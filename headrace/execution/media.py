@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from headrace.base.media import MediaPlace
-from headrace.base.step import Encode, MediaUse, RowStart
+from headrace.base.step import Encode, MediaPlan, MediaUse, RowStart
 from headrace.execution.rows import HAS_MEDIA, HAS_ROPE_OFFSET, Rows
 from headrace.execution.step import Step, StepFeature, StepShape
-from headrace.execution.upload import Upload, copy_to_device
+from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import MediaBlock
 from headrace.layers.batch import ForwardBatch, MediaVectors
-from headrace.layers.media import CapturedVectors, EncoderInput
+from headrace.layers.media import CapturedVectors, EncoderInput, InPieces, finish
 from headrace.layers.model import ServedModel
+from headrace.memory.copies import copy_to_device
 
 
 class StaticMedia:
@@ -38,6 +39,24 @@ class StaticMedia:
             self.mask.index_fill_(0, indices, True)
 
 
+class _Batch:
+    """Media that are encoded over several steps; see `MediaPlan`."""
+
+    def __init__(self, encodes: list[Encode], pieces: InPieces[list[torch.Tensor]]):
+        self.encodes, self._pieces = encodes, pieces
+        self.outputs: list[torch.Tensor] = []
+
+    def advance(self, num_pieces: int) -> bool:
+        """Compute so many pieces; returns whether these were the last."""
+        for _ in range(num_pieces):
+            try:
+                next(self._pieces)
+            except StopIteration as end:
+                self.outputs = end.value
+                return True
+        return False
+
+
 class MediaState:
     """State of one runner. ``offsets`` [max_rows + 1] int64 is added to positions of output tokens to find what these
     are rotated by; None for models whose tokens have one position each."""
@@ -51,6 +70,7 @@ class MediaState:
         self._positions: dict[int, np.ndarray] = {}  # by row, [3, prompt_len + 1], of rows with media
         self._places: dict[int, list[MediaPlace]] = {}
         self._static: StaticMedia | None = None
+        self._batch: _Batch | None = None
         self.offsets: torch.Tensor | None = None
         if self._rope_length:
             self.offsets = torch.zeros(rows.tensors.last_token.shape[0], dtype=torch.int64, device=device)
@@ -81,13 +101,23 @@ class MediaState:
         if "offset_rows" in sent and self.offsets is not None:
             self.offsets.index_copy_(0, sent["offset_rows"], sent["offsets_of_rows"])
 
-    def encode(self, encodes: list[Encode]) -> None:
-        """Compute encoder outputs, all in one call."""
-        if not encodes:
-            return
+    def encode(self, plan: MediaPlan) -> None:
+        """Compute pieces of the batch under way, then what is encoded whole, all in one call."""
+        if plan.begun:
+            assert self._batch is None, "one batch at a time"
+            self._batch = _Batch(plan.begun, self._start(plan.begun))
+        if self._batch is not None and self._batch.advance(plan.num_pieces):
+            self._keep(self._batch.encodes, self._batch.outputs)
+            self._batch = None
+        if plan.encodes:
+            self._keep(plan.encodes, finish(self._start(plan.encodes)))
+
+    def _start(self, encodes: list[Encode]) -> InPieces[list[torch.Tensor]]:
         assert self._model is not None, "media for a model that takes text alone"
-        items = [EncoderInput(each.item.place, self._send(each)) for each in encodes]
-        for each, vectors in zip(encodes, self._model.encode(items), strict=True):
+        return self._model.encode([EncoderInput(each.item.place, self._send(each)) for each in encodes])
+
+    def _keep(self, encodes: list[Encode], outputs: list[torch.Tensor]) -> None:
+        for each, vectors in zip(encodes, outputs, strict=True):
             assert len(vectors) == each.item.place.num_tokens, "as many vectors as placeholders"
             self._outputs[each.key] = vectors.clone()  # a view would keep the outputs of the whole call alive
 
@@ -103,8 +133,9 @@ class MediaState:
             self._outputs.pop(key, None)
 
     def reset(self) -> None:
-        """Forget all outputs."""
+        """Forget all outputs, and what is under way."""
         self._outputs.clear()
+        self._batch = None
 
     def pack(self, step: Step, upload: Upload) -> None:
         """Add the places of placeholders, and the positions of a step with rows with media."""
@@ -155,8 +186,10 @@ class MediaState:
         """What tokens at ``positions`` [T] of ``rows`` [T] are rotated by, outside of prompts with media."""
         if self.offsets is None:
             return None
+        # Offsets are below 0, and those of output are no positions of the prompt before it. What is found for the
+        # latter is not used, but stays as padding of later captured steps, which read the table there.
         found = positions + self.offsets.index_select(0, rows)
-        return found.clamp_(max=self._rope_length - 1)
+        return found.clamp_(0, self._rope_length - 1)
 
     def _find(self, step: Step) -> list[tuple[np.ndarray, list[tuple[int, int, int]]]]:
         """Of each use: the tokens of the step that are placeholders, and the slices ``(key, begin, end)`` of vectors

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 from headrace.execution.rows import IS_POOLED, OutputsOf, Rows
 from headrace.execution.step import StepShape
-from headrace.execution.upload import Upload, to_host
+from headrace.execution.upload import Upload
 from headrace.layers.batch import AlignedTexts
 from headrace.layers.model import ServedModel
 from headrace.layers.pooling import PoolingHead
+from headrace.memory.copies import to_host
 
 MEDIAN_WIDTH = 7
 """Positions whose median is taken."""
@@ -130,8 +131,6 @@ class Pooler:
 
     def _align(self, batch: PoolBatch, aligned: AlignedTexts) -> list[PooledRows]:
         """Attention to sound of rows that end in this step; what earlier chunks have is kept until then."""
-        flags = self._rows.flags_np
-        self._weights = {row: kept for row, kept in self._weights.items() if flags[row] & IS_POOLED}
         found = []
         for (row, is_first, is_last), alignment, weights in zip(
             batch.aligned, aligned.alignments, aligned.weights, strict=True
@@ -144,6 +143,10 @@ class Pooler:
                 matrix = weigh_sound(torch.cat(self._weights.pop(row), dim=1)[:, -count:, : alignment.num_positions])
                 found.append(self._send(np.array([row]), matrix.view(1, -1), None))
         return found
+
+    def release(self, row: int) -> None:
+        """The row was given back, maybe before its text had ended."""
+        self._weights.pop(row, None)
 
     def _reduce(self, batch: PoolBatch, hidden: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """[P, D] float32: each span's hidden states reduced to one, with those of its text's earlier spans; kept for

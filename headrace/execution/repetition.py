@@ -14,8 +14,9 @@ import torch
 
 from headrace.base.sampling import DryPenalty
 from headrace.execution.rows import RowTokens
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload
 from headrace.kernels.sample.reference import uniform
+from headrace.memory.copies import to_device
 
 REACH = 64
 """Tokens by which a match may exceed the allowed length. Longer ones count as that long: the penalty grows

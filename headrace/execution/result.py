@@ -15,8 +15,8 @@ from headrace.base.step import Arrival, PromptLogprobs, RowDraft, StepResult
 from headrace.execution.logprobs import Logprobs, PromptSpan
 from headrace.execution.pooling import PooledRows
 from headrace.execution.sampling import MESSAGES, SampleBatch, Sampled
-from headrace.execution.upload import to_host
 from headrace.kernels.sample import NOT_FINITE, NOTHING_ALLOWED, OK
+from headrace.memory.copies import to_host
 
 MOVES_WAIT_S = 0.001
 """How long a step without spans waits for a page move to end."""

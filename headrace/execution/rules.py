@@ -18,7 +18,8 @@ from headrace.base.sampling import LogitRules, Penalties, SamplingSpec, Thinking
 from headrace.execution.repetition import DryState, exclude_top_choices
 from headrace.execution.rows import RowTokens
 from headrace.execution.timestamps import TimestampState
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload
+from headrace.memory.copies import to_device
 
 NO_TOKEN = -1
 """Stands for any token in a bad word's prefix and for no token in a row's history: no id is negative."""

@@ -120,6 +120,8 @@ class Runner:
         self._apply_rows(plan, upload)
         if not plan.rows:
             self._apply_pages(upload.send(self._device))
+            self._media.encode(plan.media)
+            self._media.drop(plan.media.drops)
             if any(plan.replica_tokens):
                 self._model.take_part(plan.replica_tokens)
             return PendingSample(plan.step_id)
@@ -145,7 +147,7 @@ class Runner:
             self._rows.take_known(sent["known"].view(3, -1))
         if plan.drafts:
             self._rows.place_drafts(sent["guesses"], len(plan.drafts))
-        self._media.encode(plan.media.encodes)
+        self._media.encode(plan.media)
         output = launch(sent)
         self.swaps.fetch()
         for load in later:
@@ -179,6 +181,8 @@ class Runner:
     def detach(self) -> None:
         """Unbind the pools from the model, which may get another runner. This one cannot be used afterwards. Graphs go
         too: they hold addresses of the pools, and their own memory."""
+        if self.adapters is not None:
+            self.adapters.wait()
         self._model.bind_cache([None] * self._num_layers, [None] * self._num_layers)
         if self._proposer is not None:
             draft, self._proposer = self._proposer.draft, None
@@ -265,6 +269,7 @@ class Runner:
     def _release(self, row: int) -> None:
         self._rows.release(row)
         self._sampler.release(row)
+        self._pooler.release(row)
         if self._grammars is not None:
             self._grammars.release(row)
 

@@ -21,6 +21,7 @@ from headrace.memory.peer_lane import PeerLane
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
 from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
 from headrace.memory.storage.checked import CheckedStore
+from headrace.memory.storage.isolated import IsolatedStore
 from headrace.memory.storage.lane import StorageLane
 from headrace.memory.transfer.contract import Region, load_backend
 from headrace.memory.transfer.device_region import read_region_bytes
@@ -140,7 +141,7 @@ def open_stores(model: DeviceModel) -> list[PageStore]:
             known = ", ".join(entry.name for entry in PAGE_STORES if entry.name != "disk") or "none is installed"
             raise ConfigError(f"there is no remote store {name!r}; known: {known}", param="remote_cache")
         options = StoreOptions(place, num_places, config=config.cache.remote_options)
-        stores.append(CheckedStore(PAGE_STORES.load(name)(options)))
+        stores.append(CheckedStore(IsolatedStore(name, options)))
     return stores
 
 

@@ -9,7 +9,8 @@ import torch
 
 from headrace.base.sampling import TimestampRules
 from headrace.execution.rows import RowTokens
-from headrace.execution.upload import Upload, to_device
+from headrace.execution.upload import Upload
+from headrace.memory.copies import to_device
 
 NOTHING = -1
 """In place of a token that is not there."""

@@ -1,6 +1,6 @@
 """One copy from host to device per step: small integer and float arrays, packed.
 
-Refuses: waiting. On a GPU the packed array is pinned (torch's host allocator reuses it once the copy is done).
+Refuses: waiting.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from headrace.memory.copies import to_device
 
 
 class Upload:
@@ -37,27 +39,3 @@ class Upload:
         ):
             sent[name] = part.view(torch.float64) if array.dtype == np.float64 else part
         return sent
-
-
-def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The array on the device, copied asynchronously; on a CPU it shares memory with ``array``."""
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of an array, which may be read-only, on the device; it does not wait for the device."""
-    if device.type == "cpu":
-        return torch.from_numpy(array.copy())
-    staged = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, pin_memory=True)
-    np.copyto(np.asarray(staged), array)
-    return staged.to(device, non_blocking=True)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, readable once the device has passed this point of the stream (record an event behind it);
-    on a CPU the tensor itself."""
-    if tensor.is_cpu:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

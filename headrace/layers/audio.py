@@ -14,6 +14,7 @@ from torch import nn
 
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
+from headrace.layers.media import InPieces
 from headrace.layers.media_spec import AudioSpec
 from headrace.layers.model import number_layers
 from headrace.layers.norm import make_norm
@@ -36,9 +37,9 @@ class AudioEncoder(nn.Module):
         self.blocks = number_layers([VisionBlock(spec.blocks, build) for _ in range(spec.blocks.num_layers)], 0)
         self.norm = make_norm(spec.blocks.norm, size, build)
 
-    def forward(self, frames: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    def encode(self, frames: torch.Tensor, lengths: Sequence[int] | None = None) -> InPieces[torch.Tensor]:
         """Of window i the first ``lengths[i]`` positions, which attend to one another alone (None: all of each), one
-        window after the other."""
+        window after the other; yields behind each layer."""
         x = F.gelu(_convolve(self.first, frames, stride=1))
         x = F.gelu(_convolve(self.second, x, stride=2)) + self.positions
         lengths = [x.shape[1]] * len(x) if lengths is None else list(lengths)
@@ -46,8 +47,10 @@ class AudioEncoder(nn.Module):
         x = x.flatten(0, 1) if is_whole else torch.cat([own[:n] for own, n in zip(x, lengths, strict=True)])
         spans = make_spans(lengths, x.device)
         residual = Residual(x)
+        del frames
         for block in self.blocks:
             block(residual, spans)
+            yield
         return residual.add_pending()
 
 

@@ -25,10 +25,12 @@ class GroupStep:
 class WantedTokens:
     """The S tokens of a step whose hidden states are needed, at most the last one of each request: ``indices`` [S]
     int64 among the T. ``inputs[g]`` describes only their queries, each a decode, to cache group g; its ``slots`` are
-    still those of all T tokens, whose keys and values are written in any case."""
+    still those of all T tokens, whose keys and values are written in any case. ``adapters``: which of
+    them have which adapter, None where none has."""
 
     indices: torch.Tensor
     inputs: list[AttentionInputs]
+    adapters: SlotRows | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,13 @@ class ForwardBatch:
     rope_positions: torch.Tensor | None = None
     rotations: torch.Tensor | None = None
     aligned: AlignedTexts | None = None
+
+    def select_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """The rows of ``q`` [T, ...] that still attend, [S, ...]; from here on the layer has these rows only."""
+        if self.queries is None:
+            return q
+        self.adapters = None if self.wanted is None else self.wanted.adapters
+        return q.index_select(0, self.queries)
 
     def for_last_layer(self, group: int) -> ForwardBatch:
         """The batch in which the last layer, of cache group ``group``, attends for the wanted tokens only.

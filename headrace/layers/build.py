@@ -12,7 +12,7 @@ import torch
 from headrace.kernels.lora import SlotRows
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.batch import StepContext
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.quantization import SchemeChain, default_chain
 from headrace.parallel.cut import Dim, ShardedParameter
 from headrace.parallel.experts import ExpertRanks
@@ -76,9 +76,12 @@ class Build:
         """An uninitialised parameter: this rank's part of one of that shape."""
         return ShardedParameter.allocate(shape, self.dtype, self.device)
 
-    def matrix(self, *shape: Dim) -> ShardedParameter:
-        """The same for a weight that may be stored in another form: see `deferred_matrices`."""
-        return ShardedParameter.allocate(shape, self.dtype, self.device, is_deferred=_is_deferring.get())
+    def matrix(self, *shape: Dim, num_spare: int = 0) -> ShardedParameter:
+        """The same for a weight that may be stored in another form: see `deferred_matrices`. ``num_spare``: see
+        `ShardedParameter.allocate`."""
+        return ShardedParameter.allocate(
+            shape, self.dtype, self.device, is_deferred=_is_deferring.get(), num_spare=num_spare
+        )
 
     def find_adapter_rows(self) -> SlotRows | None:
         """Which rows of the step in hand have which adapter; None where none has."""

@@ -21,7 +21,7 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.media import EncoderInput, MediaModel, upload
+from headrace.layers.media import EncoderInput, InPieces, MediaModel, finish
 from headrace.layers.media_spec import DualSpec
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel, number_layers
@@ -29,6 +29,7 @@ from headrace.layers.names import CheckpointNames
 from headrace.layers.norm import make_norm
 from headrace.layers.residual import Residual
 from headrace.layers.vision import ImageEncoder, VisionBlock, fit_dims, make_spans, pad_weights
+from headrace.memory.copies import to_device
 from headrace.parallel.group import Group
 
 HARMLESS = ("logit_scale", "logit_bias", "embeddings.position_ids")
@@ -106,8 +107,9 @@ class ImageTower(nn.Module):
         self.pool = AttentionPool(spec, build) if spec.pools_by_attention else None
         self.projection = None if spec.projection_bias else Linear(build, size, spec.hidden_size)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        x = self.image.encode_all(images)
+    def encode(self, images: torch.Tensor) -> InPieces[torch.Tensor]:
+        """Yields behind each layer."""
+        x = yield from self.image.encode(images, has_class_token=True)
         pooled = x[:, 0].contiguous() if self.pool is None else self.pool(x)
         return pooled if self.projection is None else self.projection(pooled)
 
@@ -118,11 +120,13 @@ class DualMedia(MediaModel):
     def __init__(self, tower: ImageTower, build: Build):
         self._tower, self._device, self._dtype = tower, build.device, build.dtype
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
-        """See `MediaModel`."""
-        pixels = torch.cat([item.pixels(self._dtype) for item in items])
-        found = torch.cat([self._tower(part) for part in pixels.split(MOST_IMAGES)])
-        return list(found.split(1))
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
+        """See `MediaModel`; in one piece, as no step has decodes."""
+        pixels, found = torch.cat([item.pixels(self._dtype) for item in items]), []
+        for part in pixels.split(MOST_IMAGES):
+            found.append(finish(self._tower.encode(part)))
+        yield from ()
+        return list(torch.cat(found).split(1))
 
     def example(self, num_tokens: int) -> list[EncoderInput]:
         """See `MediaModel`."""
@@ -171,14 +175,14 @@ class DualEncoder(ServedModel):
         width = int(lengths.max()) if spec.pad_id is None else spec.num_positions
         places = np.arange(width)
         index = (ends - lengths)[:, None] + np.minimum(places, lengths[:, None] - 1)
-        given = batch.token_ids.clamp(max=spec.num_words - 1).index_select(0, upload(index.ravel(), device))
+        given = batch.token_ids.clamp(max=spec.num_words - 1).index_select(0, to_device(index.ravel(), device))
         token_ids = given.view(len(lengths), width)
         last_places = lengths - 1
         if spec.pad_id is not None:
-            is_padding = upload((places >= lengths[:, None]).astype(np.int64), device).bool()
+            is_padding = to_device((places >= lengths[:, None]).astype(np.int64), device).bool()
             token_ids, last_places = token_ids.masked_fill(is_padding, spec.pad_id), np.full(len(lengths), width - 1)
-        lasts = upload(np.arange(len(lengths)) * width + last_places, device)
+        lasts = to_device(np.arange(len(lengths)) * width + last_places, device)
         embeddings = self.text(token_ids, lasts)
         found = embeddings.new_zeros(len(batch.token_ids), embeddings.shape[1])
-        found.index_copy_(0, upload(ends - 1, device), embeddings)
+        found.index_copy_(0, to_device(ends - 1, device), embeddings)
         return found if batch.media is None else batch.media.replace_embeddings(found)

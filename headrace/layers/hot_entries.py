@@ -18,6 +18,7 @@ from headrace.kernels.latents.slots import Slots
 from headrace.kernels.sparse_attention import EntryView, SeenSlots
 from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, KvPages
+from headrace.memory.copies import to_device
 from headrace.memory.hot_pool import HotLayer
 
 
@@ -62,17 +63,12 @@ class HotEntries:
             assert count > first, "any request fits alone"
             own = torch.tensor(sizes[first - self._num_decodes : count - self._num_decodes])
             ends = own.cumsum(0)
-            firsts[first:count] = self._upload(ends - own).to(torch.int32)
-            requests = self._upload(torch.repeat_interleave(torch.arange(first, count), own))
-            entries = self._upload(torch.arange(total) - torch.repeat_interleave(ends - own, own))
+            firsts[first:count] = to_device(ends - own, self._device).to(torch.int32)
+            requests = to_device(torch.repeat_interleave(torch.arange(first, count), own), self._device)
+            entries = to_device(torch.arange(total) - torch.repeat_interleave(ends - own, own), self._device)
             pages = inputs.page_table[requests, entries].long()
             self._staged.append(_Staging(slice(starts[first], starts[count]), pages))
         return firsts
-
-    def _upload(self, numbers: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return numbers
-        return numbers.pin_memory().to(self._device, non_blocking=True)
 
     def read(
         self, layer: HotLayer, wanted: torch.Tensor | None, open_slots: Callable[[KvPages], Slots]

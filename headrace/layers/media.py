@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from headrace.base.media import ARRAYS, LEVELS, MediaPlace
+
+T = TypeVar("T")
+InPieces = Generator[None, None, T]
+"""A computation that yields between its pieces and returns its result. Between them other steps are computed, and its
+tensors stay: what is not needed any more should be deleted."""
+
+
+def finish(pieces: InPieces[T]) -> T:
+    """Compute all that is left."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
 
 @dataclass(frozen=True)
@@ -41,14 +57,16 @@ class CapturedVectors:
 class MediaModel(ABC):
     """The encoders of a model. ``rope_length``: above 0, `find_positions` says what tokens of requests with media are
     rotated by, numbers below it. ``is_whole``: placeholders of an item attend to one another in both directions.
-    ``captured``: for models whose steps with placeholders may be captured as CUDA graphs."""
+    ``num_pieces``: of `encode`, which yields one time less. ``captured``: for models whose steps with placeholders may
+    be captured as CUDA graphs."""
 
     rope_length: int = 0
     is_whole: bool = False
+    num_pieces: int = 1
     captured: CapturedVectors | None = None
 
     @abstractmethod
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """The output of each item [N, W], for `headrace.layers.batch.MediaVectors`; N is its number of placeholders."""
 
     @abstractmethod
@@ -58,12 +76,6 @@ class MediaModel(ABC):
     @abstractmethod
     def find_positions(self, num_tokens: int, places: Sequence[MediaPlace]) -> np.ndarray:
         """Positions [3, num_tokens] int64 in time, height and width of a prompt with media."""
-
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Integers on the device, without waiting for it."""
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def grid_positions(num_tokens: int, places: Sequence[MediaPlace], merge: int, tokens_per_second: float) -> np.ndarray:

@@ -4,7 +4,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,9 @@ class ServedModel(StorableModel):
     the layers of ``Build.stage`` alone, of which the first stage embeds tokens and the last one has norm and head; the
     others pass on ``carried_width`` numbers per token. ``media``: its encoders, None for text alone. ``scores``: the
     classifier, [S, D] to logits [S, classes] in float32, if the checkpoint has one. ``pooling_head``: set by the loader
-    of a pooling model. ``adapters``: its banks, set by the loader where adapters are served.
+    of a pooling model. ``adapters``: its banks, set by the loader where adapters are served. ``layer_kinds``: for each
+    of ``layers``, what its kernels depend on, where layers return nothing but change what they are called with; else
+    empty.
     """
 
     is_capturable: bool = True
@@ -65,6 +67,7 @@ class ServedModel(StorableModel):
         self.scores: nn.Module | None = None
         self.pooling_head: PoolingHead | None = None
         self.adapters: AdapterBanks | None = None
+        self.layer_kinds: Sequence[Hashable] = ()
 
     @property
     def prunes_last_layer(self) -> bool:

@@ -94,7 +94,7 @@ class Attention(AttentionLayer):
         q_size, kv_size = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
         # one product for all three; `ROPE_WRITE` expects them in this order
         parts: dict[str, int | Share] = {"q": q_size, "k": kv_size, "v": kv_size}
-        self.qkv = Linear(build, input_size or hidden_size, parts, bias=spec.qkv_bias)
+        self.qkv = Linear(build, input_size or hidden_size, parts, bias=spec.qkv_bias, is_wide=True)
         self.output = Linear(build, q_size, hidden_size, bias=spec.output_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm != "none":
@@ -150,8 +150,7 @@ class Attention(AttentionLayer):
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.
         q = self._rope_write(qkv, positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
-        if batch.queries is not None:
-            q = q.index_select(0, batch.queries)
+        q = batch.select_queries(q)
         out = step.backend.attend(q, pages, self.params)
         if batch.media is not None and batch.media.blocks:
             for block in batch.media.blocks:

@@ -18,12 +18,13 @@ from headrace.kernels.span_attention import SPAN_ATTENTION, Spans
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import Targets
-from headrace.layers.media import upload
+from headrace.layers.media import InPieces
 from headrace.layers.media_spec import ImageSpec, SizedImageSpec, VisionSpec
 from headrace.layers.mlp import ACTIVATIONS, GatedMlp, Mlp
 from headrace.layers.model import number_layers
 from headrace.layers.norm import LayerNorm, RmsNorm, make_norm
 from headrace.layers.residual import Residual
+from headrace.memory.copies import to_device
 
 INNER_STEP = 64
 """Inner sizes of MLPs are padded to multiples of it: rows then begin at multiples of 16 bytes, without which GPUs'
@@ -127,7 +128,7 @@ def rotate_by_places(places: torch.Tensor, head_dim: int, theta: float) -> torch
 def make_spans(lengths: list[int], device: torch.device) -> Spans:
     """Spans of these lengths."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return Spans(lengths, upload(starts, device))
+    return Spans(lengths, to_device(starts, device))
 
 
 class PatchMerger(nn.Module):
@@ -147,7 +148,7 @@ class PatchMerger(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """``images [n, C, S, S] -> [n, patches, D]``, of patches alone."""
+    """``images [n, C, S, S] -> [n, patches, D]``."""
 
     def __init__(self, spec: ImageSpec, build: Build):
         super().__init__()
@@ -160,12 +161,11 @@ class ImageEncoder(nn.Module):
         self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
         self.last_norm = make_norm(norm, size, build) if spec.last_norm else None
 
-    def forward(self, images: torch.Tensor, num_layers: int | None = None) -> torch.Tensor:
-        """What leaves layer ``num_layers`` (None: all, and the last norm)."""
-        return self.encode_all(images, num_layers)[:, int(self.spec.has_class_token) :]
-
-    def encode_all(self, images: torch.Tensor, num_layers: int | None = None) -> torch.Tensor:
-        """The same with the class token, which comes first."""
+    def encode(
+        self, images: torch.Tensor, num_layers: int | None = None, *, has_class_token: bool = False
+    ) -> InPieces[torch.Tensor]:
+        """What leaves layer ``num_layers`` (None: all, and the last norm), behind each of which it yields.
+        ``has_class_token``: the class token too, which comes first."""
         count = len(images)
         x = self.patches(cut_patches(images, self.spec.patch_size)).unflatten(0, (count, -1))
         if self.class_token is not None:
@@ -176,13 +176,14 @@ class ImageEncoder(nn.Module):
         x = x if self.first_norm is None else self.first_norm(x)
         spans = make_spans([length] * count, images.device)
         residual = Residual(x)
-        for i, block in enumerate(self.blocks):
-            if num_layers is None or i < num_layers:
-                block(residual, spans)
+        del images
+        for block in list(self.blocks)[:num_layers]:
+            block(residual, spans)
+            yield
         x = residual.add_pending()
         if num_layers is None and self.last_norm is not None:
             x = self.last_norm(x)
-        return x.unflatten(0, (count, length))
+        return x.unflatten(0, (count, length))[:, 0 if has_class_token else int(self.spec.has_class_token) :]
 
 
 class SizedImageEncoder(nn.Module):
@@ -195,15 +196,18 @@ class SizedImageEncoder(nn.Module):
         self.first_norm = make_norm(vision.norm, vision.hidden_size, build)
         self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
 
-    def forward(self, images: list[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """``[1, C, H, W]`` each, to patches [N, D] of all, row by row, and the grid (rows, columns) of each image."""
+    def encode(self, images: list[torch.Tensor]) -> InPieces[tuple[torch.Tensor, list[tuple[int, int]]]]:
+        """``[1, C, H, W]`` each, to patches [N, D] of all, row by row, and the grid (rows, columns) of each image;
+        yields behind each layer."""
         size = self.spec.patch_size
         grids = [(image.shape[2] // size, image.shape[3] // size) for image in images]
-        places = upload(place_patches([(1, *grid) for grid in grids], 1), self._device)
+        places = to_device(place_patches([(1, *grid) for grid in grids], 1), self._device)
         residual = Residual(self.first_norm(self.patches(torch.cat([cut_patches(image, size) for image in images]))))
         cos_sin, spans = self._rotate(places), make_spans([rows * columns for rows, columns in grids], self._device)
+        del images
         for block in self.blocks:
             block(residual, spans, cos_sin)
+            yield
         return residual.add_pending(), grids
 
     def _rotate(self, places: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.pages import GATHER_PAGES, SCATTER_PAGES, PageParts
+from headrace.memory.copies import to_device
 from headrace.memory.pools import Pool
 
 
@@ -41,7 +42,4 @@ class PageCopier:
 
     def upload(self, numbers: list[int]) -> torch.Tensor:
         """Numbers of pages or rows as int64 on the device, in order of the current stream."""
-        on_host = torch.tensor(numbers, dtype=torch.int64)
-        if self.device.type != "cuda":
-            return on_host
-        return on_host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)

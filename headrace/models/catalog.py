@@ -14,6 +14,8 @@ from headrace.base.registry import Registry
 from headrace.models.family import Family
 
 ENTRY_POINT_GROUP = "headrace.families"
+BESIDE_TEXT = "ForConditionalGeneration"
+"""How names of architectures end that take media beside text, all but a few."""
 
 ARCHITECTURES = {
     "BertForMaskedLM": "bert",
@@ -122,6 +124,8 @@ def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], t
             return family
     # failures are reported too: the family the user wants may be the one that could not be loaded
     near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
-    raise UnknownArchitecture(
-        "; ".join([f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures])
-    )
+    reasons = [f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures]
+    if "Multimodal" in architecture or architecture.endswith(BESIDE_TEXT):
+        able = sorted({name for known_one, name in known.items() if known_one.endswith(BESIDE_TEXT)})
+        reasons.insert(1, f"families with models for images or sound are {', '.join(able)}")
+    raise UnknownArchitecture("; ".join(reasons))

@@ -59,15 +59,28 @@ class ShardedParameter(nn.Parameter):
 
     @staticmethod
     def allocate(
-        dims: Sequence[Dim], dtype: torch.dtype, device: torch.device, *, is_deferred: bool = False
+        dims: Sequence[Dim], dtype: torch.dtype, device: torch.device, *, is_deferred: bool = False, num_spare: int = 0
     ) -> ShardedParameter:
-        """Uninitialised; ``is_deferred``: without memory until `ensure_memory`."""
+        """Uninitialised; ``is_deferred``: without memory until `ensure_memory`; else with memory for ``num_spare`` rows
+        behind it, see `with_spare`."""
         cut = Cut.of(dims)
-        made = ShardedParameter(torch.empty(cut.shape, dtype=dtype, device=device), requires_grad=False)
+        rows, *rest = cut.shape
+        memory = torch.empty((rows + (0 if is_deferred else num_spare), *rest), dtype=dtype, device=device)
+        made = ShardedParameter(memory[:rows], requires_grad=False)
         made.cut = cut
         if is_deferred:
             made.untyped_storage().resize_(0)
         return made
+
+
+def with_spare(parameter: torch.Tensor, num_spare: int) -> torch.Tensor | None:
+    """A parameter and the memory for ``num_spare`` rows behind it, as one tensor; None where there is less, such as
+    after a move to another device."""
+    start, shape = parameter.storage_offset(), (len(parameter) + num_spare, *parameter.shape[1:])
+    room = parameter.untyped_storage().nbytes() // parameter.itemsize - start
+    if not parameter.is_contiguous() or room < parameter.stride(0) * shape[0]:
+        return None
+    return torch.as_strided(parameter.detach(), shape, parameter.stride(), start)
 
 
 def has_memory(parameter: torch.Tensor) -> bool:

@@ -3,11 +3,15 @@
 The encoder has a budget of tokens a step of its own, beside that of the model; outputs are kept by namespace and
 content digest in a number of bytes. Refuses: tensors. An output is pinned while a running request has placeholders of
 it that are not planned yet.
+
+An encoder takes many times as long as a step of decodes. Beside these it gets `BESIDE_TOKENS` a step for each item that
+waits, and what is larger is computed in pieces, over several steps: few images hold up streams but little, and many are
+encoded as fast as without streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headrace.base.errors import RequestError
@@ -26,17 +30,39 @@ class EncoderLimits:
     model_tokens: int
 
 
+BESIDE_TOKENS = 256
+"""Placeholders' worth of encoding in a step with decodes, for each item that waits: one to two milliseconds on a GPU.
+"""
+
 Key = tuple[str, bytes]
 """The namespace of a request (``cache_salt``, adapter), and an item's content digest."""
 
 
 class _Output:
-    """One item's output on the device; ``pins`` counts requests that still need it."""
+    """One item's output on the device; ``pins`` counts requests that still need it. ``is_ready``: it is there when the
+    spans of the plan being made are computed."""
 
-    __slots__ = ("key", "num_tokens", "pins")
+    __slots__ = ("is_ready", "key", "num_tokens", "pins")
 
     def __init__(self, key: int, num_tokens: int):
-        self.key, self.num_tokens, self.pins = key, num_tokens, 0
+        self.key, self.num_tokens, self.pins, self.is_ready = key, num_tokens, 0, True
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it must not be dropped."""
+        return self.pins > 0 or not self.is_ready
+
+
+@dataclass
+class _Batch:
+    """Outputs that are computed together, over several steps; ``num_left`` pieces are not planned yet."""
+
+    outputs: list[_Output]
+    num_left: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(output.num_tokens for output in self.outputs)
 
 
 class EncoderAccount:
@@ -44,12 +70,17 @@ class EncoderAccount:
 
     def __init__(self, facts: MediaFacts | None, limits: EncoderLimits):
         self._facts, self._limits = facts, limits
+        self._most_pieces = 1 if facts is None else facts.num_pieces
         self._outputs: dict[Key, _Output] = {}
         self._pinned: dict[Request, dict[int, _Output]] = {}  # by the item's index
         self._num_tokens, self._next_key, self._left = 0, 0, limits.step_tokens
         self._encodes: list[Encode] = []
         self._uses: list[MediaUse] = []
         self._drops: list[int] = []
+        self._batch: _Batch | None = None
+        self._begun: list[Encode] = []
+        self._num_pieces = 0
+        self._is_beside = False
         self.num_encoded, self.num_hits = 0, 0
 
     def check(self, request: Request) -> None:
@@ -65,23 +96,31 @@ class EncoderAccount:
                     f"{item.place.kind}, or serve with more {name}", param="media",
                 )
 
-    def begin_step(self) -> None:
-        """A step is being planned; what an abandoned one had encoded stays due."""
-        if not self._encodes:
-            self._left = self._limits.step_tokens
+    def begin_step(self, prefilling: Iterable[Request] = (), *, is_beside: bool = False) -> None:
+        """A step is being planned; what an abandoned one had encoded stays due. ``prefilling``: requests whose prompts
+        are being computed; ``is_beside``: the step has decodes, which must not wait for long."""
+        if self._facts is None or self._encodes or self._begun or self._num_pieces:
+            return
+        self._left, self._is_beside = self._limits.step_tokens, is_beside and self._most_pieces > 1
+        if self._is_beside:
+            self._share_step(prefilling)
+        elif self._batch is not None:
+            self._advance(self._batch, self._batch.num_left)
 
     def limit(self, request: Request, begin: int, end: int, *, hard_end: int) -> int:
         """How far a chunk of a request from ``begin`` can go, at most to ``end``: up to the first item that the encoder
         has no budget or room for. An item that must be computed in one step may go beyond ``end``, to ``hard_end``."""
         if not request.media:
             return end
-        left, room = self._left, self._limits.cache_tokens - self._count_pinned()
+        left, room = self._left, self._limits.cache_tokens - self._count_kept()
         for place in _places(request, begin, end):
             known = self._outputs.get(_key(request, place))
+            if known is not None and not known.is_ready:
+                return self.align(request, begin, place.offset)
             if known is None or not known.pins:
                 room -= place.num_tokens
             if known is None:
-                is_first = left == self._limits.step_tokens
+                is_first = left == self._limits.step_tokens and not self._is_beside
                 left -= place.num_tokens
                 if left < 0 and not is_first:
                     return self.align(request, begin, place.offset)
@@ -123,8 +162,8 @@ class EncoderAccount:
 
     def take_plan(self) -> MediaPlan:
         """What the plan says of media."""
-        plan = MediaPlan(self._encodes, self._uses, self._drops)
-        self._encodes, self._uses, self._drops = [], [], []
+        plan = MediaPlan(self._encodes, self._uses, self._drops, self._begun, self._num_pieces)
+        self._encodes, self._uses, self._drops, self._begun, self._num_pieces = [], [], [], [], 0
         return plan
 
     def leave(self, request: Request) -> None:
@@ -136,7 +175,7 @@ class EncoderAccount:
         """The device has lost all outputs."""
         self._outputs.clear()
         self._pinned.clear()
-        self._num_tokens = 0
+        self._num_tokens, self._batch = 0, None
         self.take_plan()
 
     def audit(self, running: set[Request]) -> None:
@@ -145,9 +184,70 @@ class EncoderAccount:
         assert set(self._pinned) <= running, "a request that does not run pins encoder outputs"
         pins = [output for pinned in self._pinned.values() for output in pinned.values()]
         assert all(output.pins == sum(p is output for p in pins) for output in self._outputs.values())
+        under_way = [] if self._batch is None else self._batch.outputs
+        assert [output for output in self._outputs.values() if not output.is_ready] == under_way
 
-    def _count_pinned(self) -> int:
-        return sum(output.num_tokens for output in self._outputs.values() if output.pins)
+    def _find_due(self, prefilling: Iterable[Request]) -> list[tuple[Request, int]]:
+        """Items that requests wait for, or will, and that are not encoded; each content once."""
+        found: dict[Key, tuple[Request, int]] = {}
+        for request in prefilling:
+            for index, item in enumerate(request.media):
+                known = self._outputs.get(key := _key(request, item.place))
+                if item.place.end > request.planned_len and (known is None or not known.is_ready):
+                    found.setdefault(key, (request, index))
+        return list(found.values())
+
+    def _share_step(self, prefilling: Iterable[Request]) -> None:
+        """Of what is encoded beside decodes small items are first, which are encoded whole; the rest is for a batch."""
+        due = self._find_due(prefilling)
+        most = self._left = min(self._left, BESIDE_TOKENS * max(1, len(due)))
+        whole, large = 0, list[tuple[Request, int]]()
+        for request, index in due:
+            place = request.media[index].place
+            if _key(request, place) in self._outputs:
+                continue
+            if whole + place.num_tokens <= most:
+                whole += place.num_tokens
+            else:
+                large.append((request, index))
+        if self._batch is None:
+            self._begin_batch(large, self._limits.step_tokens - whole)
+        batch = self._batch
+        if batch is not None:
+            size = batch.num_tokens / self._most_pieces
+            count = min(batch.num_left, max(1, int((most - whole) / size)))
+            self._advance(batch, count)
+            # the tensors of what is unfinished stay, and leave less memory to others
+            room = self._limits.step_tokens - (batch.num_tokens if batch.num_left else 0)
+            self._left = max(whole, min(room, most - int(count * size)))
+
+    def _begin_batch(self, due: list[tuple[Request, int]], most: int) -> None:
+        """Begin to encode the first of ``due``, of at most ``most`` tokens together, or a larger one alone."""
+        left, room, outputs = most, self._limits.cache_tokens - self._count_kept(), list[_Output]()
+        for request, index in due:
+            count = request.media[index].place.num_tokens
+            if count > room or (outputs and count > left):
+                break
+            left, room = left - count, room - count
+            output = self._add_output(request, index)
+            output.is_ready, output.pins = False, 1
+            self._pinned.setdefault(request, {})[index] = output
+            self._begun.append(Encode(output.key, request.media[index]))
+            outputs.append(output)
+        if outputs:
+            self._batch = _Batch(outputs, self._most_pieces)
+
+    def _advance(self, batch: _Batch, num_pieces: int) -> None:
+        """Plan pieces of the batch under way."""
+        batch.num_left -= num_pieces
+        self._num_pieces = num_pieces
+        if not batch.num_left:
+            for output in batch.outputs:
+                output.is_ready = True
+            self._batch = None
+
+    def _count_kept(self) -> int:
+        return sum(output.num_tokens for output in self._outputs.values() if output.is_kept)
 
     def _find(self, key: Key) -> _Output | None:
         output = self._outputs.pop(key, None)
@@ -157,19 +257,24 @@ class EncoderAccount:
         return output
 
     def _encode(self, request: Request, index: int) -> _Output:
+        output = self._add_output(request, index)
+        self._left -= output.num_tokens
+        self._encodes.append(Encode(output.key, request.media[index]))
+        return output
+
+    def _add_output(self, request: Request, index: int) -> _Output:
+        """One more, in the place of those used least lately."""
         item = request.media[index]
         count = item.place.num_tokens
         for key, old in list(self._outputs.items()):
             if self._num_tokens + count <= self._limits.cache_tokens:
                 break
-            if not old.pins:
+            if not old.is_kept:
                 self._drops.append(old.key)
                 self._num_tokens -= self._outputs.pop(key).num_tokens
         output = self._outputs[_key(request, item.place)] = _Output(self._next_key, count)
         self._next_key += 1
         self._num_tokens += count
-        self._left -= count
-        self._encodes.append(Encode(output.key, item))
         self.num_encoded += 1
         return output
 

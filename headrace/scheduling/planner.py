@@ -146,8 +146,8 @@ class Planner:
         for request in self._running.adapters.wake(is_alone=self._running.num_running == 0):
             self._queue.push(request, keeps_turn=True)
         sketch = Sketch()
-        self._encoders.begin_step()
         self._add_decodes(sketch)
+        self._encoders.begin_step(self._running.prefilling, is_beside=sketch.num_decodes > 0)
         budget = self._limit.tokens - sketch.num_tokens
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones

@@ -21,7 +21,7 @@ from headrace.execution.runner import Runner
 from headrace.layers.attention.contract import AttentionGeometry
 from headrace.layers.attention.triton import TritonAttention
 from headrace.layers.build import Build
-from headrace.layers.lora.bank import BankSizes
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.memory.plan import CacheDemand, plan_cache
 from headrace.models.catalog import find_family
@@ -56,7 +56,7 @@ def build(name: str, adapters: BankSizes | None = None) -> tuple[torch.nn.Module
     where = Build(device=CPU, dtype=torch.float32, adapters=adapters)
     ours = family.build_model(spec, where)
     if adapters is not None:
-        ours.adapters = AdapterBanks(ours, ours.find_adapter_sites(), adapters.num_slots, where.step)
+        ours.adapters = AdapterBanks(ours, ours.find_adapter_sites(), adapters, where.step)
     ours.load_weights(theirs.state_dict().items())
     specs = family.cache_specs(spec, "float32")
     chosen = choose_backends((ours,), group_layers(specs), where, CacheConfig(page_size=PAGE_SIZE), "auto")

@@ -15,6 +15,8 @@ from headrace.base.config import engine_config
 from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import ALL_LOGPROBS, SamplingSpec, StopSpec
+from headrace.base.step import StepPlan
+from headrace.scheduling import encoding
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 
@@ -95,9 +97,34 @@ def run(
         found[f"r{i}"] = []
     while engine.has_work:
         for output in engine.step():
-            found[output.request_id].append(output)
+            found.setdefault(output.request_id, []).append(output)
         engine.check()
-    return list(found.values())
+    return [found[f"r{i}"] for i in range(len(prompts))]
+
+
+def run_beside(engine: Engine, stream: Prompt, prompts: Sequence[Prompt]) -> list[list[RequestOutput]]:
+    """`run` beside a request that decodes, so that media are encoded in pieces: one layer a step."""
+    pieces, execute = [], engine.executor.execute
+
+    def watch(plan: StepPlan) -> Any:
+        pieces.append(plan.media.num_pieces)
+        return execute(plan)
+
+    engine.submit(EngineRequest(
+        "stream", list(stream.ids), SamplingSpec(), StopSpec(30), media=list(stream.items)
+    ))
+    while not any(output.token_ids for output in engine.step()):
+        pass
+    before, encoding.BESIDE_TOKENS = encoding.BESIDE_TOKENS, 1
+    try:
+        engine.executor.execute = watch
+        found = run(engine, prompts)
+    finally:
+        encoding.BESIDE_TOKENS = before
+    media = engine.executor.facts.media
+    assert media is not None and media.num_pieces > 1
+    assert set(pieces) == {0, 1} and sum(pieces) % media.num_pieces == 0
+    return found
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:

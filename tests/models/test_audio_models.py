@@ -15,6 +15,7 @@ from media_rig import (
     compare,
     logprobs_of,
     run,
+    run_beside,
     save_model,
     start_engine,
     to_tensor,
@@ -76,7 +77,7 @@ def test_clips_of_any_length(listener: Any, step_tokens: int):
     engine = start_engine(folder, max_step_tokens=step_tokens, max_running_requests=4)
     two = add_clip(add_clip(Prompt().text(5, 6), 24, 1).text(8), 9, 2).text(10, 11)
     asks = [add_clip(Prompt().text(3), 17, 0).text(4, 5), two, Prompt().text(*range(1, 9))]
-    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+    for outputs, prompt in zip(run_beside(engine, Prompt([5]), asks), asks, strict=True):
         compare(outputs, expect(model, prompt))
     engine.close()
 
@@ -118,7 +119,7 @@ def test_sound_is_written_down(writer: Any, step_tokens: int):
     model, folder = writer
     engine = start_engine(folder, max_model_len=None, max_step_tokens=step_tokens, max_running_requests=4)
     asks = [hear(0, 1, 5, 6), hear(1, 1), hear(2, *range(1, 20)), hear(3, 1, 7)]
-    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+    for outputs, prompt in zip(run_beside(engine, hear(4, 1), asks), asks, strict=True):
         compare(outputs, write(model, prompt))
     engine.close()
 
@@ -285,4 +286,23 @@ def test_which_sound_tokens_attend_to(writer: Any, step_tokens: int):
         std, mean = weights.std(dim=-2, keepdim=True, unbiased=False), weights.mean(dim=-2, keepdim=True)
         expected = _median_filter(((weights - mean) / std)[None], 7)[0].mean(dim=0)
         torch.testing.assert_close(found[f"r{i}"].view_as(expected), expected, atol=1e-3, rtol=1e-3)
+    engine.close()
+
+
+def test_what_an_aborted_text_attended_to_is_given_back(writer: Any):
+    engine = start_engine(writer[1], max_model_len=None, max_running_requests=8, max_step_tokens=24)
+    words, other = hear(0, *range(1, 12)), hear(2, 4)
+    spec = PoolingSpec(needs_all_tokens=True, alignment=Alignment(WINDOW + 3, POSITIONS, [(0, 1)]))
+    engine.submit(EngineRequest("other", list(other.ids), SamplingSpec(), StopSpec(30), media=list(other.items)))
+    engine.submit(EngineRequest(
+        "words", list(words.ids), SamplingSpec(), StopSpec(0), pooling=spec, media=list(words.items)
+    ))
+    kept = engine.executor._runner._pooler._weights
+    while not kept:
+        assert engine.has_work
+        engine.step()
+    engine.abort("words")
+    while engine.has_work:
+        engine.step()
+    assert not engine.executor._runner._pooler._weights
     engine.close()

@@ -40,6 +40,15 @@ def test_unknown_architecture_lists_the_nearest():
         catalog.find_gguf_family("gemma2")
 
 
+@pytest.mark.parametrize("architecture", ["Phi4MultimodalForCausalLM", "Idefics3ForConditionalGeneration"])
+def test_unknown_models_of_media_are_told_which_families_there_are(architecture: str):
+    with pytest.raises(UnknownArchitecture, match=r"images or sound are gemma3, .*qwen2_5_vl.*whisper"):
+        catalog.find_family(architecture)
+    with pytest.raises(UnknownArchitecture) as found:
+        catalog.find_family("Qwen2MoeForCausalLM")
+    assert "images" not in str(found.value)
+
+
 def test_one_family_is_imported_and_no_torch():
     code = """
 import sys

@@ -17,6 +17,7 @@ from media_rig import (
     ask_oracle,
     compare,
     run,
+    run_beside,
     save_model,
     start_engine,
     to_tensor,
@@ -106,7 +107,7 @@ def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation:
             rows = [[*[IMAGE_ID] * (width // 8), 105] for _ in range(height // 8)]
             prompt.add("image", values, height * width // 64, grid=(height, width), runs=rows).text(7)
         asks.append(prompt)
-    for outputs, prompt, own in zip(run(engine, asks), asks, sizes, strict=True):
+    for outputs, prompt, own in zip(run_beside(engine, Prompt([5]), asks), asks, sizes, strict=True):
         inputs: dict[str, Any] = {}
         if own:
             padded = torch.zeros(len(own), 3, 24, 24)
@@ -130,7 +131,7 @@ def test_pixtral_in_llava(tmp_path: Path):
     pixels = values.standard_normal((1, 3, 12, 20)).astype(np.float32)
     rows = [[*[IMAGE_ID] * 5, 105]] * 3
     prompt = Prompt().text(3, 4).add("image", pixels, 15, grid=(12, 20), runs=rows).text(7)
-    outputs = run(engine, [prompt])[0]
+    outputs = run_beside(engine, Prompt([5]), [prompt])[0]
     inputs = {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.tensor([[12, 20]])}
     compare(outputs, ask_oracle(model, prompt, **inputs))
     engine.close()
@@ -170,7 +171,7 @@ def test_tiles_of_images_of_any_size(tmp_path: Path, name: str):
             count = NUM_PATCHES + grid.num_tokens
             prompt.add("image", tiles.astype(np.float32), count, grid=(height, width)).text(7)
         asks.append(prompt)
-    for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+    for outputs, prompt in zip(run_beside(engine, Prompt([5]), asks), asks, strict=True):
         tiles = [to_tensor(item.arrays["pixel_values"]) for item in prompt.items]
         most = max(len(each) for each in tiles)
         padded = torch.stack([torch.cat((each, torch.zeros(most - len(each), *each.shape[1:]))) for each in tiles])
@@ -216,6 +217,14 @@ def test_images_in_chunks(served: Any, step_tokens: int):
     model, folder, count = served
     engine = start_engine(folder, max_step_tokens=step_tokens, max_running_requests=4)
     for outputs, prompt in zip(run(engine, prompts(count)), prompts(count), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def test_images_are_encoded_in_pieces_beside_streams(served: Any):
+    model, folder, count = served
+    engine = start_engine(folder, max_step_tokens=64, max_running_requests=4)
+    for outputs, prompt in zip(run_beside(engine, Prompt([5]), prompts(count)), prompts(count), strict=True):
         compare(outputs, expect(model, prompt))
     engine.close()
 

@@ -20,8 +20,8 @@ from headrace.kernels.rowwise.reference import write_sum
 from headrace.layers.attention.cpu import CpuAttention
 from headrace.layers.batch import Features, FeatureSpec
 from headrace.layers.decoder import decoder
-from headrace.layers.lora.bank import BankSizes
 from headrace.layers.lora.contract import AdaptedPart, AdapterWeights
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.quantization.storage import find_storable, store_fastest
 
@@ -65,7 +65,8 @@ def build(
 def load_adapters(harness: Harness) -> None:
     """Of ranks 4 and 9 into slots 0 and 2, for all linears of layers."""
     sites = harness.model.find_adapter_sites()
-    banks, generator = AdapterBanks(harness.model, sites, 3, harness.model.step), torch.Generator().manual_seed(8)
+    banks = AdapterBanks(harness.model, sites, BankSizes(3, 9), harness.model.step)
+    generator = torch.Generator().manual_seed(8)
     for slot, rank in ((0, 4), (2, 9)):
         parts = [
             AdaptedPart(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from media_rig import compare, logprobs_of, run, start_engine, tokens_of
+from media_rig import compare, logprobs_of, run, run_beside, start_engine, tokens_of
 from pretended_device import DEVICE, PretendedDevice
-from test_qwen_vl import MAKERS, Prompt, add_image, expect, oracle_inputs
+from test_qwen_vl import MAKERS, Prompt, add_image, expect, make_qwen2_5, oracle_inputs
 
 from headrace.base.config import engine_config
 from headrace.execution.graphs import GraphSizes, MixedGraphPath
@@ -67,6 +67,22 @@ def test_ends_of_images_and_text_behind_them_take_graphs(kind: str, tmp_path: Pa
     engine.close()
 
 
+def test_no_position_is_outside_of_the_table(tmp_path: Path):
+    """Text behind an image is rotated by less than its position; those of the prompt before it, which nobody is rotated
+    by, stay as padding of captured steps."""
+    make_qwen2_5(tmp_path)
+    engine = start_engine(tmp_path, page_size=8)
+    image = add_image(Prompt().text(3), (1, 8, 12), 0).text(4)
+    run(engine, [image])
+    runner = engine.executor._runner
+    assert runner._media.offsets.min() == -18
+    static, most = runner._inputs.static.rope_positions, engine.executor._model._loaded.model.media.rope_length
+    assert static.min() >= 0 and static.max() == len(image.ids) + 7 - 1 - 18
+    found = runner._media.find_positions(torch.zeros(2, dtype=torch.int64), torch.tensor([0, most + 18]))
+    assert found.tolist() == [0, most - 1]
+    engine.close()
+
+
 def test_what_is_captured_neither_waits_nor_mixes_devices():
     """Vectors in their places, parts behind layers, and rotations by three axes, on a device that is not there."""
     table = RotaryTable(RopeSpec(1e4, 12, sections=(2, 2, 2)), length=16, device=DEVICE)
@@ -87,7 +103,8 @@ def test_what_is_captured_neither_waits_nor_mixes_devices():
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", MAKERS)
 def test_images_through_graphs(kind: str, tmp_path: Path):
-    """On a GPU, in half precision: fresh images and repeated ones, of which graphs compute the ends."""
+    """On a GPU, in half precision: fresh images and repeated ones, of which graphs compute the ends, text after them,
+    and an image that is encoded in pieces beside a stream."""
     model = MAKERS[kind](tmp_path)
     engine = build_engine(engine_config(
         model=str(tmp_path), device="cuda", dtype="float16", skip_tokenizer=True, max_running_requests=8, kv_pages=100,
@@ -95,8 +112,10 @@ def test_images_through_graphs(kind: str, tmp_path: Path):
     ))
     first = add_image(Prompt().text(3, 4, 5), (1, 8, 12), 0).text(4, 5, 6)
     longer = add_image(Prompt().text(3, 4, 5), (1, 8, 12), 0).text(4, 5, 6, *range(10, 30))
-    for asks in ([first], [first], [longer], [longer, first]):
-        for outputs, prompt in zip(run(engine, asks), asks, strict=True):
+    other = add_image(Prompt().text(3, 4, 5), (1, 8, 8), 5).text(4, 5, 6)
+    for asks in ([first], [first], [longer], [longer, first], [Prompt([5, 6, 7])], [other]):
+        outputs_of_all = run_beside(engine, Prompt([5]), asks) if asks == [other] else run(engine, asks)
+        for outputs, prompt in zip(outputs_of_all, asks, strict=True):
             found, tokens = logprobs_of(outputs), tokens_of(outputs)
             ids = torch.tensor([[*prompt.ids, *tokens]])
             inputs = oracle_inputs(Prompt(ids[0].tolist(), prompt.items))

@@ -20,6 +20,7 @@ from media_rig import (
     ask_oracle,
     compare,
     run,
+    run_beside,
     save_model,
     start_engine,
     to_tensor,
@@ -137,6 +138,14 @@ def test_images_in_chunks_of_any_size(served: Any, step_tokens: int):
     model, folder = served
     engine = start_engine(folder, max_step_tokens=step_tokens)
     for outputs, prompt in zip(run(engine, prompts()), prompts(), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def test_images_are_encoded_in_pieces_beside_streams(served: Any):
+    model, folder = served
+    engine = start_engine(folder, max_step_tokens=64)
+    for outputs, prompt in zip(run_beside(engine, Prompt([5]), prompts()), prompts(), strict=True):
         compare(outputs, expect(model, prompt))
     engine.close()
 

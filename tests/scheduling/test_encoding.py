@@ -24,7 +24,8 @@ from headrace.base.media import (
 )
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.base.step import MediaPlan
+from headrace.base.step import Encode, MediaPlan
+from headrace.scheduling import encoding
 from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
 from headrace.scheduling.held_media import HeldMedia
 from headrace.scheduling.request import Request
@@ -52,8 +53,10 @@ def make_request(*parts: int | tuple[int, str], name: str = "r", namespace: str 
     return Request(ask, seq=0, max_model_len=4096, deadline=None)
 
 
-def make_account(*, step: int = 10, cache: int = 20, model: int = 100, is_whole: bool = False) -> EncoderAccount:
-    facts = MediaFacts(FACTS.token_ids, FACTS.texts, 4, is_whole=is_whole)
+def make_account(
+    *, step: int = 10, cache: int = 20, model: int = 100, is_whole: bool = False, pieces: int = 1
+) -> EncoderAccount:
+    facts = MediaFacts(FACTS.token_ids, FACTS.texts, 4, is_whole=is_whole, num_pieces=pieces)
     return EncoderAccount(facts, EncoderLimits(step, cache, model))
 
 
@@ -88,6 +91,76 @@ def test_an_image_in_several_chunks_is_encoded_once_and_kept_meanwhile():
     assert not second.encodes and second.uses[0].key == first.encodes[0].key
     end, third = plan(account, other, 0, 8)
     assert end == 8 and third.drops == [first.encodes[0].key]
+
+
+def step(account: EncoderAccount, *running: Request, is_beside: bool = True) -> MediaPlan:
+    """The media of a step that computes as much as it can of each prompt."""
+    account.begin_step(running, is_beside=is_beside)
+    for request in running:
+        begin = request.planned_len
+        end = account.limit(request, begin, request.prompt_len, hard_end=request.prompt_len)
+        if end > begin:
+            account.take(request, begin, end)
+            request.planned_len = end
+    account.audit(set(running))
+    return account.take_plan()
+
+
+def test_beside_streams_a_large_image_is_encoded_in_pieces():
+    account, request = make_account(step=2000, cache=2000, pieces=10), make_request(3, (1000, "a"), 2)
+    plans = [step(account, request) for _ in range(5)]
+    assert [plan.num_pieces for plan in plans] == [2, 2, 2, 2, 2]  # of 100 tokens each, and 256 a step
+    assert [len(plan.begun) for plan in plans] == [1, 0, 0, 0, 0] and not any(plan.encodes for plan in plans)
+    assert [len(plan.uses) for plan in plans] == [0, 0, 0, 0, 1] and request.planned_len == 1005
+
+
+def test_without_streams_nothing_is_divided():
+    account, first, then = (
+        make_account(step=2000, cache=4000, pieces=10), make_request(3, (1000, "a")), make_request((900, "b"), name="s")
+    )
+    assert step(account, first).num_pieces == 2
+    found = step(account, first, then, is_beside=False)  # and what is under way is finished
+    assert found.num_pieces == 8 and len(found.encodes) == 1 and len(found.uses) == 2
+    assert step(account, first, then).num_pieces == 0
+
+
+def test_many_images_are_encoded_as_fast_as_without_streams():
+    account = make_account(step=2000, cache=20_000, pieces=10)
+    waiting = [make_request((1000, f"image {i}"), name=str(i)) for i in range(12)]
+    taken = []
+    while any(request.planned_len < request.prompt_len for request in waiting):
+        taken.append(step(account, *waiting))
+    assert sum(len(each.encodes) + len(each.begun) for each in taken) == 12
+    assert len(taken[0].encodes) == 2  # twelve times 256 tokens are more than the budget
+    assert [len(each.uses) for each in taken[:3]] == [2, 2, 2]
+    assert len(taken) < 20
+
+
+def test_small_images_need_not_wait_for_large_ones():
+    account = make_account(step=2000, cache=20_000, pieces=10)
+    large = [make_request((1900, f"large {i}"), name=f"l{i}") for i in range(20)]
+    running = [large.pop()]
+    for number in range(30):
+        small = make_request((100, f"small {number}"), name=f"s{number}")
+        running = [request for request in running if request.planned_len < request.prompt_len] or [large.pop()]
+        step(account, *running, small)
+        assert small.planned_len == 100, number
+
+
+def test_what_is_under_way_is_neither_dropped_nor_begun_again():
+    account, gone = make_account(step=2000, cache=1500, pieces=10), make_request((1000, "a"))
+    (encode,) = step(account, gone).begun
+    account.leave(gone)  # aborted, while the batch is under way
+    other, again = make_request((800, "b"), name="other"), make_request((1000, "a"), name="again")
+    plans = [step(account, other, again)]
+    while not plans[-1].uses:
+        plans.append(step(account, other, again))
+    assert sum(plan.num_pieces for plan in plans) == 8 and not any(plan.drops or plan.begun for plan in plans)
+    assert plans[-1].uses[0].key == encode.key and again.planned_len == 1000
+    account.leave(again)
+    while other.planned_len < 800:
+        plans.append(step(account, other))
+    assert encode.key in [key for plan in plans for key in plan.drops]
 
 
 def test_the_same_image_is_encoded_once_for_all():
@@ -237,9 +310,13 @@ def test_runs_are_found_between_other_tokens():
         find_runs(ids, TOKEN, [3])
 
 
-def test_any_order_of_chunks_ends_and_keeps_the_account():
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_any_order_of_chunks_ends_and_keeps_the_account(pieces: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoding, "BESIDE_TOKENS", 2)
     rng = random.Random(0)
-    account = make_account(step=6, cache=12)
+    account = make_account(step=6, cache=12, pieces=pieces)
+    under_way: list[Encode] = []
+    num_left = num_divided = 0
     waiting = [
         make_request(
             rng.randint(1, 4), (rng.randint(1, 12), rng.choice("abcd")), 2, (rng.randint(1, 12), rng.choice("efg")),
@@ -254,7 +331,9 @@ def test_any_order_of_chunks_ends_and_keeps_the_account():
             running[waiting.pop()] = 0
         if not running:
             break
-        account.begin_step()
+        for request, begin in running.items():
+            request.planned_len = begin
+        account.begin_step(running, is_beside=rng.random() < 0.8)
         encoded = 0
         for request, begin in list(running.items()):
             if rng.random() < 0.05:
@@ -272,13 +351,22 @@ def test_any_order_of_chunks_ends_and_keeps_the_account():
                 account.leave(request)
                 del running[request]
         step = account.take_plan()
+        if step.begun:
+            assert not under_way and not any(item.key in on_device for item in step.begun)
+            under_way, num_left, num_divided = step.begun, pieces, num_divided + 1
+        num_left -= step.num_pieces
+        assert num_left >= 0
+        held = sum(encode.item.place.num_tokens for encode in under_way)
+        if not num_left:
+            on_device |= {encode.key: encode.item.place.num_tokens for encode in under_way}
+            under_way, held = [], 0
         for encode in step.encodes:
             on_device[encode.key] = encode.item.place.num_tokens
             encoded += encode.item.place.num_tokens
         assert all(use.key in on_device for use in step.uses)
         for key in step.drops:
             del on_device[key]
-        assert sum(on_device.values()) <= 12
+        assert sum(on_device.values()) + held <= 12
         assert encoded <= 6 or len(step.encodes) == 1
         account.audit(set(running))
-    assert not waiting and not running
+    assert not waiting and not running and bool(num_divided) == (pieces > 1)

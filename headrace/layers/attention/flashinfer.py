@@ -24,6 +24,7 @@ from headrace.layers.attention.contract import (
     KvPages,
 )
 from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
+from headrace.memory.copies import pin
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,7 @@ def _plan_chunks(
     )
     starts = torch.zeros((2, count + 1), dtype=torch.int32)  # exclusive sums of query lengths and of page counts
     torch.cumsum(lens[:2], 1, dtype=torch.int32, out=starts[:, 1:])
-    if pages.device.type == "cuda":
-        lens, starts = lens.pin_memory(), starts.pin_memory()
+    lens, starts = pin(lens, pages.device), pin(starts, pages.device)
     dtype = getattr(torch, geometry.dtype)
     return planners.plan(
         starts[0], starts[1], pages, lens[2], geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, page_size,

@@ -79,6 +79,7 @@ class Decoder(ServedModel):
             for layer in (spec.layers[i] for i in own)
         ]
         self.layers = number_layers(self._blocks, own.start)
+        self.layer_kinds = [spec.layers[i] for i in own]
         self.norm = make_norm(spec.norm, spec.hidden_size, build) if build.stage.is_last else NoNorm()
         self.head: Head | None = None
         if has_head:

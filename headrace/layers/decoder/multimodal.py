@@ -19,7 +19,7 @@ from headrace.layers.batch import ForwardBatch
 from headrace.layers.build import Build
 from headrace.layers.decoder.decoder import HARMLESS, Decoder
 from headrace.layers.loading import Targets, find_targets
-from headrace.layers.media import CapturedVectors, EncoderInput, MediaModel, grid_positions
+from headrace.layers.media import CapturedVectors, EncoderInput, InPieces, MediaModel, grid_positions
 from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.residual import Residual
@@ -29,9 +29,12 @@ from headrace.parallel.group import Group
 
 
 class Tower(nn.Module):
-    """An encoder, built as ``Class(spec, hidden_size, build)``; ``hidden_size`` is the decoder's."""
+    """An encoder, built as ``Class(spec, hidden_size, build)``; ``hidden_size`` is the decoder's. `encode` yields
+    behind each of ``num_layers`` layers."""
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    num_layers: int
+
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """Vectors [N, parts * D] of each item."""
         raise NotImplementedError
 
@@ -49,11 +52,12 @@ class OneTower(MediaModel):
 
     def __init__(self, tower: Tower, spec: MultimodalSpec, rope_length: int, dtype: torch.dtype):
         self._tower, self._spec, self.rope_length = tower, spec, rope_length
+        self.num_pieces = tower.num_layers + 1
         self.is_whole = spec.is_whole
         if not spec.is_whole:  # their attention reads from the host which tokens see each other
             self.captured = CapturedVectors(spec.hidden_size * spec.encoder.num_parts, dtype)
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `MediaModel`."""
         return self._tower.encode(items)
 

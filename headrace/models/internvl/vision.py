@@ -9,7 +9,7 @@ import torch
 from headrace.base.media import MediaPlace
 from headrace.layers.build import Build
 from headrace.layers.decoder.multimodal import Tower
-from headrace.layers.media import EncoderInput
+from headrace.layers.media import EncoderInput, InPieces
 from headrace.layers.vision import ImageEncoder, Projector
 
 if TYPE_CHECKING:
@@ -24,22 +24,25 @@ class ShuffledTower(Tower):
     def __init__(self, spec: ShuffledImageSpec, hidden_size: int, build: Build):
         super().__init__()
         self.spec, self.device, self.dtype = spec, build.device, build.dtype
-        self.image = ImageEncoder(spec.image, build)
+        self.image, self.num_layers = ImageEncoder(spec.image, build), spec.image.vision.num_layers
         self.projector = Projector(
             spec.image.vision.hidden_size * spec.merge**2, hidden_size, build, activation=spec.activation,
             norm_eps=NORM_EPS,
         )
         self._count = (spec.image.side // spec.merge) ** 2
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
         pixels = [item.pixels(self.dtype) for item in items]
-        x, merge = self.image(torch.cat(pixels)), self.spec.merge
+        counts, merge = [len(each) for each in pixels], self.spec.merge
+        pieces = self.image.encode(torch.cat(pixels))
+        del items, pixels
+        x = yield from pieces
         side = self.spec.image.side // merge
         # [n, rows, m, columns, m, D]: the elements of a block row by row
         blocks = x.view(len(x), side, merge, side, merge, x.shape[-1]).transpose(2, 3)
         found = self.projector(blocks.reshape(-1, merge**2 * x.shape[-1]))
-        return list(found.split([len(each) * self._count for each in pixels]))
+        return list(found.split([count * self._count for count in counts]))
 
     def example(self, num_tokens: int) -> list[EncoderInput]:
         """See `Tower`."""

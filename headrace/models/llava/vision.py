@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from headrace.base.media import MediaPlace
 from headrace.layers.build import Build
 from headrace.layers.decoder.multimodal import Tower
-from headrace.layers.media import EncoderInput
+from headrace.layers.media import EncoderInput, InPieces
 from headrace.layers.media_spec import ImageSpec, SizedImageSpec
 from headrace.layers.vision import ImageEncoder, Projector, SizedImageEncoder, crop_to_grid
 
@@ -26,20 +26,24 @@ class ProjectedTower(Tower):
         assert isinstance(spec.image, ImageSpec)
         self.spec, self.device, self.dtype = spec, build.device, build.dtype
         self.image = ImageEncoder(spec.image, build)
+        self.num_layers = len(list(self.image.blocks)[: spec.last_layer])
         self.projector = Projector(
             spec.image.vision.hidden_size, hidden_size, build, activation=spec.activation, bias=spec.projector_bias
         )
         self.newline = build.parameter(hidden_size) if spec.tiles is not None else None
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
         pixels = [item.pixels(self.dtype) for item in items]
-        x = self.image(torch.cat(pixels), self.spec.last_layer)
+        counts, places = [len(each) for each in pixels], [item.place for item in items]
+        pieces = self.image.encode(torch.cat(pixels), self.spec.last_layer)
+        del items, pixels
+        x = yield from pieces
         found = self.projector(x.flatten(0, 1)).unflatten(0, (len(x), -1))
-        parts = found.split([len(each) for each in pixels])
+        parts = found.split(counts)
         if self.newline is None:
             return [part.flatten(0, 1) for part in parts]
-        return [self._put_together(part, item.place) for part, item in zip(parts, items, strict=True)]
+        return [self._put_together(part, place) for part, place in zip(parts, places, strict=True)]
 
     def _put_together(self, tiles: torch.Tensor, place: MediaPlace) -> torch.Tensor:
         """Vectors of tiles [n, side^2, D]: those of the whole image, then rows of the large one without its padding,
@@ -74,14 +78,16 @@ class SizedTower(Tower):
         super().__init__()
         assert isinstance(spec.image, SizedImageSpec)
         self.device, self.dtype, self._patch_size = build.device, build.dtype, spec.image.patch_size
-        self.sized = SizedImageEncoder(spec.image, build)
+        self.sized, self.num_layers = SizedImageEncoder(spec.image, build), spec.image.vision.num_layers
         self.projector = Projector(
             spec.image.vision.hidden_size, hidden_size, build, activation=spec.activation, bias=spec.projector_bias
         )
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
-        x, grids = self.sized([crop_to_grid(item.pixels(self.dtype), item.place) for item in items])
+        x, grids = yield from self.sized.encode([
+            crop_to_grid(item.pixels(self.dtype), item.place) for item in items
+        ])
         return list(self.projector(x).split([rows * columns for rows, columns in grids]))
 
     def example(self, num_tokens: int) -> list[EncoderInput]:

@@ -11,7 +11,7 @@ from headrace.base.media import MediaPlace
 from headrace.layers.build import Build
 from headrace.layers.decoder.multimodal import Tower
 from headrace.layers.linear import Linear
-from headrace.layers.media import EncoderInput
+from headrace.layers.media import EncoderInput, InPieces
 from headrace.layers.norm import RmsNorm
 from headrace.layers.vision import Projector, SizedImageEncoder, crop_to_grid
 
@@ -26,14 +26,16 @@ class MergedTower(Tower):
         super().__init__()
         self.spec, self.device, self.dtype = spec, build.device, build.dtype
         size = spec.image.vision.hidden_size
-        self.sized = SizedImageEncoder(spec.image, build)
+        self.sized, self.num_layers = SizedImageEncoder(spec.image, build), spec.image.vision.num_layers
         self.norm = RmsNorm(build, size, spec.norm_eps)
         self.merger = Linear(build, size * spec.merge**2, size)
         self.projector = Projector(size, hidden_size, build, activation=spec.activation, bias=spec.projector_bias)
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
-        x, grids = self.sized([crop_to_grid(item.pixels(self.dtype), item.place) for item in items])
+        x, grids = yield from self.sized.encode([
+            crop_to_grid(item.pixels(self.dtype), item.place) for item in items
+        ])
         sizes = [rows * columns for rows, columns in grids]
         parts = [self._merge(part, *grid) for part, grid in zip(self.norm(x).split(sizes), grids, strict=True)]
         found = self.projector(self.merger(torch.cat(parts)))

@@ -12,7 +12,7 @@ from headrace.layers.audio import AudioEncoder, adapt_tensors
 from headrace.layers.build import Build
 from headrace.layers.decoder.multimodal import Tower
 from headrace.layers.linear import Linear
-from headrace.layers.media import EncoderInput
+from headrace.layers.media import EncoderInput, InPieces
 
 if TYPE_CHECKING:
     from headrace.models.qwen2_audio.family import PooledAudioSpec
@@ -26,15 +26,16 @@ class PooledAudioTower(Tower):
     def __init__(self, spec: PooledAudioSpec, hidden_size: int, build: Build):
         super().__init__()
         self.spec, self.device, self.dtype = spec, build.device, build.dtype
-        self.audio = AudioEncoder(spec.audio, build)
+        self.audio, self.num_layers = AudioEncoder(spec.audio, build), spec.audio.blocks.num_layers
         self.projector = Linear(build, spec.audio.blocks.hidden_size, hidden_size, bias=True)
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
         frames = torch.cat([item.pixels(self.dtype) for item in items]).transpose(1, 2)
         lengths = [(item.place.grid[0] + 1) // 2 for item in items]
+        x = yield from self.audio.encode(frames, lengths)
         # positions in pairs; of an odd number the last one has no vector
-        pairs = [own[: len(own) // 2 * 2].unflatten(0, (-1, 2)) for own in self.audio(frames, lengths).split(lengths)]
+        pairs = [own[: len(own) // 2 * 2].unflatten(0, (-1, 2)) for own in x.split(lengths)]
         found = self.projector(self.audio.norm(torch.cat(pairs).float().mean(1).to(self.dtype)))
         return list(found.split([len(own) for own in pairs]))
 

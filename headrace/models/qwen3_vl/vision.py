@@ -13,10 +13,11 @@ from headrace.base.media import MediaPlace
 from headrace.layers.build import Build
 from headrace.layers.decoder.multimodal import Tower
 from headrace.layers.linear import Linear
-from headrace.layers.media import EncoderInput, upload
+from headrace.layers.media import EncoderInput, InPieces
 from headrace.layers.model import number_layers
 from headrace.layers.residual import Residual
 from headrace.layers.vision import PatchMerger, VisionBlock, make_spans, place_patches, rotate_by_places
+from headrace.memory.copies import to_device
 
 if TYPE_CHECKING:
     from headrace.models.qwen3_vl.family import DeepstackVisionSpec
@@ -30,7 +31,7 @@ class DeepstackTower(Tower):
     def __init__(self, spec: DeepstackVisionSpec, hidden_size: int, build: Build):
         super().__init__()
         self.spec, self.device, self.dtype = spec, build.device, build.dtype
-        vision = spec.vision
+        vision, self.num_layers = spec.vision, spec.vision.num_layers
         self.patches = Linear(build, vision.input_size, vision.hidden_size, bias=True)
         self.positions = build.parameter(spec.side**2, vision.hidden_size)
         self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
@@ -39,21 +40,24 @@ class DeepstackTower(Tower):
             [PatchMerger(vision, spec.merge, hidden_size, build, norms_merged=True) for _ in spec.tapped_layers], 0
         )
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `Tower`."""
         spec, grids = self.spec, [item.place.grid for item in items]
+        counts = [item.place.num_tokens for item in items]
         places = place_patches(grids, spec.merge)
-        cos_sin = rotate_by_places(upload(places, self.device), spec.vision.head_dim, THETA)
+        cos_sin = rotate_by_places(to_device(places, self.device), spec.vision.head_dim, THETA)
         frames = make_spans([height * width for time, height, width in grids for _ in range(time)], self.device)
         x = self.patches(torch.cat([item.pixels(self.dtype) for item in items]))
         x += self._resample(places, grids)
         residual, parts = Residual(x), []
+        del items, x
         for i, block in enumerate(self.blocks):
             block(residual, frames, cos_sin)
             if i in spec.tapped_layers:
                 parts.append(self.taps[spec.tapped_layers.index(i)](residual.add_pending()))
+            yield
         merged = torch.cat([self.merger(residual.add_pending()), *parts], dim=-1)
-        return list(merged.split([item.place.num_tokens for item in items]))
+        return list(merged.split(counts))
 
     def _resample(self, places: np.ndarray, grids: list[tuple[int, ...]]) -> torch.Tensor:
         """Learned positions [N, D], interpolated between the four nearest of the square grid, whose corners are those
@@ -70,8 +74,8 @@ class DeepstackTower(Tower):
         found = None
         for row, row_share in corners[0]:
             for column, column_share in corners[1]:
-                weight = upload((row_share * column_share).astype(np.float32), self.device)
-                part = self.positions.index_select(0, upload(row * side + column, self.device)) * weight[:, None]
+                weight = to_device((row_share * column_share).astype(np.float32), self.device)
+                part = self.positions.index_select(0, to_device(row * side + column, self.device)) * weight[:, None]
                 found = part if found is None else found + part
         assert found is not None
         return found.to(self.dtype)

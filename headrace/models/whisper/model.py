@@ -24,7 +24,7 @@ from headrace.layers.batch import AlignedTexts, ForwardBatch, GroupStep
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.loading import fill_targets, find_targets
-from headrace.layers.media import EncoderInput, MediaModel, upload
+from headrace.layers.media import EncoderInput, InPieces, MediaModel
 from headrace.layers.mlp import Mlp
 from headrace.layers.model import ServedModel, number_layers
 from headrace.layers.names import CheckpointNames
@@ -34,6 +34,7 @@ from headrace.layers.self_attention import Attention
 from headrace.layers.spec import AttentionSpec, LayerSpec
 from headrace.layers.vision import pad_weights
 from headrace.layers.vocabulary import Embedding, Head
+from headrace.memory.copies import to_device
 from headrace.models.whisper.family import WhisperSpec
 from headrace.parallel.group import Group
 
@@ -126,10 +127,12 @@ class WhisperMedia(MediaModel):
 
     def __init__(self, spec: WhisperSpec, encoder: AudioEncoder, build: Build):
         self._spec, self._encoder, self._device, self._dtype = spec, encoder, build.device, build.dtype
+        self.num_pieces = spec.audio.blocks.num_layers + 1
 
-    def encode(self, items: list[EncoderInput]) -> list[torch.Tensor]:
+    def encode(self, items: list[EncoderInput]) -> InPieces[list[torch.Tensor]]:
         """See `MediaModel`; the placeholders behind the sound get zeros."""
-        x = self._encoder.norm(self._encoder(torch.stack([item.pixels(self._dtype) for item in items])))
+        x = yield from self._encoder.encode(torch.stack([item.pixels(self._dtype) for item in items]))
+        x = self._encoder.norm(x)
         windows = x.unflatten(0, (len(items), -1))
         return list(F.pad(windows, (0, 0, 0, self._spec.num_placeholders - windows.shape[1])))
 
@@ -260,10 +263,11 @@ class Whisper(ServedModel):
         requests = np.flatnonzero(own)
         if hidden.any():
             starts = np.cumsum(lengths) - lengths
-            indices = upload(np.concatenate([starts[i] + np.arange(hidden[i], lengths[i]) for i in requests]), device)
-            kept = upload(requests, device)
+            spans = [starts[i] + np.arange(hidden[i], lengths[i]) for i in requests]
+            indices = to_device(np.concatenate(spans), device)
+            kept = to_device(requests, device)
             table, kv_lens, slots = table.index_select(0, kept), kv_lens.index_select(0, kept), slots[indices]
-            query_start = upload(np.concatenate(([0], np.cumsum(own[requests]))).astype(np.int32), device)
+            query_start = to_device(np.concatenate(([0], np.cumsum(own[requests]))).astype(np.int32), device)
         num_tokens, ends = int(own.sum()), np.maximum(np.asarray(whole.kv_lens_cpu)[requests] - first, 1)
         text = replace(
             whole, num_tokens=num_tokens, query_lens_cpu=list(map(int, own[requests])),
@@ -278,7 +282,7 @@ class Whisper(ServedModel):
         ``table`` [R, pages of a window]."""
         count, heard, device = text.num_tokens, self.spec.audio.num_positions, text.slots.device
         if count != len(lengths):
-            table = table.index_select(0, upload(np.repeat(np.arange(len(lengths)), lengths), device))
+            table = table.index_select(0, to_device(np.repeat(np.arange(len(lengths)), lengths), device))
         return AttentionInputs(
             num_tokens=count, num_decodes=count, query_lens_cpu=[1] * count, kv_lens_cpu=[heard] * count,
             max_query_len=1, max_kv_len=heard,

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from headrace.service.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0005
+"""How long the event loop waits for the GIL while a thread decodes a large body or renders a long chat. Python's own
+5 ms, which each turn of the loop would take then, are many times a decode step."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -118,6 +123,7 @@ def serve(config: ServeConfig, *, engines: Sequence[SpawnedEngine] = ()) -> None
     start or all engines have crashed too often, `SystemExit` after a second signal. ``engines``: processes that the
     caller has already spawned."""
     check_names(config.server.tool_parser, config.server.reasoning_parser)
+    sys.setswitchinterval(SWITCH_S)
     client = EngineClient(
         config.engine, chat_template=read_template(config.server.chat_template),
         supervision=Supervision(config.server.max_restarts, config.server.stall_timeout_s), engines=engines,

@@ -127,8 +127,7 @@ def text_parts(body: bytes, begin: int) -> Iterator[int]:
     """The ends of the parts, of about `PIECE_BYTES`, into which a string falls whose first character is at ``begin``;
     the last one is that of its closing quote. No character or escape is cut in two."""
     while True:
-        found = _INSIDE.match(body, begin, begin + PIECE_BYTES)
-        end = begin if found is None else found.end()
+        end = _find_end(body, begin, begin + PIECE_BYTES)
         if body[end : end + 1] == b'"':
             yield end
             return
@@ -138,3 +137,14 @@ def text_parts(body: bytes, begin: int) -> Iterator[int]:
             raise msgspec.DecodeError(f"JSON is malformed: unfinished string or invalid escape (byte {end})")
         yield end
         begin = end
+
+
+def _find_end(body: bytes, begin: int, limit: int) -> int:
+    """The place of the quote that ends a string, or one up to ``limit`` that divides no escape. Base64 has no escapes,
+    and most texts few: looking for one byte is some fifty times faster than `_INSIDE`."""
+    quote = body.find(b'"', begin, limit)
+    end = min(limit, len(body)) if quote < 0 else quote
+    if body.find(b"\\", begin, end) < 0:
+        return end
+    found = _INSIDE.match(body, begin, limit)
+    return begin if found is None else found.end()
