@@ -1,8 +1,9 @@
-"""All workloads on one GPU against the stored peers' figures: ``python -m benchmarks.cuda [--models ...] [--json
-FILE]``.
+"""All workloads on one GPU against the stored peers' figures: ``python -m benchmarks.cuda [--models MODEL[:FORM] ...]
+[--json FILE]``. `benchmarks.forms` has the names.
 
-Prints a row a cell: seconds, ratio to the better peer, the roofline floor and how much of it is reached. Start-up is
-measured from process start to the first token, in a process of its own. The prefix cache is emptied before each run.
+Prints a row a cell: seconds of the first run and of later ones (which differ where something was not made ready at the
+start), ratio to the better peer, the roofline floor and how much of it is reached. Start-up is measured from process
+start to the first token, in a process of its own. The prefix cache is emptied before each run.
 """
 
 from __future__ import annotations
@@ -16,22 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forms import build, find_form, read_config
 from benchmarks.roofline import Shape, floor_of
 from headrace.serving.bench import offline as workloads
 
 HERE = Path(__file__).parent
 PEERS = json.loads((HERE / "peers_h200.json").read_text())
 STARTED = "first token at"
-
-
-def model_folder(name: str) -> Path:
-    return HERE / "models" / name
-
-
-def build(name: str, options: dict[str, Any]) -> Any:
-    from headrace import LLM
-
-    return LLM(str(model_folder(name)), load_format="dummy", dtype="bfloat16", **options)
 
 
 def measure_startup(name: str, options: dict[str, Any]) -> float:
@@ -69,7 +61,7 @@ def run_workload(llm: Any, prompts: list[list[int]], output_lens: list[int]) -> 
 
 
 def measure_model(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    config = json.loads((model_folder(name) / "config.json").read_text())
+    config, form = read_config(name), find_form(name)
     shape, rows = Shape.of(config), []
     peers = PEERS["seconds"].get(name, {})
     if args.startup:
@@ -89,10 +81,11 @@ def measure_model(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         for workload in args.workloads:
             prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
             run_workload(llm, prompts[:8], [min(4, n) for n in output_lens[:8]])
-            seconds = statistics.mean(run_workload(llm, prompts, output_lens) for _ in range(args.repeats))
-            floor = floor_of(shape, prompts, output_lens)
+            first, *later = (run_workload(llm, prompts, output_lens) for _ in range(args.repeats))
+            floor = floor_of(shape, prompts, output_lens, form.costs)
+            peer = min(peers.get(workload, {}).values(), default=None)
             rows.append(
-                row(name, workload, seconds, min(peers.get(workload, {}).values(), default=None), floor.seconds)
+                row(name, workload, statistics.mean(later or [first]), peer, floor.seconds) | {"first": round(first, 4)}
             )
             print(rows[-1], flush=True)
     return rows
@@ -108,21 +101,19 @@ def row(model: str, cell: str, seconds: float, peer: float | None, floor: float 
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'model':14s} {'cell':14s} {'seconds':>9s} {'peer':>8s} {'faster':>7s} {'floor':>8s} {'% of floor':>10s}")
+    columns = {
+        "first": 9, "seconds": 9, "better_peer": 11, "times_faster": 12, "floor": 8, "percent_of_floor": 16
+    }
+    print(f"\n{'model':24s} {'cell':14s}" + "".join(f" {name:>{width}}" for name, width in columns.items()))
     for r in rows:
-        cells = [
-            ("-" if r[k] is None else r[k])
-            for k in ("seconds", "better_peer", "times_faster", "floor", "percent_of_floor")
-        ]
-        print(
-            f"{r['model']:14s} {r['cell']:14s} {cells[0]:>9} {cells[1]:>8} {cells[2]:>7} {cells[3]:>8} {cells[4]:>10}"
-        )
+        cells = "".join(f" {'-' if r.get(k) is None else r[k]:>{width}}" for k, width in columns.items())
+        print(f"{r['model']:24s} {r['cell']:14s}{cells}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"], help="folders under benchmarks/models"
+        "--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"], metavar="MODEL[:FORM]"
     )
     parser.add_argument("--workloads", nargs="+", default=list(workloads.ALL), choices=list(workloads.ALL))
     parser.add_argument("--repeats", type=int, default=2)

@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from benchmarks.cuda import model_folder
+from benchmarks.forms import model_folder, read_config
 from headrace.serving.bench import offline as workloads
 
 PORT = 8123
@@ -27,7 +27,7 @@ OFFLINE = "offline seconds"
 
 def write_trace(path: Path, model: Path, workload: str) -> int:
     """One JSON line a request; returns how many."""
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocab = read_config(str(model))["vocab_size"]
     prompts, output_lens = workloads.ALL[workload](vocab)
     path.write_text(
         "\n".join(json.dumps({"prompt": p, "max_tokens": n}) for p, n in zip(prompts, output_lens, strict=True))
@@ -92,7 +92,7 @@ def run_offline_child(args: argparse.Namespace, model: Path) -> None:
     from benchmarks.cuda import run_workload
     from headrace import LLM
 
-    prompts, output_lens = workloads.ALL[args.workload](json.loads((model / "config.json").read_text())["vocab_size"])
+    prompts, output_lens = workloads.ALL[args.workload](read_config(str(model))["vocab_size"])
     with LLM(str(model), load_format="dummy", dtype=args.dtype) as llm:
         run_workload(llm, prompts[:4], output_lens[:4])
         print(OFFLINE, run_workload(llm, prompts, output_lens), flush=True)
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json")
     parser.add_argument("--offline-child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    model = model_folder(args.model) if model_folder(args.model).exists() else Path(args.model)
+    model = model_folder(args.model)
     if args.offline_child:
         return run_offline_child(args, model)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""Other models' shapes on one GPU: ``python -m benchmarks.cuda_shapes [MODEL ...] [--cells ...] [--options JSON]``.
+"""Other models' shapes on one GPU: ``python -m benchmarks.cuda_shapes [MODEL[:FORM] ...] [--cells ...]``.
 
-A model is a folder under ``benchmarks/models`` or any other that has a config.json; weights are random. Each runs in a
-process of its own. A cell's row has seconds of its first run and of a second, and the percent of these that bytes and
-operations alone would take (`benchmarks/roofline.py`); cells that do not fit into a model's context are left out.
-Start-up is seconds to the first token; "late" are kernels compiled after it.
+`benchmarks.forms` has the names of models; weights are random. Each runs in a process of its own. A cell's row has
+seconds of its first run and of a second, and the percent of these that bytes and operations alone would take
+(`benchmarks/roofline.py`); cells that do not fit into a model's context are left out. Start-up is seconds to the first
+token; "late" are kernels compiled after it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def watch_compiler() -> list[str]:
 
 def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
     """Print a row a cell."""
-    from benchmarks.cuda import build, model_folder, run_workload
+    from benchmarks.cuda import run_workload
+    from benchmarks.forms import build, find_form, read_config
     from benchmarks.roofline import Shape, floor_of
 
-    config = json.loads((model_folder(model) / "config.json").read_text())
+    config, form = read_config(model), find_form(model)
     shape, vocab = Shape.of(config), config["vocab_size"]
     with build(model, options) as llm:
         run_workload(llm, [[1, 2, 3]], [1])
         startup, late = time.time() - BEGAN, watch_compiler()
-        print(f"{model:14s} {'start-up':12s} {startup:8.2f}", flush=True)
+        print(f"{model:24s} {'start-up':12s} {startup:8.2f}", flush=True)
         for cell in cells:
             requests, prompt_len, output_len = CELLS[cell]
             rng, output_lens = Random(requests), [output_len] * requests
@@ -55,12 +56,12 @@ def measure(model: str, cells: list[str], options: dict[str, Any]) -> None:
             if prompt_len + output_len > llm.facts.max_model_len:
                 continue
             first, seconds = (run_workload(llm, prompts, output_lens) for _ in range(2))
-            floor = floor_of(shape, prompts, output_lens).seconds
+            floor = floor_of(shape, prompts, output_lens, form.costs).seconds
             print(
-                f"{model:14s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %",
+                f"{model:24s} {cell:12s} {first:8.3f} {seconds:8.3f} {floor:8.3f} {100 * floor / seconds:4.0f} %",
                 flush=True
             )
-        print(f"{model:14s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
+        print(f"{model:24s} {'late':12s} {len(late):4d} {' '.join(sorted(set(late)))[:300]}", flush=True)
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "models", nargs="*",
         default=["llama-3.2-1b", "qwen2.5-7b", "gemma-3-1b", "phi-3-mini", "qwen3-30b-a3b", "gpt-oss-20b"],
-        metavar="MODEL"
+        metavar="MODEL[:FORM]"
     )
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=DEFAULT)
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")

@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda import build, model_folder, run_workload
+from benchmarks.cuda import run_workload
+from benchmarks.forms import build, engine_options, read_config
 from headrace.serving.bench import offline as workloads
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -71,7 +72,7 @@ def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: in
     """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
     from torch.profiler import ProfilerActivity, profile
 
-    config = json.loads((model_folder(model) / "config.json").read_text())
+    config = read_config(model)
     prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
     output_lens = [min(n, most_tokens) for n in output_lens]
     with build(model, options) as llm:
@@ -106,14 +107,12 @@ def time_startup(model: str, options: dict[str, Any]) -> None:
             printed.add(stage)
             print(f"{time.perf_counter() - began:8.2f} s  {stage}", flush=True)
 
-    build_executor(
-        engine_config(model=str(model_folder(model)), load_format="dummy", dtype="bfloat16", **options), tell
-    ).close()
+    build_executor(engine_config(**engine_options(model), **options), tell).close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a folder under benchmarks/models")
+    parser.add_argument("model", metavar="MODEL[:FORM]", help="see benchmarks/forms.py")
     parser.add_argument("workload", choices=[*workloads.ALL, "startup"])
     parser.add_argument("--options", type=json.loads, default={}, help="JSON object of engine options")
     parser.add_argument("--most-tokens", type=int, default=48, help="output tokens of each request at most")

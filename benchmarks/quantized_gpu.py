@@ -1,10 +1,9 @@
 """Products with coded weights beside bfloat16, on one GPU: ``python -m benchmarks.quantized_gpu [--models ...] [--forms
-REGEX] [--rows 1 8 64] [--json FILE] [--serve]``.
+REGEX] [--rows 1 8 64] [--json FILE]``.
 
 For each weight of a layer and each form of codes, the time of every solution of `CODED_LINEAR` by number of rows, as
 loading measures it (a captured chain, no weight in the cache), in microseconds, checked against float64 first; then
-which solution is chosen and how many times as fast as bfloat16 it is. ``--serve`` also runs the workloads of the
-offline benchmark on random weights in these forms (`SERVED`), each in a process of its own, beside bfloat16.
+which solution is chosen and how many times as fast as bfloat16 it is. `benchmarks.cuda` runs whole models.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,7 +37,6 @@ from headrace.kernels.coded_linear.reference import dequantise
 BF16 = torch.bfloat16
 TOLERANCE = {"scaled_mm": 6e-2, "scaled_mm_blocks": 6e-2, "triton_fp8_blocks": 6e-2}
 """Of solutions that round rows to FP8, relative to the product in float64; others 2e-2."""
-HERE = Path(__file__).parent
 
 
 def quantise_nvfp4(weight: torch.Tensor) -> CodedMatrix:
@@ -57,19 +53,6 @@ FORMS: dict[str, Callable[[torch.Tensor], CodedMatrix]] = {
     "int8 group 128": partial(quantise_integer, bits=8, group=128),
     "mxfp4": quantise_fp4, "nvfp4": quantise_nvfp4,
 }
-SERVED: dict[str, tuple[str, dict[str, Any] | None]] = {
-    "Llama-3.1-8B bf16": ("llama-3.1-8b", None),
-    "Llama-3.1-8B FP8 channel": ("llama-3.1-8b", {"quant_method": "fbgemm_fp8"}),
-    "Llama-3.1-8B FP8 block": ("llama-3.1-8b", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "Llama-3.1-8B INT4 (GPTQ)": ("llama-3.1-8b", {"quant_method": "gptq", "bits": 4, "group_size": 128}),
-    "Llama-3.1-8B INT4 (AWQ)": ("llama-3.1-8b", {"quant_method": "awq", "bits": 4, "group_size": 128}),
-    "gpt-oss-20b bf16": ("gpt-oss-20b", None),
-    "gpt-oss-20b MXFP4": ("gpt-oss-20b", {"quant_method": "mxfp4"}),
-    "Qwen3-30B-A3B FP8 block": ("qwen3-30b-a3b", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-}
-WORKLOADS = "latency1,offline256,prefill16x8k"
-
-
 def check(name: str, weight: DeviceCodes, rows: int) -> float:
     """The error of a solution, relative to the product of the dequantised weight in float64."""
     x = torch.randn(rows, weight.in_features, device="cuda", dtype=BF16)
@@ -119,30 +102,12 @@ def find_shapes(names: list[str]) -> Iterator[tuple[int, int]]:
                 yield shape
 
 
-def serve(names: list[str]) -> None:
-    """One line a cell; a process each, so that no model meets another's memory."""
-    for title in names:
-        folder, config = SERVED[title]
-        overrides = [] if config is None else ["--config-overrides", json.dumps({"quantization_config": config})]
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "headrace", "bench", "offline", "--model", str(HERE / "models" / folder),
-                "--load-format", "dummy", "--dtype", "bfloat16", "--workloads", WORKLOADS, *overrides
-            ],
-            capture_output=True, text=True, timeout=900,
-        )
-        print(f"== {title}: exit {done.returncode}\n{done.stdout[-2500:]}", flush=True)
-        if done.returncode:
-            print(done.stderr[-2500:], flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=[model.name for model in MODELS])
     parser.add_argument("--forms", default=".")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64, 256, 4096], choices=ROWS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
     results = [
         run_shape(form, shape, options.rows)
@@ -150,8 +115,6 @@ def main() -> None:
     ]
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    if options.serve:
-        serve([title for title in SERVED])
 
 
 if __name__ == "__main__":

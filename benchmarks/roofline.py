@@ -15,6 +15,20 @@ from headrace.models.catalog import find_family
 
 BANDWIDTH = 4.3e12  # bytes/s, device-to-device copy measured on an H200
 MATRIX_RATE = 790e12  # FLOP/s, bf16 8192^3 product measured on an H200
+FP8_RATE = 1400e12  # the same of FP8
+
+
+@dataclass(frozen=True)
+class WeightCosts:
+    """Bytes of a weight, its scales included, and FLOP/s of large products."""
+
+    linear: float = 2
+    expert: float = 2
+    head: float = 2
+    rate: float = MATRIX_RATE
+
+
+BF16 = WeightCosts()
 
 
 @dataclass(frozen=True)
@@ -60,10 +74,12 @@ class Shape:
         """What each token is multiplied by."""
         return self.matmul_parameters + self.top_k * self.expert_parameters
 
-    def read_parameters(self, tokens: int) -> float:
-        """What a decode step of so many tokens reads, if they choose their experts independently and evenly."""
+    def read_weight_bytes(self, tokens: int, costs: WeightCosts) -> float:
+        """Bytes of weights that a decode step of so many tokens reads, if they choose their experts independently and
+        evenly."""
         missed = (1 - self.top_k / self.num_experts) ** tokens if self.num_experts else 1
-        return self.matmul_parameters + self.head_parameters + self.num_experts * (1 - missed) * self.expert_parameters
+        plain = costs.linear * self.matmul_parameters + costs.head * self.head_parameters
+        return plain + costs.expert * self.num_experts * (1 - missed) * self.expert_parameters
 
     def read_kv_bytes(self, lens: list[int]) -> float:
         """Keys and values that a decode step of requests of such lengths reads, in bf16."""
@@ -83,18 +99,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Floor:
-    """Least bytes moved by decode steps, least operations of prefill, and the seconds they take."""
+    """Least bytes moved by decode steps, least operations of prefill at a rate of so many a second, and the seconds
+    they take."""
 
     decode_bytes: float
     prefill_flops: float
+    rate: float
 
     @property
     def seconds(self) -> float:
-        return self.decode_bytes / BANDWIDTH + self.prefill_flops / MATRIX_RATE
+        return self.decode_bytes / BANDWIDTH + self.prefill_flops / self.rate
 
 
-def floor_of(shape: Shape, prompts: list[list[int]], output_lens: list[int]) -> Floor:
-    """The floor of a workload in bf16."""
+def floor_of(shape: Shape, prompts: list[list[int]], output_lens: list[int], costs: WeightCosts) -> Floor:
+    """The floor of a workload with weights of such costs and a cache in bf16."""
     shared = _shared_prefix_len(prompts)
     flops = 0.0
     for i, prompt in enumerate(prompts):
@@ -104,8 +122,8 @@ def floor_of(shape: Shape, prompts: list[list[int]], output_lens: list[int]) -> 
     moved = 0.0
     for step in range(1, max(output_lens)):
         lens = [len(p) + step for p, n in zip(prompts, output_lens, strict=True) if n > step]
-        moved += 2 * shape.read_parameters(len(lens)) + shape.read_kv_bytes(lens)
-    return Floor(moved, flops)
+        moved += shape.read_weight_bytes(len(lens), costs) + shape.read_kv_bytes(lens)
+    return Floor(moved, flops, costs.rate)
 
 
 def _shared_prefix_len(prompts: list[list[int]]) -> int:

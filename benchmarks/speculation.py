@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda import build
+from benchmarks.forms import build
 
 PROMPT_LEN = 128
 STEPS_SHOWN = 24

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda import build, model_folder, run_workload
+from benchmarks.cuda import run_workload
+from benchmarks.forms import build, read_config
 from headrace.serving.bench import offline as workloads
 
 PEER = "vLLM, two GPUs"
@@ -95,7 +96,7 @@ def measure(run: Run, limit: float) -> Iterator[dict[str, Any]]:
 
 def run_replicas(model: str, options: dict[str, Any], path: Path) -> None:
     """As many times the workload as there are replicas, which together should take as long as one does alone."""
-    vocab = json.loads((model_folder(model) / "config.json").read_text())["vocab_size"]
+    vocab = read_config(model)["vocab_size"]
     count = options.get("data_parallel_size", 1)
     parts = [workloads.ALL["offline256"](vocab, seed=seed) for seed in range(count)]
     prompts = [prompt for prompts, _ in parts for prompt in prompts]

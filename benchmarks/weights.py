@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda import model_folder
+from benchmarks.forms import read_config
 from headrace.base.config import ModelConfig, engine_config
 from headrace.execution.device import resolve_device, set_threads
 from headrace.execution.loading import load_model
@@ -59,7 +59,7 @@ def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def write_checkpoint(model: str, folder: Path) -> int:
     """Write config and weights; returns the bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((model_folder(model) / "config.json").read_text())
+    config = read_config(model)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = list(tensors_of(config))
     total = sum(math.prod(shape) for _, shape in tensors) * ITEM_BYTES
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     device = resolve_device(args.device)
-    config = json.loads((model_folder(args.model) / "config.json").read_text())
+    config = read_config(args.model)
     total = sum(math.prod(shape) for _, shape in tensors_of(config)) * ITEM_BYTES
     folder = args.folder or choose_folder(total)
     try:
