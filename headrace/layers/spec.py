@@ -187,11 +187,13 @@ class RoutingSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: each token goes through its top k experts and, if there is one, the ``shared`` MLP."""
+    """Mixture of experts: each token goes through its top k experts and, if there is one, the ``shared`` MLP.
+    ``shared_gate``: the sigmoid of a product with each token multiplies what that MLP yields for it."""
 
     routing: RoutingSpec
     expert: MlpSpec
     shared: MlpSpec | None = None
+    shared_gate: bool = False
 
     branch: ClassVar[str] = "headrace.layers.moe.layer:MoeMlp"
 

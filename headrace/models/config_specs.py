@@ -174,6 +174,13 @@ def add_experts(fields: Fields, layers: tuple[LayerSpec, ...], routing: dict[str
     return tuple(layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(layers))
 
 
+def add_sparse_steps(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
+    """The layers with a mixture of experts in every ``decoder_sparse_step``-th, but not in those of
+    ``mlp_only_layers``."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
+    return tuple(layer if i in dense or (i + 1) % step else replace(layer, mlp=moe) for i, layer in enumerate(layers))
+
+
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
     """The longest context, in tokens: ``max_position_embeddings``. With YaRN at least ``original_max_position *
     factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length."""

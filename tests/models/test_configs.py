@@ -51,6 +51,20 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "residual_multiplier": 0.2,
                  "logits_scaling": 8.0}),
     "glm4": ("Glm4ForCausalLM", {"rope.dimension_count": 16}, {"partial_rotary_factor": 0.5}),
+    "gemma": ("GemmaForCausalLM", {}, {"tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"attention.sliding_window": 16, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+        {
+            "sliding_window": 16, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 10.0, "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", {}, {}),
+    "seed_oss": ("SeedOssForCausalLM", {}, {}),
+    "olmoe": (
+        "OlmoeForCausalLM", {"expert_count": 8, "expert_used_count": 2}, {"num_experts": 8, "num_experts_per_tok": 2}
+    ),
 }
 
 

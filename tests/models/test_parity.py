@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from harness import Harness, build_harness
+from safetensors.torch import load_file
 
 from headrace.kernels.linear.reference import norm_linear
 from headrace.layers.linear import Linear
@@ -210,6 +212,113 @@ CASES |= {
         },
     ),
 }
+CASES |= {
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma-mqa": ("Gemma", {"head_dim": 64, "num_key_value_heads": 1, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            "head_dim": 16, "sliding_window": 5, "layer_types": TYPES[1:], "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 6}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 7, "layer_types": TYPES[:2],
+            "rope_parameters": {
+                "full_attention": {**SCALINGS["yarn"], "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe-renormalised": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 6,
+            "layer_types": TYPES, "tie_word_embeddings": False,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
+    "seed-oss-biased": ("SeedOss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "ernie4_5-biased": ("Ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": False}),
+    "helium": ("Helium", {"head_dim": 12}),
+    "helium-biased": ("Helium", {"head_dim": 12, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 4, "sliding_window": 6}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "arcee": ("Arcee", {}),
+    "arcee-biased": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_scaling": SCALINGS["yarn"]}),
+    "stablelm": ("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
+    "phi": ("Phi", {}),
+    "phi-partial": ("Phi", {"hidden_size": 64, "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
+    "dots1": (
+        "Dots1",
+        {
+            "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+            "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        },
+    ),
+    "dots1-window": (
+        "Dots1",
+        {
+            "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "sliding_window": 6, "max_window_layers": 1,
+        },
+    ),
+    "minimax-m2": ("MiniMaxM2", {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "minimax-m2-partial": (
+        "MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "rotary_dim": 8}
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **MLA, "num_hidden_layers": 3, "q_lora_rank": 20, "n_routed_experts": 6, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 6.0, "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2, "logits_scaling": 4.0,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+            "attention_multiplier": 0.5, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen2-moe-some-dense": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False,
+        },
+    ),
+}
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
 MAX_MODEL_LEN = {"phi3-short-partial": 64}
 
@@ -355,6 +464,18 @@ def test_bfloat16_is_as_near_as_transformers_is(name: str):
     theirs = oracle_logits(model.bfloat16(), tokens).float()
     assert ours.dtype == torch.float32
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["dots1", "granite-moe", "granite-moe-shared", "minimax-m2", "olmoe", "phi", "qwen2-moe", "qwen3-moe"]
+)
+def test_tensors_as_they_are_published(name: str, tmp_path: Path):
+    """transformers renames and stacks tensors when it loads a model, and undoes that when it saves one."""
+    model = make_oracle(*CASES[name])
+    model.save_pretrained(tmp_path)
+    harness = build_harness(config_json(model), load_file(tmp_path / "model.safetensors"))
+    tokens = prompt(8)
+    torch.testing.assert_close(harness.step((harness.start(), tokens))[0], oracle_logits(model, tokens), **TOLERANCE)
 
 
 @pytest.mark.cuda

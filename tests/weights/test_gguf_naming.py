@@ -21,7 +21,12 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM",
+    "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }
+
+TIED = ("GemmaForCausalLM", "Gemma2ForCausalLM")
+"""The converter's table has no head of these."""
 
 
 def stored(name, rows=8):
@@ -36,7 +41,7 @@ def parameter_names(architecture):
     config = config_class(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8, pad_token_id=0, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        head_dim=8, pad_token_id=0, tie_word_embeddings=architecture in TIED, bos_token_id=1, eos_token_id=2,
     )
     with torch.device("meta"):
         return [name for name, _ in model_class(config).named_parameters()]

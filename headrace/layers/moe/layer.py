@@ -125,6 +125,7 @@ class MoeMlp(Branch):
         self.is_divided = self.group is not None or not build.experts.is_single
         self.experts = ExpertWeights(experts, spec.expert, hidden_size, build, size=size)
         self.shared = None if spec.shared is None else GatedMlp(spec.shared, hidden_size, build)
+        self.shared_gate = Linear(build, hidden_size, 1, is_storable=False) if spec.shared_gate else None
         query = build.query(
             width=hidden_size, expert_width=size.length, num_experts=experts.length, top_k=routing.top_k,
             ranks=build.experts.group.size, replicas=build.experts.num_replicas, moves=int(build.moves_experts),
@@ -181,5 +182,9 @@ class MoeMlp(Branch):
         out = self._run_experts(ChosenTokens(x, ids, weights, self._num_slots))
         if self._has_banks and (rows := self._step.batch.adapters) is not None:
             adapt_experts(self.experts, self.gate, x, (ids, weights), out, rows)
-        # experts return memory of their own
-        return out if self.shared is None else out.add_(self.shared.compute_share(x))
+        if self.shared is None:
+            return out
+        shared = self.shared.compute_share(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return out.add_(shared)  # experts return memory of their own

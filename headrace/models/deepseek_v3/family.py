@@ -1,10 +1,11 @@
-"""DeepSeek-V2 and V3: latent attention (MLA), and a mixture of experts with grouped routing and a shared MLP.
-arXiv:2405.04434, arXiv:2412.19437."""
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention (MLA), and a mixture of experts with grouped routing and a
+shared MLP. arXiv:2405.04434, arXiv:2412.19437."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from headrace.base.errors import ConfigError
 from headrace.layers.names import LATENT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
@@ -26,20 +27,39 @@ V3_DEFAULTS = {
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
     "max_position_embeddings": 4096,
 }
+GLM_DEFAULTS = {
+    "n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "DeepseekV2": V2_DEFAULTS, "DeepseekV3": V3_DEFAULTS, "Glm4MoeLite": GLM_DEFAULTS
+}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """V3 routes by sigmoid scores, with a learned bias on the choice that balances the experts' load; V2 by softmax."""
-    is_v3 = config["architectures"][0].startswith("DeepseekV3")
-    named = {
-        "n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS,
-        **(V3_DEFAULTS if is_v3 else V2_DEFAULTS)
-    }
+    """V3 routes by sigmoid scores, with a learned bias on the choice that balances the experts' load; V2 by softmax.
+    ``mlp_layer_types`` of newer files says which layers have experts."""
+    kind = config["architectures"][0].removesuffix("ForCausalLM")
+    is_v3 = kind != "DeepseekV2"
+    named = {"n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS, **DEFAULTS[kind]}
+    if types := config.get("mlp_layer_types"):
+        named["first_k_dense_replace"] = _count_dense(types)
     fields = Fields({**named, **{name: value for name, value in config.items() if value is not None}})
     attention = read_latent_attention(fields)
     layers = read_layers(fields, read_rope(fields, interleaved=not is_v3 or fields.flag("rope_interleave", True)))
     routing = read_sigmoid_routing(fields) if is_v3 else _v2_routing(fields)
     return read_decoder(fields, add_experts(fields, layers, routing), attention=attention)
+
+
+def _count_dense(types: list[str]) -> int:
+    count = types.count("dense")
+    if types != ["dense"] * count + ["sparse"] * (len(types) - count):
+        raise ConfigError(
+            f"config.json: mlp_layer_types must be dense layers before sparse ones, got {types!r:.200}",
+            param="mlp_layer_types",
+        )
+    return count
 
 
 def _v2_routing(fields: Fields) -> dict[str, Any]:
@@ -51,7 +71,7 @@ def _v2_routing(fields: Fields) -> dict[str, Any]:
 
 FAMILY = Family(
     name="deepseek_v3",
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    architectures=tuple(f"{kind}ForCausalLM" for kind in DEFAULTS),
     read_config=read_config,
     names=CheckpointNames(
         LATENT_NAMES, renames={".self_attn.q_a_proj.": ".self_attn.q_proj."}, has_draft_layers=True,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
-from headrace.layers.spec import DecoderSpec, LayerSpec
+from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
-from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_moe, read_rope, read_window
+from headrace.models.config_specs import (
+    add_sparse_steps,
+    read_attention,
+    read_decoder,
+    read_layers,
+    read_moe,
+    read_rope,
+    read_window,
+)
 from headrace.models.family import Family
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
@@ -19,18 +26,12 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Newer files call ``num_experts`` ``num_local_experts``."""
     fields = Fields({"num_experts": config.get("num_local_experts") or 128, **DEFAULTS, **config})
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else 0
-    return read_decoder(fields, _read_layers(fields, window), attention=read_attention(fields, qk_norm="head"))
-
-
-def _read_layers(fields: Fields, window: int) -> tuple[LayerSpec, ...]:
-    """Every ``decoder_sparse_step``-th layer has experts, but not those of ``mlp_only_layers``."""
     moe = read_moe(
         fields, "num_experts", intermediate_size="moe_intermediate_size",
         renormalise=fields.flag("norm_topk_prob", False),
     )
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.config.get("mlp_only_layers") or ()
-    layers = read_layers(fields, read_rope(fields), window=window)
-    return tuple(layer if i in dense or (i + 1) % step else replace(layer, mlp=moe) for i, layer in enumerate(layers))
+    layers = add_sparse_steps(fields, read_layers(fields, read_rope(fields), window=window), moe)
+    return read_decoder(fields, layers, attention=read_attention(fields, qk_norm="head"))
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:

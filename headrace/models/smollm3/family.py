@@ -1,0 +1,50 @@
+"""SmolLM3: Llama without rotation in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.layers.names import GgufNaming
+from headrace.layers.spec import DecoderSpec, LayerSpec
+from headrace.models.config_fields import Fields
+from headrace.models.config_specs import read_decoder, read_rope, read_vocabulary, read_windowed_layers
+from headrace.models.family import Family
+from headrace.models.gguf_config import read_gguf_config
+
+DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
+
+
+def read_config(config: dict[str, Any]) -> DecoderSpec:
+    """``no_rope_layers`` has 0 for layers that are not rotated, 1 for the others."""
+    fields = Fields({**DEFAULTS, **config})
+    layers = _leave_out(fields, read_windowed_layers(fields, read_rope(fields, theta=2e6)))
+    return read_decoder(fields, layers, vocabulary=read_vocabulary(fields, tied=True))
+
+
+def _leave_out(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    interval = fields.integer("no_rope_layer_interval", 4)
+    are_rotated = fields.config.get("no_rope_layers") or [(i + 1) % interval for i in range(len(layers))]
+    if not isinstance(are_rotated, list) or len(are_rotated) < len(layers):
+        raise ConfigError(
+            f"config.json: no_rope_layers must have a number for each of {len(layers)} layers, got "
+            f"{are_rotated!r:.200}",
+            param="no_rope_layers",
+        )
+    return tuple(
+        layer if is_rotated else replace(layer, rope=None)
+        for layer, is_rotated in zip(layers, are_rotated, strict=False)
+    )
+
+
+FAMILY = Family(
+    name="smollm3",
+    architectures=("SmolLM3ForCausalLM",),
+    read_config=read_config,
+    gguf_architectures=("smollm3",),
+    gguf_config=partial(read_gguf_config, architecture="SmolLM3ForCausalLM"),
+    gguf_naming=GgufNaming(is_rotary_interleaved=True),
+    tool_parser="hermes",
+)
