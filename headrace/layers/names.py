@@ -99,14 +99,15 @@ class CheckpointNames:
     ``renames`` is replaced in tensor names, in order; tensors whose names begin with one of ``ignored`` are left out.
 
     ``stacked_experts``: how one tensor of all experts holds gate and up: ``gate_first`` is [X, 2F, D] with the gate's
-    rows before those of up, ``alternating`` is [X, D, 2F] with alternating columns. ``has_draft_layers``: layers
+    rows before those of up, ``transposed`` that or [X, D, 2F] with the gate's columns before those of up,
+    ``alternating`` [X, D, 2F] with alternating columns. ``has_draft_layers``: layers
     numbered after the last one draft tokens, and are left out.
     """
 
     modules: Mapping[str, str] = field(default_factory=lambda: SPLIT_NAMES)
     renames: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    stacked_experts: Literal["gate_first", "alternating"] = "gate_first"
+    stacked_experts: Literal["gate_first", "transposed", "alternating"] = "gate_first"
     has_draft_layers: bool = False
 
     def leave_out(self, tensors: Iterable[tuple[str, T]], num_layers: int) -> Iterator[tuple[str, T]]:

@@ -75,6 +75,7 @@ ARCHITECTURES = {
     "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "SeedOssForCausalLM": "seed_oss",
     "SiglipModel": "siglip",
     "SmolLM3ForCausalLM": "smollm3",

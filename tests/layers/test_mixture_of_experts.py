@@ -16,6 +16,7 @@ from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear.forms import keep_in_panels
 from headrace.layers.build import Build
 from headrace.layers.moe import ADAPTERS, DISPATCHERS, EXPERTS, grouped, mxfp4
+from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
@@ -386,3 +387,17 @@ def test_norm_and_choice_in_one_kernel_are_used_where_something_is_pending(has_p
     again = Residual(stream.clone(), pending)
     layer.add(norm, again)
     assert torch.equal(again.pending, separate.pending)
+
+
+@pytest.mark.parametrize("size", [5, 8, 16])
+def test_stacked_experts_with_inputs_or_outputs_first(size: int):
+    """A width of 8; of 8 intermediate dims both layouts of the last product have one shape, and published files win."""
+    width = 8
+    stacks = {"gate_up_proj": torch.randn(3, 2 * size, width), "down_proj": torch.randn(3, width, size)}
+    published = [(f"p.experts.{name}", stack.transpose(1, 2)) for name, stack in stacks.items()]
+    expected = dict(unstack_experts([(f"p.experts.{n}", s) for n, s in stacks.items()], "gate_first", width))
+    layouts = [published] if size == width else [published, [(f"p.experts.{n}", s) for n, s in stacks.items()]]
+    for tensors in layouts:
+        found = dict(unstack_experts(tensors, "transposed", width))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -50,7 +50,7 @@ class Rig:
         self.banks, self.sites = AdapterBanks(model, sites, sizes, model.step), sites.sites
         self.plain: Plain = {
             sites.rename(key): tensor.clone()
-            for key, tensor in unstack_experts(oracle.state_dict().items(), sites.stacked_experts)
+            for key, tensor in unstack_experts(oracle.state_dict().items(), sites.stacked_experts, sites.hidden_size)
         }
         self.is_tied = self.config.get("tie_word_embeddings", False)
 

@@ -50,25 +50,34 @@ def make_qwen2_5(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def make_qwen3(folder: Path) -> transformers.PreTrainedModel:
+def make_qwen3(folder: Path, kind: str = "Qwen3VL", **more: Any) -> transformers.PreTrainedModel:
     text = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True
         },
+        **more,
     }
     vision = {
         "depth": 4, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
         "patch_size": PATCH, "num_position_embeddings": 25, "deepstack_visual_indexes": [1, 2],
     }
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
-    model = transformers.Qwen3VLForConditionalGeneration(config)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **IDS)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     save_model(model, folder)
     return model
 
 
-MAKERS = {"qwen2_5_vl": make_qwen2_5, "qwen3_vl": make_qwen3}
+def make_qwen3_moe(folder: Path) -> transformers.PreTrainedModel:
+    """Saved as it is published: experts of a layer in one tensor, inputs before outputs."""
+    return make_qwen3(
+        folder, "Qwen3VLMoe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    )
+
+
+MAKERS = {"qwen2_5_vl": make_qwen2_5, "qwen3_vl": make_qwen3, "qwen3_vl_moe": make_qwen3_moe}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -152,7 +161,7 @@ def test_images_are_encoded_in_pieces_beside_streams(served: Any):
 
 def test_video(served: Any):
     model, folder = served
-    is_divided = model.config.model_type == "qwen3_vl"
+    is_divided = model.config.model_type != "qwen2_5_vl"
     prompt = add_image(Prompt().text(3), (1, 4, 4), 0).text(4)
     prompt = add_video(prompt, (3, 4, 6), 7, 1.5, is_divided=is_divided).text(5, 6)
     engine = start_engine(folder, max_step_tokens=16)

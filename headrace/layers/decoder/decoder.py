@@ -143,7 +143,10 @@ class Decoder(ServedModel):
         targets, _ = self._find_targets()
         if not targets.cuts and not targets.elsewhere:
             return None
-        return ExpertNarrowing(targets.cuts, targets.elsewhere, self._rename_one, self.names.stacked_experts)
+        return ExpertNarrowing(
+            targets.cuts, targets.elsewhere, self._rename_one, stacked_experts=self.names.stacked_experts,
+            hidden_size=self.spec.hidden_size,
+        )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
@@ -153,7 +156,9 @@ class Decoder(ServedModel):
         # schemes see, and name in errors, the checkpoint's own names: they run before renaming
         scales, wanted = CacheScales(), names.leave_out(tensors, self.spec.num_layers)
         plain = names.rename(self._schemes.read(scales.take(wanted) if self._scales_cache else wanted))
-        apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
+        apart = unstack_experts(
+            plain, names.stacked_experts, self.spec.hidden_size, keeps_blocks=self._keeps_blocks
+        )
         targets, harmless = self._find_targets()
         fill_targets(targets, self._fit_tensors(apart, targets), harmless=harmless)
         own = self.stage.layers(self.spec.num_layers)

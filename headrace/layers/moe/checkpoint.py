@@ -62,11 +62,14 @@ _MATRICES: dict[str, Split] = {
 }
 """``gate_proj.weight`` [X, F, D] and so on, as in GGUF files."""
 
+_GATE_FIRST: dict[str, Split] = {
+    **_MATRICES, "gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor},
+}
 STACKED_EXPERTS: dict[str, dict[str, Split]] = {
     # gate_up_proj [X, 2F, D], the gate's rows first; down_proj [X, D, F]
-    "gate_first": {
-        **_MATRICES, "gate_up_proj": _split_halves, "down_proj": lambda tensor: {"down_proj.weight": tensor},
-    },
+    "gate_first": _GATE_FIRST,
+    # the same after `_turn`
+    "transposed": _GATE_FIRST,
     # gate_up_proj [X, D, 2F], columns of gate and up alternating; down_proj [X, F, D]; biases likewise
     "alternating": {
         **_MATRICES,
@@ -80,7 +83,16 @@ STACKED_EXPERTS: dict[str, dict[str, Split]] = {
 A split does not depend on the number of experts."""
 
 
-def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blocks: bool = False) -> Iterator[Named]:
+def _turn(tensor: torch.Tensor, last: str, hidden_size: int) -> torch.Tensor:
+    """Stacked matrices with outputs before inputs. Published files have inputs first, [X, D, 2F] and [X, F, D], those
+    that transformers has saved [X, 2F, D] and [X, D, F]; where both have one shape, it is the former."""
+    has_inputs_first = tensor.shape[1 if last == "gate_up_proj" else 2] == hidden_size
+    return tensor.transpose(1, 2) if has_inputs_first else tensor
+
+
+def unstack_experts(
+    tensors: Iterable[Named], stacked_experts: str, hidden_size: int, *, keeps_blocks: bool = False
+) -> Iterator[Named]:
     """Split stacked expert tensors, see `STACKED_EXPERTS`; others pass.
 
     A stacked tensor [X, I, O] may come in MXFP4 as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O,
@@ -91,6 +103,8 @@ def unstack_experts(tensors: Iterable[Named], stacked_experts: str, *, keeps_blo
     for name, tensor in tensors:
         prefix, _, last = name.rpartition(".experts.")
         if last in splits:
+            if stacked_experts == "transposed":
+                tensor = _turn(tensor, last, hidden_size)
             yield from _number(prefix, splits[last](tensor), first=0)
             continue
         codes, stem = find_codes(name, stacked_experts), name.rpartition("_")[0]

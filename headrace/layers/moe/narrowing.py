@@ -20,10 +20,11 @@ class ExpertNarrowing(Narrowing):
     `STACKED_EXPERTS`."""
 
     def __init__(
-        self, cuts: Mapping[str, Cut], elsewhere: Collection[str], rename: Callable[[str], str], stacked_experts: str
+        self, cuts: Mapping[str, Cut], elsewhere: Collection[str], rename: Callable[[str], str], *,
+        stacked_experts: str, hidden_size: int
     ):
         super().__init__(cuts, elsewhere, rename)
-        self._stacked = stacked_experts
+        self._stacked, self._hidden_size = stacked_experts, hidden_size
 
     def _split(self, name: str, tensor: torch.Tensor) -> Iterable[Named]:
         """See `Narrowing`."""
@@ -31,7 +32,9 @@ class ExpertNarrowing(Narrowing):
         if codes is not None:
             return self._keep_codes(tensor, *codes)
         is_plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        return unstack_experts([(name, tensor)], self._stacked) if is_plain else ((name, tensor),)
+        if not is_plain:
+            return ((name, tensor),)
+        return unstack_experts([(name, tensor)], self._stacked, self._hidden_size)
 
     def _keep_codes(self, tensor: torch.Tensor, prefix: str, last: str, kind: str) -> Iterator[Named]:
         """Of MXFP4 blocks [X, O, I / 32, 16] or scales [X, O, I / 32]."""

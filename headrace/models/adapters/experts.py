@@ -51,7 +51,8 @@ def _split(b: torch.Tensor, count: int, stacked_experts: str) -> list[torch.Tens
     """The factor B of the matrices stacked in one: [O, r] each."""
     if count == 1:
         return [b]
-    halves = b.tensor_split(2) if stacked_experts == "gate_first" else separate_halves(b, group=1, dim=0)
+    alternates = stacked_experts == "alternating"
+    halves = separate_halves(b, group=1, dim=0) if alternates else b.tensor_split(2)
     return [half.contiguous() for half in halves]
 
 

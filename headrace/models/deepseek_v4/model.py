@@ -166,7 +166,8 @@ class DeepseekV4Model(ServedModel):
             if name.startswith(DRAFT):
                 num_drafts += 1
             else:
-                yield from ((rename(own), part) for own, part in unstack_experts([(name, tensor)], "gate_first"))
+                apart = unstack_experts([(name, tensor)], "gate_first", self.spec.hidden_size)
+                yield from ((rename(own), part) for own, part in apart)
         if num_drafts:
             logger.info("left out %d tensors of the layers that draft tokens", num_drafts)
 

@@ -77,7 +77,9 @@ class MtpModel(DraftModel):
         }
         modules |= {self.prefix + theirs: ours for theirs, ours in PARTS.items()}
         plain = names.rename(self._schemes.read(choose_module(tensors, self.prefix)))
-        apart = unstack_experts(plain, names.stacked_experts, keeps_blocks=self._keeps_blocks)
+        apart = unstack_experts(
+            plain, names.stacked_experts, self.input_size, keeps_blocks=self._keeps_blocks
+        )
         fill_targets(find_targets(self, modules, 0), apart, harmless=("rotary_emb.inv_freq", *SHARED))
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

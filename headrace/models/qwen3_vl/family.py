@@ -1,5 +1,5 @@
-"""Qwen3-VL: Qwen3 with rotary positions in time, height and width that alternate among frequencies, and a vision
-encoder of which several layers' outputs enter the decoder."""
+"""Qwen3-VL: Qwen3, dense or with a mixture of experts, with rotary positions in time, height and width that alternate
+among frequencies, and a vision encoder of which several layers' outputs enter the decoder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Any, ClassVar
 from headrace.base.errors import ConfigError
 from headrace.base.media import MediaFacts, PatchPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
-from headrace.layers.names import SPLIT_NAMES, CheckpointNames
+from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec
-from headrace.models.config_fields import Fields
-from headrace.models.config_specs import ACTIVATIONS, read_attention, read_decoder, read_layers, read_rope
+from headrace.models.config_fields import Fields, architecture_of
+from headrace.models.config_specs import (
+    ACTIVATIONS,
+    add_sparse_steps,
+    read_attention,
+    read_decoder,
+    read_layers,
+    read_moe,
+    read_rope,
+)
 from headrace.models.family import Family, FamilyMedia
 from headrace.models.vision_fields import read_grid_media, read_text_part, read_vision_part, with_sections
 
@@ -20,6 +28,8 @@ TEXT = {"rms_norm_eps": 1e-6, "max_position_embeddings": 128000, "head_dim": 128
 VISION = {"hidden_size": 1152, "depth": 27, "num_heads": 16, "intermediate_size": 4304}
 TAPPED_LAYERS = (8, 16, 24)
 """transformers' defaults."""
+
+WITH_EXPERTS = "Qwen3VLMoeForConditionalGeneration"
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,14 @@ class DeepstackVisionSpec:
 
 def read_config(config: dict[str, Any]) -> MultimodalSpec:
     """Raises `ConfigError` for more tapped layers than the decoder can take in."""
+    has_experts = architecture_of(config) == WITH_EXPERTS
     fields = Fields({**TEXT, **read_text_part(config)})
     layers = read_layers(fields, read_rope(fields, theta=5e6))
+    if has_experts:
+        # newer files call it so
+        name = "num_experts" if "num_experts" in fields else "num_local_experts"
+        moe = read_moe(fields, name, intermediate_size="moe_intermediate_size", renormalise=True)
+        layers = add_sparse_steps(fields, layers, moe)
     text = read_decoder(fields, layers, attention=read_attention(fields, qk_norm="head"))
     encoder = _read_encoder(config)
     count = len(encoder.tapped_layers)
@@ -91,11 +107,13 @@ def _name_merger(theirs: str, ours: str) -> dict[str, str]:
 
 FAMILY = Family(
     name="qwen3_vl",
-    architectures=("Qwen3VLForConditionalGeneration",),
+    architectures=("Qwen3VLForConditionalGeneration", WITH_EXPERTS),
     read_config=read_config,
     names=CheckpointNames(
         {
             **SPLIT_NAMES,
+            **EXPERT_NAMES,
+            "model.layers.{i}.mlp.gate": ROUTER,
             "visual.patch_embed.proj": "encoder.patches",
             "visual.pos_embed.weight": "encoder.positions",
             "visual.blocks.{i}.norm1": "encoder.blocks.{i}.attention_norm",
@@ -108,6 +126,7 @@ FAMILY = Family(
             **_name_merger("visual.deepstack_merger_list.{i}", "encoder.taps.{i}"),
         },
         renames={"model.visual.": "visual.", "model.language_model.": "model."},
+        stacked_experts="transposed",
     ),
     tool_parser="hermes",
     media=FamilyMedia(read_media),
