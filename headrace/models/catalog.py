@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen2VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2ForSequenceClassification": "qwen2",

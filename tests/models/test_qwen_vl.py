@@ -33,18 +33,29 @@ IDS = {
     "vision_end_token_id": END_ID,
 }
 
+SECTIONED_TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+
+
+def make_qwen2(folder: Path) -> transformers.PreTrainedModel:
+    vision = {
+        "depth": 3, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 3, "hidden_size": 64, "patch_size": PATCH,
+    }
+    config = transformers.Qwen2VLConfig(text_config=SECTIONED_TEXT, vision_config=vision, **IDS)
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    save_model(model, folder)
+    return model
+
 
 def make_qwen2_5(folder: Path) -> transformers.PreTrainedModel:
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    }
     vision = {
         "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
         "patch_size": PATCH, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2,
     }
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+    config = transformers.Qwen2_5_VLConfig(text_config=SECTIONED_TEXT, vision_config=vision, **IDS)
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     save_model(model, folder)
     return model
@@ -77,7 +88,9 @@ def make_qwen3_moe(folder: Path) -> transformers.PreTrainedModel:
     )
 
 
-MAKERS = {"qwen2_5_vl": make_qwen2_5, "qwen3_vl": make_qwen3, "qwen3_vl_moe": make_qwen3_moe}
+MAKERS = {
+    "qwen2_vl": make_qwen2, "qwen2_5_vl": make_qwen2_5, "qwen3_vl": make_qwen3, "qwen3_vl_moe": make_qwen3_moe
+}
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))
@@ -97,9 +110,9 @@ def add_image(prompt: Prompt, grid: tuple[int, int, int], seed: int) -> Prompt:
 
 
 def add_video(
-    prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float = 1.0, *, is_divided: bool = False
+    prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float | None = None, *, is_divided: bool = False
 ) -> Prompt:
-    """``is_divided``: each moment has marks and a time stamp of its own."""
+    """``is_divided``: each moment has marks and a time stamp of its own. ``seconds`` lie between moments (Qwen2.5-VL)."""
     count = grid[0] * grid[1] * grid[2] // MERGE**2
     if is_divided:
         moment = [VIDEO_ID] * (count // grid[0])
@@ -107,9 +120,9 @@ def add_video(
         return prompt.add(
             "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos", runs=runs
         )
+    numbers = {} if seconds is None else {"second_per_grid_ts": seconds}
     return prompt.text(START_ID).add(
-        "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos",
-        second_per_grid_ts=seconds,
+        "video", pixels(grid, seed), count, grid=grid, token=VIDEO_ID, name="pixel_values_videos", **numbers
     ).text(END_ID)
 
 
@@ -161,9 +174,9 @@ def test_images_are_encoded_in_pieces_beside_streams(served: Any):
 
 def test_video(served: Any):
     model, folder = served
-    is_divided = model.config.model_type != "qwen2_5_vl"
-    prompt = add_image(Prompt().text(3), (1, 4, 4), 0).text(4)
-    prompt = add_video(prompt, (3, 4, 6), 7, 1.5, is_divided=is_divided).text(5, 6)
+    kind = model.config.model_type
+    prompt, seconds = add_image(Prompt().text(3), (1, 4, 4), 0).text(4), 1.5 if kind == "qwen2_5_vl" else None
+    prompt = add_video(prompt, (3, 4, 6), 7, seconds, is_divided=kind.startswith("qwen3")).text(5, 6)
     engine = start_engine(folder, max_step_tokens=16)
     compare(run(engine, [prompt])[0], expect(model, prompt))
     engine.close()
