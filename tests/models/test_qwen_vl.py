@@ -112,7 +112,7 @@ def add_image(prompt: Prompt, grid: tuple[int, int, int], seed: int) -> Prompt:
 def add_video(
     prompt: Prompt, grid: tuple[int, int, int], seed: int, seconds: float | None = None, *, is_divided: bool = False
 ) -> Prompt:
-    """``is_divided``: each moment has marks and a time stamp of its own. ``seconds`` lie between moments (Qwen2.5-VL)."""
+    """``is_divided``: each moment has marks and a time stamp of its own. ``seconds`` between moments, of Qwen2.5."""
     count = grid[0] * grid[1] * grid[2] // MERGE**2
     if is_divided:
         moment = [VIDEO_ID] * (count // grid[0])
