@@ -2,7 +2,8 @@
 
 Starts a server with a small model of Qwen2.5-VL's kind and random weights. Clients stream text all the time; then JPEG
 files of 8 MB, no two alike, are posted beside them, and the gaps between tokens of the same streams are compared.
-``--shape 3b`` is Qwen2.5-VL-3B with fewer layers; ``tiny`` is for a CPU.
+``--shape 3b`` is Qwen2.5-VL-3B with fewer layers; ``tiny`` is for a CPU. With ``--targets 0 2 3`` it is done once for
+each ``--inter-token-target-ms``, 0 for none.
 """
 
 from __future__ import annotations
@@ -195,13 +196,19 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=0.5, help="seconds between images")
     parser.add_argument("--warm-up", type=float, default=2.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="without images, and with them")
+    parser.add_argument(
+        "--targets", type=float, nargs="+", default=[0.0], metavar="MS", help="inter-token targets; 0 for none"
+    )
     options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.shape)
         given = ["--load-format", "dummy", "--device", options.device, "--max-model-len", "4096", *flags]
-        with run_server(headrace(folder, given), patience_s=120) as server:
-            print(f"ready after {server.start_s:.1f} s", flush=True)
-            asyncio.run(measure(int(server.base_url.rsplit(":", 1)[1]), options))
+        for target in options.targets:
+            bound = ["--inter-token-target-ms", str(target)] if target else []
+            with run_server(headrace(folder, given + bound), patience_s=120) as server:
+                name = f"target {target:g} ms" if target else "no target"
+                print(f"{name}: ready after {server.start_s:.1f} s", flush=True)
+                asyncio.run(measure(int(server.base_url.rsplit(":", 1)[1]), options))
 
 
 if __name__ == "__main__":

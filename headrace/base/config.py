@@ -33,13 +33,11 @@ class OperationsConfig(Section):
         choices=LOG_LEVELS
     )
     dump_requests: str | None = option(
-        None, "write requests and responses, texts included, here; headrace replay sends them again",
-        metavar="FOLDER"
+        None, "write requests and responses, texts included, here; headrace replay sends them again", metavar="FOLDER"
     )
     dump_limit_mib: int = option(1024, "maximum size of that folder in MiB; the oldest files are deleted first", low=1)
     otlp_endpoint: str | None = option(
-        None, "address of an OpenTelemetry collector for request traces, such as http://127.0.0.1:4318",
-        metavar="URL"
+        None, "address of an OpenTelemetry collector for request traces, such as http://127.0.0.1:4318", metavar="URL"
     )
     trace_sampling: float = option(
         1.0, "share of requests that are traced; a traceparent header takes precedence", low=0.0, high=1.0
@@ -213,20 +211,21 @@ class SchedulerConfig(Section):
         None, "maximum requests per step; default 64 on a CPU, 512 on a GPU", low=1, high=8192
     )
     max_step_tokens: int | None = option(
-        None, "maximum tokens per step (prefill is chunked); default 1024 on a CPU, 8192 on a GPU",
-        low=8
+        None, "maximum tokens per step (prefill is chunked); default 1024 on a CPU, 8192 on a GPU", low=8
+    )
+    inter_token_target_ms: float | None = option(
+        None, "milliseconds between tokens of a stream that prompts and images should not exceed: beside decodes steps "
+        "compute as many of their tokens as fit by measured times, at least 32; default: none, max_step_tokens alone",
+        low=0.1
     )
     max_encoder_tokens: int | None = option(
-        None,
-        "maximum tokens of images, videos and audio that are encoded per step, beside max_step_tokens; a larger item "
-        "is encoded alone; default 1024 on a CPU, 4096 on a GPU", low=1
+        None, "maximum tokens of images, videos and audio that are encoded per step, beside max_step_tokens; a larger "
+        "item is encoded alone; default 1024 on a CPU, 4096 on a GPU", low=1
     )
     max_queued: int = option(4096, "maximum waiting requests; more are refused with 429 and Retry-After", low=1)
     max_queued_per_client: int | None = option(
-        None,
-        "maximum waiting requests (prompts times n) of one client, by API key or else address; default: half of "
-        "max_queued",
-        low=1
+        None, "maximum waiting requests (prompts times n) of one client, by API key or else address; default: half of "
+        "max_queued", low=1
     )
     max_queued_media_mib: int = option(
         4096, "memory for images, videos and audio of requests that have not ended, in MiB; more are refused with 429",

@@ -73,13 +73,15 @@ class EncoderAccount:
         self._most_pieces = 1 if facts is None else facts.num_pieces
         self._outputs: dict[Key, _Output] = {}
         self._pinned: dict[Request, dict[int, _Output]] = {}  # by the item's index
-        self._num_tokens, self._next_key, self._left = 0, 0, limits.step_tokens
+        self._num_tokens, self._next_key = 0, 0
+        self._most = self._left = limits.step_tokens  # of the step being planned
+        self._reserved = 0.0
         self._encodes: list[Encode] = []
         self._uses: list[MediaUse] = []
         self._drops: list[int] = []
         self._batch: _Batch | None = None
         self._begun: list[Encode] = []
-        self._num_pieces = 0
+        self._num_pieces, self._piece_tokens = 0, 0.0
         self._is_beside = False
         self.num_encoded, self.num_hits = 0, 0
 
@@ -96,16 +98,28 @@ class EncoderAccount:
                     f"{item.place.kind}, or serve with more {name}", param="media",
                 )
 
-    def begin_step(self, prefilling: Iterable[Request] = (), *, is_beside: bool = False) -> None:
+    def begin_step(
+        self, prefilling: Iterable[Request] = (), *, is_beside: bool = False, most: int | None = None
+    ) -> float:
         """A step is being planned; what an abandoned one had encoded stays due. ``prefilling``: requests whose prompts
-        are being computed; ``is_beside``: the step has decodes, which must not wait for long."""
+        are being computed; ``is_beside``: the step has decodes, which must not wait for long; ``most``: the
+        placeholders' worth of encoding that they may wait for, if any fits. Returns how many the step encodes, if it
+        gets to all that it may."""
         if self._facts is None or self._encodes or self._begun or self._num_pieces:
-            return
-        self._left, self._is_beside = self._limits.step_tokens, is_beside and self._most_pieces > 1
+            return self._reserved
+        limit = self._limits.step_tokens
+        self._most = self._left = limit if most is None else min(limit, max(1, most))
+        self._is_beside, self._reserved = is_beside and self._most_pieces > 1, 0.0
         if self._is_beside:
-            self._share_step(prefilling)
+            self._share_step(prefilling, is_bound=most is not None)
         elif self._batch is not None:
             self._advance(self._batch, self._batch.num_left)
+        return self._reserved
+
+    @property
+    def num_planned(self) -> float:
+        """Placeholders' worth of encoding in the plan being made."""
+        return self._piece_tokens + sum(encode.item.place.num_tokens for encode in self._encodes)
 
     def limit(self, request: Request, begin: int, end: int, *, hard_end: int) -> int:
         """How far a chunk of a request from ``begin`` can go, at most to ``end``: up to the first item that the encoder
@@ -120,7 +134,7 @@ class EncoderAccount:
             if known is None or not known.pins:
                 room -= place.num_tokens
             if known is None:
-                is_first = left == self._limits.step_tokens and not self._is_beside
+                is_first = left == self._most and not self._is_beside
                 left -= place.num_tokens
                 if left < 0 and not is_first:
                     return self.align(request, begin, place.offset)
@@ -164,6 +178,7 @@ class EncoderAccount:
         """What the plan says of media."""
         plan = MediaPlan(self._encodes, self._uses, self._drops, self._begun, self._num_pieces)
         self._encodes, self._uses, self._drops, self._begun, self._num_pieces = [], [], [], [], 0
+        self._piece_tokens = 0.0
         return plan
 
     def leave(self, request: Request) -> None:
@@ -197,10 +212,11 @@ class EncoderAccount:
                     found.setdefault(key, (request, index))
         return list(found.values())
 
-    def _share_step(self, prefilling: Iterable[Request]) -> None:
-        """Of what is encoded beside decodes small items are first, which are encoded whole; the rest is for a batch."""
+    def _share_step(self, prefilling: Iterable[Request], *, is_bound: bool) -> None:
+        """Of what is encoded beside decodes small items are first, which are encoded whole; the rest is for a batch.
+        ``is_bound``: what the step takes is known now, so items of newcomers wait for the next one."""
         due = self._find_due(prefilling)
-        most = self._left = min(self._left, BESIDE_TOKENS * max(1, len(due)))
+        most = self._left = self._left if is_bound else min(self._left, BESIDE_TOKENS * max(1, len(due)))
         whole, large = 0, list[tuple[Request, int]]()
         for request, index in due:
             place = request.media[index].place
@@ -220,6 +236,9 @@ class EncoderAccount:
             # the tensors of what is unfinished stay, and leave less memory to others
             room = self._limits.step_tokens - (batch.num_tokens if batch.num_left else 0)
             self._left = max(whole, min(room, most - int(count * size)))
+        self._reserved = whole + self._piece_tokens
+        if is_bound:
+            self._left = whole
 
     def _begin_batch(self, due: list[tuple[Request, int]], most: int) -> None:
         """Begin to encode the first of ``due``, of at most ``most`` tokens together, or a larger one alone."""
@@ -240,7 +259,7 @@ class EncoderAccount:
     def _advance(self, batch: _Batch, num_pieces: int) -> None:
         """Plan pieces of the batch under way."""
         batch.num_left -= num_pieces
-        self._num_pieces = num_pieces
+        self._num_pieces, self._piece_tokens = num_pieces, num_pieces * batch.num_tokens / self._most_pieces
         if not batch.num_left:
             for output in batch.outputs:
                 output.is_ready = True

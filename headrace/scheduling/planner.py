@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from headrace.base.step import PageAppend, StepPlan
 from headrace.scheduling.admission import Admission, Verdict
+from headrace.scheduling.budget import StepBudget, StepLimit
 from headrace.scheduling.drafting import Drafting, Verified
 from headrace.scheduling.fairness import Path, divide
 from headrace.scheduling.lifecycle import Retraction
@@ -17,18 +18,23 @@ from headrace.scheduling.queue import WaitingQueue
 from headrace.scheduling.request import Request, State
 from headrace.scheduling.running import RunningSet
 from headrace.scheduling.tiering import Tiers
+from headrace.scheduling.timing import StepWork
 
 
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
-    request's own epoch has changed since, the span's result is void. ``verified``: the guesses among its drafts."""
+    request's own epoch has changed since, the span's result is void. ``verified``: the guesses among its drafts.
+    ``work``: what the step computes, where it matters how long it takes."""
 
-    __slots__ = ("epochs", "plan", "requests", "verified")
+    __slots__ = ("epochs", "plan", "requests", "verified", "work")
 
-    def __init__(self, plan: StepPlan, requests: list[Request], verified: dict[Request, Verified]):
+    def __init__(
+        self, plan: StepPlan, requests: list[Request], verified: dict[Request, Verified], work: StepWork | None
+    ):
         self.plan = plan
         self.requests = requests
         self.verified = verified
+        self.work = work
         self.epochs = [request.epoch for request in requests]
 
     def live_requests(self) -> list[Request]:
@@ -36,42 +42,8 @@ class Flight:
         return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
 
 
-LEAST_TOKENS = 16
-"""Tokens of a step below which running out of device memory is an error, as smaller steps would not help."""
 LEAST_CHUNK = 256
 """Tokens of a chunk below which a prompt is not divided among pipeline stages: reading weights would take longer."""
-CALM_STEPS = 512
-"""Steps without running out of memory after which the budget is doubled again."""
-
-
-class StepLimit:
-    """The token budget of a step: what is configured, halved when the device runs out of memory, and doubled again
-    after every `CALM_STEPS` steps without another such failure. ``num_stages``: steps that are computed at the same
-    time, each in another pipeline stage."""
-
-    def __init__(self, most: int, num_stages: int = 1):
-        self.tokens = self._most = most
-        self.num_stages = num_stages
-        self._calm = 0
-
-    def shrink(self) -> bool:
-        """Halve the budget; False, and unchanged, when it cannot get any smaller."""
-        if self.tokens <= LEAST_TOKENS:
-            return False
-        self.tokens, self._calm = max(LEAST_TOKENS, self.tokens // 2), 0
-        return True
-
-    @property
-    def num_withheld(self) -> int:
-        """Tokens of the configured budget that steps do without for now."""
-        return self._most - self.tokens
-
-    def count_step(self) -> None:
-        """A step was planned."""
-        if self.tokens < self._most:
-            self._calm += 1
-            if self._calm >= CALM_STEPS:
-                self.tokens, self._calm = min(self._most, 2 * self.tokens), 0
 
 
 class Sketch:
@@ -147,20 +119,23 @@ class Planner:
             self._queue.push(request, keeps_turn=True)
         sketch = Sketch()
         self._add_decodes(sketch)
-        self._encoders.begin_step(self._running.prefilling, is_beside=sketch.num_decodes > 0)
-        budget = self._limit.tokens - sketch.num_tokens
+        budget = self._limit.begin_step(sketch.begins, sketch.lengths)
+        budget.reserve_encoding(self._encoders.begin_step(
+            self._running.prefilling, is_beside=sketch.num_decodes > 0, most=budget.encoder_tokens
+        ))
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
-            share = self._limit_chunk(request, min(budget, shares.get(request.path, budget)), budget)
+            most = budget.most(request.planned_len)
+            share = self._limit_chunk(request, min(most, shares.get(request.path, most)), budget)
             if share <= 0:
                 continue
             length = self._add_chunk(sketch, request, share)
             if length == 0:
                 return sketch  # no pages: newcomers must not take what this one waits for
-            budget -= length
+            budget.take(sketch.begins[-1], length)
             if shares:
                 shares[request.path] -= length
-        if budget > 0:
+        if budget.most(0) > 0:
             self._admit(sketch, budget)
         return sketch
 
@@ -176,7 +151,7 @@ class Planner:
             if newcomer is not None and self._retraction.make_way(newcomer):
                 self._queue.let_in(newcomer)
 
-    def _divide(self, budget: int) -> dict[Path, int]:
+    def _divide(self, budget: StepBudget) -> dict[Path, int]:
         """Tokens of this step by path, when several clients or HTTP requests prefill or wait to, and can hope for a row
         in this step: one long prompt must not delay all others. Empty when only one does, which then gets what there
         is."""
@@ -188,7 +163,9 @@ class Planner:
         newcomer = self._queue.next_in_turn() if self._count_room() > 0 else None
         if newcomer is not None:
             demands[newcomer.path] = demands.get(newcomer.path, 0) + newcomer.known_len
-        return divide(budget, demands) if len(demands) > 1 else {}
+        # as many as there are for the one whose tokens take longest: the last one's share must fit, too
+        farthest = max(request.planned_len for request in self._running.prefilling)
+        return divide(budget.most(farthest), demands) if len(demands) > 1 else {}
 
     def _add_decodes(self, sketch: Sketch) -> None:
         """One token, and drafts to verify, for every decoding request whose output may still grow, counting tokens in
@@ -299,14 +276,15 @@ class Planner:
         sketch.samples.append(int(is_last and request.pooling is None))
         return end - begin
 
-    def _limit_chunk(self, request: Request, share: int, budget: int) -> int:
+    def _limit_chunk(self, request: Request, share: int, budget: StepBudget) -> int:
         """How many of ``share`` tokens a request's next chunk may have, as encoders allow; 0 to wait for them."""
         if share <= 0 or not request.media:
             return share
         begin = request.planned_len
         end = min(request.goal_len, begin + min(share, self._most_of(request)))
         # What must be computed in one step is not held up by a smaller budget: it might never be planned.
-        return self._encoders.limit(request, begin, end, hard_end=begin + budget + self._limit.num_withheld) - begin
+        hard_end = begin + budget.tokens + self._limit.num_withheld
+        return self._encoders.limit(request, begin, end, hard_end=hard_end) - begin
 
     def _most_of(self, request: Request) -> int:
         """The most tokens of a request's prefill in one step: with several stages, as many chunks as those, which then
@@ -316,15 +294,15 @@ class Planner:
             return length
         return max(LEAST_CHUNK, -(-length // self._num_stages))
 
-    def _admit(self, sketch: Sketch, budget: int) -> None:
+    def _admit(self, sketch: Sketch, budget: StepBudget) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
         queue, is_whole, self._is_blocked = self._queue, self._ledger.keeps_nothing, False
         room = self._count_room()
-        while budget > 0 and room > 0:
+        while budget.most(0) > 0 and room > 0:
             request = queue.peek()
-            if request is None or (is_whole and request.known_len > budget):
+            if request is None or (is_whole and request.known_len > budget.tokens):
                 break
             verdict = self._admission.admit_next(request)
             if verdict is Verdict.BLOCKED and self._retraction.trim_decodes():
@@ -333,11 +311,11 @@ class Planner:
                 self._is_blocked = True
                 break
             if verdict is Verdict.ADMITTED:
-                share = self._limit_chunk(request, budget, budget)
+                share = self._limit_chunk(request, budget.most(request.planned_len), budget)
                 if share > 0:  # else it runs, and waits for encoders
                     length = self._add_chunk(sketch, request, share)
                     assert length > 0 or request.media, f"{request} was admitted without a page to start with"
-                    budget -= length
+                    budget.take(sketch.begins[-1], length)
             room -= verdict is not Verdict.FOLLOWS
         queue.end_step()
 
@@ -352,6 +330,7 @@ class Planner:
             running.rewired = {}
         releases, starts = running.take_changes()
         decodes = sketch.requests[: sketch.num_decodes] if self._num_stages > 1 else []
+        work = self._limit.measure(sketch, self._encoders.num_planned)
         plan = StepPlan(
             step_id=self._next_step_id,
             num_decodes=sketch.num_decodes,
@@ -371,7 +350,7 @@ class Planner:
         )
         self._next_step_id += 1
         self._limit.count_step()
-        return Flight(plan, sketch.requests, sketch.verified)
+        return Flight(plan, sketch.requests, sketch.verified, work)
 
     def _propose(self, sketch: Sketch) -> int:
         """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""

@@ -25,13 +25,14 @@ from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission, QueueLimits
 from headrace.scheduling.arrivals import Arrivals
 from headrace.scheduling.audit import audit_pages, audit_requests
+from headrace.scheduling.budget import StepLimit
 from headrace.scheduling.cache.ledger import CacheLedger
 from headrace.scheduling.commit import Committer
 from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
 from headrace.scheduling.exchange import Exchange
 from headrace.scheduling.lifecycle import Lifecycle, Retraction
-from headrace.scheduling.planner import Flight, Planner, StepLimit
+from headrace.scheduling.planner import Flight, Planner
 from headrace.scheduling.queue import POLICIES, WaitingQueue
 from headrace.scheduling.request import Counters, Request
 from headrace.scheduling.running import RunningSet
@@ -109,7 +110,8 @@ class Scheduler:
             ledger=self._ledger, running=self._running, lifecycle=self._lifecycle, forecast=forecast,
             by_priority=config.policy == "priority",
         )
-        self._limit = StepLimit(max_step_tokens, features.num_stages)
+        target_ms = config.inter_token_target_ms
+        self._limit = StepLimit(max_step_tokens, features.num_stages, None if target_ms is None else target_ms / 1e3)
         self._planner = Planner(
             tiers=self._tiers, running=self._running, queue=self._queue, admission=self._admission,
             retraction=retraction, drafting=self._drafting, limit=self._limit, max_running=max_running,
@@ -216,8 +218,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, *, seconds: float | None = None) -> list[RequestOutput]:
         """Apply a step's result; returns one output per request that progressed. Results of steps launched before a
-        failure (see `fail`) are ignored. ``seconds``: for how long the device did nothing but this step; by the times
-        of decodes alone it is decided how many drafts pay."""
+        failure (see `fail`) are ignored. ``seconds``: for how long the device did nothing but this step; these times
+        decide how many drafts pay, and how much may be computed beside decodes."""
         flight = self._take_flight(plan)
         if seconds is not None and plan.num_decodes == len(plan.rows) > 0 and self._drafting.has_drafts:
             num_tokens = sum(result.counts) if result.counts else len(plan.rows)
@@ -226,6 +228,8 @@ class Scheduler:
             )
         if flight is None:
             return []
+        if seconds is not None:
+            self._limit.note_time(flight.work, seconds)
         outputs = self._committer.commit(flight, result)
         self._arrivals.commit(result.arrived)
         return outputs
