@@ -3,13 +3,17 @@ engine nothing but pages."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +33,9 @@ class Store:
         self.folder = Path(options.config["folder"])
         if options.config.get("breaks"):
             raise OSError("no such cluster")
+        if options.config.get("waits"):
+            (self.folder / f"waits-{os.getpid()}").touch()
+            time.sleep(600)
 
     def exists(self, names):
         if "hang" in names:
@@ -159,6 +166,94 @@ def test_a_store_that_cannot_start_is_a_configuration_error(folder: Path, monkey
     monkeypatch.setattr(isolated, "START_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigError, match="did not start within"):
         IsolatedStore("shelf", StoreOptions(config={"folder": str(folder)}))
+
+
+ENGINE = """
+import sys
+from headrace.memory.storage import PAGE_STORES, StoreOptions
+from headrace.memory.storage.isolated import IsolatedStore
+
+PAGE_STORES.add("shelf", "page_shelf:Store", is_out_of_tree=True)
+IsolatedStore("shelf", StoreOptions(config={"folder": sys.argv[1], "waits": True}))
+"""
+
+
+def test_a_store_that_is_still_joining_its_cluster_ends_with_its_engine(folder: Path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(folder)], env=environment)
+    limit = time.monotonic() + 60
+    while not (found := [path.name for path in folder.glob("waits-*")]):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    process = psutil.Process(int(found[0].removeprefix("waits-")))
+    engine.kill()
+    engine.wait()
+    process.wait(30)
+
+
+def list_files() -> list[str]:
+    """What this process has open: sockets, nameless files, files."""
+    gc.collect()  # tracebacks of expected errors
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(found)
+
+
+def test_no_descriptor_and_no_process_is_left_by_stores_that_fail(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolated.logger, "disabled", True)  # records are kept, and refer to errors and their frames
+    IsolatedStore("shelf", StoreOptions(config={"folder": str(folder)})).close()  # imports what opens files
+    before, children = list_files(), psutil.Process().children()
+    options = StoreOptions(config={"folder": str(folder)})
+    for _ in range(3):
+        store = IsolatedStore("shelf", options)
+        with pytest.raises(StoreDied):
+            store.exists(["crash"])
+        store.close()
+        with pytest.raises(ConfigError):
+            IsolatedStore("shelf", StoreOptions(config={"folder": str(folder), "breaks": True}))
+    start = isolated.start_process
+
+    def start_dead(*arguments: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments)
+        process.kill()
+        process.wait()
+        return process
+
+    def refuse(*_: Any) -> subprocess.Popen[bytes]:
+        raise OSError("no memory for a process")
+
+    for replaced in (start_dead, refuse):
+        monkeypatch.setattr(isolated, "start_process", replaced)
+        with pytest.raises(ConfigError, match="cannot start"):
+            IsolatedStore("shelf", options)
+    assert list_files() == before and psutil.Process().children() == children
+
+
+def test_calls_under_way_fail_where_another_one_gives_the_store_up(store: IsolatedStore):
+    """They see the end of the process at once, and never a file that was opened since."""
+    errors: list[Exception] = []
+
+    def ask(name: str) -> None:
+        try:
+            store.exists([name])
+        except StoreDied as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=("hang",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    ask("crash")
+    opened = [open(os.devnull) for _ in range(40)]  # noqa: SIM115
+    for thread in threads:
+        thread.join(20)
+    assert len(errors) == 5 and time.monotonic() - began < 10
+    for file in opened:
+        file.close()
+    await_up(store)
 
 
 def test_its_process_does_without_torch():

@@ -303,6 +303,28 @@ def test_a_store_that_raises_has_failed():
     setup.mover.close()
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_store_that_raises_costs_nothing_of_others(broken: int):
+    stores = MemoryStore(), MemoryStore()
+    setup = Setup(*stores)
+    stores[broken].error = RuntimeError("unplugged")
+    assert setup.move("host", "storage", [1, 2], "ab") == [Arrival(1)]
+    assert setup.move("storage", "", [], "abc") == [Arrival(1, [2])]
+    assert setup.move("storage", "host", [5, 6], "ab") == [Arrival(1)]
+    assert [int(setup.rows[n][0]) for n in (5, 6)] == [1, 2]
+    assert [len(store.pages) for store in stores] == [2 * broken, 2 - 2 * broken]
+    setup.mover.close()
+
+
+def test_a_store_that_answers_for_other_pages_than_asked_has_none(caplog: pytest.LogCaptureFixture):
+    store = MemoryStore()
+    setup = Setup(store)
+    setup.move("host", "storage", [1, 2], "ab")
+    store.exists = lambda names: [True]  # type: ignore[method-assign]
+    assert setup.move("storage", "", [], "ab") == [Arrival(1, [0, 1])] and "a page store failed" in caplog.text
+    setup.mover.close()
+
+
 def test_a_store_that_hangs_touches_nothing_when_it_wakes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lane, "GET_TIMEOUT_S", 0.05)
     monkeypatch.setattr(lane, "PAUSE_S", 0.1)

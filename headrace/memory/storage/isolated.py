@@ -71,39 +71,42 @@ class StoreDied(RuntimeError):
 
 
 class _Life:
-    """One run of the process: its memory, and a line for each slot. Raises `OSError` and `ConfigError`."""
+    """One run of the process: its memory, its line that says when it is ready, and a line for each slot. Raises
+    `OSError` and `ConfigError`."""
 
     def __init__(self, name: str, options: StoreOptions, slot_bytes: int):
         self.is_ready = self.is_over = False
         self._ending = threading.Lock()  # taken for ever by who ends it
-        self.region = Region.create(NUM_SLOTS * slot_bytes)
-        try:
+        entry = PAGE_STORES.entry(name)
+        with contextlib.ExitStack() as undo:
+            self.region = Region.create(NUM_SLOTS * slot_bytes)
+            undo.callback(self.region.close)
             pairs = [socket.socketpair() for _ in range(NUM_SLOTS + 1)]
-            own, (first, *others) = [Connection(ours.detach()) for ours, _ in pairs], [its for _, its in pairs]
-            self.door, self.lines = own[0], own[1:]
+            self._lines = [Connection(ours.detach()) for ours, _ in pairs]
             with contextlib.ExitStack() as closing:
-                for end in (first, *others):
-                    closing.enter_context(end)
+                first, *others = [closing.enter_context(its) for _, its in pairs]
                 descriptors = [end.fileno() for end in others]
                 self.process: subprocess.Popen[bytes] = start_process(
                     CHILD_MODULE, [], first, [*descriptors, self.region.descriptor]
                 )
-        except OSError:  # descriptors or processes are short; ends that were made go with what refers to them
-            self.region.close()
-            raise
-        entry = PAGE_STORES.entry(name)
+            undo.pop_all()
         setup = Setup(
             name, entry.target, entry.is_out_of_tree, options.place, options.num_places, options.config,
             self.region.descriptor, slot_bytes, descriptors
         )
-        self.door.send_bytes(msgspec.msgpack.encode(setup))
+        try:
+            self._lines[0].send_bytes(msgspec.msgpack.encode(setup))
+        except OSError:  # it has ended already
+            self.end(0.0)
+            raise
 
     def await_ready(self, timeout_s: float) -> Answer:
         """What the process says when its store is made; raises `StoreDied`."""
         try:
-            if not self.door.poll(timeout_s):
+            line = self._find_line(0)
+            if not line.poll(timeout_s):
                 raise StoreDied(f"it did not start within {timeout_s:g} s")
-            answer = msgspec.msgpack.decode(self.door.recv_bytes(), type=Answer)
+            answer = msgspec.msgpack.decode(line.recv_bytes(), type=Answer)
         except (EOFError, OSError) as error:
             raise StoreDied("its process ended while it started") from error
         self.is_ready = not answer.error
@@ -111,8 +114,8 @@ class _Life:
 
     def call(self, slot: int, call: Call) -> list[bool]:
         """Raises `StoreDied`, after which this life is over, or `RuntimeError` with what the store raised."""
-        line = self.lines[slot]
         try:
+            line = self._find_line(1 + slot)
             line.send_bytes(msgspec.msgpack.encode(call))
             if not line.poll(CALL_TIMEOUT_S):
                 raise StoreDied(f"it did not answer within {CALL_TIMEOUT_S:g} s")
@@ -125,19 +128,35 @@ class _Life:
             raise RuntimeError(f"it answered for {len(answer.has)} of {len(call.names)} pages")
         return answer.has
 
+    def _find_line(self, number: int) -> Connection:
+        lines = self._lines
+        if not lines:
+            raise StoreDied("its process was ended")
+        return lines[number]
+
     def end(self, timeout_s: float) -> None:
         """Tell the process to end, and kill it when it has not in time; once. A call that is under way fails."""
         self.is_over = True
         if not self._ending.acquire(blocking=False):
             return
-        self.door.close()
-        for line in self.lines:
-            line.close()
+        # Shut down and not closed: a thread that is in a call would go on with whatever file gets the same number. Each
+        # is closed when nobody refers to it any more.
+        lines, self._lines = self._lines, []
+        for line in lines:
+            _shut_down(line)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         self.process.kill()
         self.process.wait()
         self.region.close()
+
+
+def _shut_down(line: Connection) -> None:
+    """Both sides see its end; the descriptor stays open."""
+    end = socket.socket(fileno=line.fileno())
+    with contextlib.suppress(OSError):  # the process has closed its side
+        end.shutdown(socket.SHUT_RDWR)
+    end.detach()
 
 
 class IsolatedStore:

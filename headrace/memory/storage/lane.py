@@ -41,7 +41,7 @@ class _Job:
     mutex: threading.Lock = field(default_factory=threading.Lock)
     is_void: bool = False
     is_done: bool = False
-    error: Exception | None = None
+    error: Exception | None = None  # of a store
     store: int = -1  # the one that is asked
     lacking: set[int] = field(default_factory=set)  # indices of pages that no store had, or took
 
@@ -110,7 +110,6 @@ class StorageLane:
             return failed(job.move)
         if job.error is not None:
             self._complain(f"a page store failed: {type(job.error).__name__}: {job.error}")
-            return failed(job.move)
         return Arrival(job.move.ticket, sorted(job.lacking))
 
     def _give_up(self, job: _Job) -> None:
@@ -146,10 +145,11 @@ class StorageLane:
             try:
                 if not job.is_void:
                     kinds[job.move.target](job)
-            except Exception as error:  # whatever a plug-in raises: the move has failed
-                job.error = error
-            job.is_done = True
-            self._wake()
+            except MemoryError as error:  # for the pages of a batch
+                job.error, job.lacking = error, set(range(len(job.names)))
+            finally:
+                job.is_done = True
+                self._wake()
 
     def _find_stores(self, job: _Job) -> Iterator[PageStore]:
         """Those that are not paused, each noted as the one that a job is waiting for."""
@@ -158,12 +158,23 @@ class StorageLane:
                 job.store = index
                 yield store
 
+    @staticmethod
+    def _ask(job: _Job, call: Callable[..., list[bool]], indices: list[int], *buffers: list[memoryview]) -> set[int]:
+        """Which of these pages of a job a store has, or took. None of them where it fails, in whatever way: other
+        stores may do better."""
+        try:
+            has = call([job.names[index] for index in indices], *buffers)
+            return {index for index, is_there in zip(indices, has, strict=True) if is_there}
+        except Exception as error:  # whatever a plug-in raises
+            job.error = error
+            return set()
+
     def _probe(self, job: _Job) -> None:
         missing = list(range(len(job.names)))
         for store in self._find_stores(job):
             if missing:
-                found = store.exists([job.names[i] for i in missing])
-                missing = [i for i, has in zip(missing, found, strict=True) if not has]
+                found = self._ask(job, store.exists, missing)
+                missing = [index for index in missing if index not in found]
         job.lacking = set(missing)
 
     def _get(self, job: _Job) -> None:
@@ -175,12 +186,12 @@ class StorageLane:
                 if not missing or job.is_void:
                     break
                 buffers = [np.empty(rows.shape[1], dtype=np.uint8) for _ in missing]
-                got = store.get([job.names[i] for i in missing], [buffer.data for buffer in buffers])
+                got = self._ask(job, store.get, missing, [buffer.data for buffer in buffers])
                 with job.mutex:
                     if job.is_void:
                         return
-                    for index, buffer, has in zip(missing, buffers, got, strict=True):
-                        if has:
+                    for index, buffer in zip(missing, buffers, strict=True):
+                        if index in got:
                             rows[pages[index]].numpy()[:] = buffer
                             job.lacking.discard(index)
                 missing = [index for index in missing if index in job.lacking]
@@ -195,10 +206,8 @@ class StorageLane:
                 if job.is_void:
                     return
                 buffers = [rows[pages[index]].numpy().copy() for index in indices]
-            names = [job.names[index] for index in indices]
             for store in self._find_stores(job):
-                taken = store.put(names, [buffer.data for buffer in buffers])
-                job.lacking -= {index for index, has in zip(indices, taken, strict=True) if has}
+                job.lacking -= self._ask(job, store.put, indices, [buffer.data for buffer in buffers])
 
     @staticmethod
     def _batches(count: int, width: int) -> list[list[int]]:

@@ -81,8 +81,12 @@ class Region:
             else:
                 with tempfile.TemporaryFile() as file:
                     descriptor = os.dup(file.fileno())
-            os.ftruncate(descriptor, num_bytes)
-            return cls(descriptor, num_bytes)
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, descriptor)
+                os.ftruncate(descriptor, num_bytes)
+                region = cls(descriptor, num_bytes)
+                undo.pop_all()
+            return region
         except OSError as error:
             raise ConfigError(f"no memory of {num_bytes} bytes for transfers: {error.strerror}") from error
 
