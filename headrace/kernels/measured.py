@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ class MeasuredFile:
             partial.replace(self._path)
             self._has_new = False
         except OSError as error:
-            logger.warning("cannot cache what was measured: %s", error)
+            logger.warning("what was measured is measured at every start, as it cannot be cached: %s", error)
+            with suppress(OSError):
+                partial.unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.base.errors import HeadraceError
 from headrace.kernels.compile_workers import SourceJob, describe_job, find_workers
+from headrace.kernels.cuda_source import FOLDER as CUDA_FOLDER
 from headrace.kernels.cuda_source import Compiling, Source, compile_source, compiled_by
 
 logger = logging.getLogger(__name__)
@@ -302,6 +303,6 @@ def _marker_of(about: str, device: torch.device) -> Path:
     facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
     digest = hashlib.sha256("\n".join(facts).encode())
     # any change of a kernel's source makes a new marker
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted([*Path(__file__).parent.rglob("*.py"), *CUDA_FOLDER.glob("*.cu")]):
         digest.update(path.read_bytes())
     return _marker_folder() / digest.hexdigest()[:32]

@@ -19,6 +19,7 @@ from headrace.base.cache import CacheGroup
 from headrace.base.step import Arrival, PageMove
 from headrace.memory.moving import failed
 from headrace.memory.paging import PageCopier
+from headrace.memory.pinning import register
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,6 @@ class HostPages:
 
     def _register(self, device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
-        runtime = torch.cuda.cudart()
         for group, rows in enumerate(self.rows):
             for begin in range(self._usable[group], len(rows), self._chunks[group]):
                 if self._is_closing:
@@ -101,8 +101,8 @@ class HostPages:
                 rows[begin:end].zero_()
                 address, size = rows[begin].data_ptr(), (end - begin) * rows.stride(0)
                 began = time.monotonic()
-                error = runtime.cudaHostRegister(address, size, 0)
-                if int(error) != 0:
+                error = register(address, size)
+                if error is not None:
                     logger.warning(
                         "the driver pins no more host memory (%s): %d of %d host pages are used", error, begin,
                         len(rows)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import ConfigError
+from headrace.memory.pinning import register
 from headrace.memory.pools import allocate_zeros
 
 SYSTEM_PAGE = 4096
@@ -28,9 +29,9 @@ class _Pinned:
         slab.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(slab, dtype=torch.uint8)
         flat.zero_()  # committed by all threads: the driver would do so on one
-        address, runtime = flat.data_ptr(), torch.cuda.cudart()
-        error = runtime.cudaHostRegister(address, size, 0)
-        if int(error) != 0:
+        address = flat.data_ptr()
+        error = register(address, size)
+        if error is not None:
             raise ConfigError(
                 f"the driver cannot pin {size / 2**30:.1f} GiB of host memory ({error}): lower hot_host_gb",
                 param="hot_host_gb"
@@ -39,7 +40,7 @@ class _Pinned:
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
         }
-        weakref.finalize(self, runtime.cudaHostUnregister, address)
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
 
 def allocate_mapped(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""`Pinning`: tells the driver of memory that a GPU copies from and to, on a thread, as that takes a second for every
-few gigabytes. Refuses: owning the memory.
+"""`register`: tells the driver of memory that a GPU copies from and to. `Pinning` does so on a thread, as it takes a
+second for every few gigabytes. Refuses: owning the memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -14,6 +17,22 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes that are registered at a time: meanwhile launches of others wait."""
+
+
+def register(address: int, num_bytes: int) -> Any | None:
+    """Pin memory; returns the driver's error, None without one."""
+    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+    if int(error) == 0:
+        return None
+    _forget_error()
+    return error
+
+
+def _forget_error() -> None:
+    """The runtime keeps a call's error for the thread, and torch would report it of the next kernel that it launches.
+    torch has no function for that; this finds the library that torch has loaded."""
+    with suppress(OSError):  # linked into torch: then it stays
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
 class Pinning:
@@ -41,19 +60,19 @@ class Pinning:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device.index or 0)
-        runtime, addresses = torch.cuda.cudart(), []
+        addresses = []
         for begin in range(0, self._memory.numel(), CHUNK_BYTES):
             if self._ends.is_set():
                 break
             size = min(CHUNK_BYTES, self._memory.numel() - begin)
             self._populate(begin, size)
             address = self._memory.data_ptr() + begin
-            error = runtime.cudaHostRegister(address, size, 0)
-            if int(error) != 0:
+            error = register(address, size)
+            if error is not None:
                 logger.warning("the driver pins no more memory of transfers (%s): they are slower", error)
                 break
             addresses.append(address)
             self.num_bytes = begin + size
         self._ends.wait()
         for address in addresses:
-            runtime.cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
+from headrace.base.errors import ConfigError
 from headrace.base.step import Arrival, PageMove
-from headrace.memory import host
+from headrace.memory import host, mapped, pinning
 from headrace.memory.host import GpuHostLane, HostLane, HostPages
 from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
@@ -163,3 +164,40 @@ def test_pinning_leaves_the_driver_to_steps_that_run(is_busy: bool, monkeypatch:
     gaps = sorted(later - earlier for earlier, later in pairwise(times[1:]))
     assert len(times) == 6 and (gaps[0] > 0.018 if is_busy else gaps[0] < 0.018)
     pages.close()
+
+
+def test_memory_that_the_driver_does_not_pin_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch):
+    """The runtime would report it of the next kernel that this thread launches."""
+    library, asked = SimpleNamespace(last=0, cudaGetLastError=lambda: forget()), []
+
+    def forget() -> int:
+        asked.append(library.last)
+        library.last = 0
+        return asked[-1]
+
+    def refuse(address: int, size: int, flags: int) -> int:
+        library.last = 2
+        return 2
+
+    def open_library(name: str) -> SimpleNamespace:
+        assert name == "libcudart.so.12"
+        return library
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(pinning.ctypes, "CDLL", open_library)
+    with pytest.raises(ConfigError, match=r"the driver cannot pin 0\.0 GiB of host memory \(2\): lower hot_host_gb"):
+        mapped._Pinned(4096)
+    assert asked == [2] and library.last == 0
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
+    assert pinning.register(4096, 4096) is None and len(asked) == 1
+
+
+@pytest.mark.cuda
+def test_a_refused_registration_is_forgotten_on_a_gpu():
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    torch.zeros(1, device="cuda")
+    assert pinning.register(memory.data_ptr(), len(memory)) is None
+    assert pinning.register(memory.data_ptr(), len(memory)) is not None, "it was pinned before"
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
