@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,6 +39,7 @@ from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
 from headrace.execution.warmup import StepBytes, prepare_steps
 from headrace.kernels.precompile import start_triton
+from headrace.memory.host_memory import host_share
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
 from headrace.parallel.group import Group
 from headrace.parallel.ranks import Ranks
@@ -60,6 +62,7 @@ class LocalExecutor:
         self._device = model.device
         self._profiler = Profiler(model.device)
         self._grammars: GrammarStore | None = None
+        self._swapped = HotSlotStats()  # by runners before this one
         self._tiers = build_tiers(model)
         self.adapters = AdapterStore(
             model.adapters, model.config.adapters, partial(read_call, gguf=model.gguf_form)
@@ -94,7 +97,7 @@ class LocalExecutor:
     @property
     def hot_slots(self) -> HotSlotStats:
         """See `headrace.service.executor.Executor`."""
-        return HotSlotStats() if self._runner is None else HotSlotStats(*self._runner.swaps.totals)
+        return self._swapped if self._runner is None else _add_swaps(self._swapped, self._runner)
 
     @property
     def released(self) -> frozenset[DevicePart]:
@@ -209,10 +212,13 @@ class LocalExecutor:
         to the pools. Afterwards pages move between those that there are then."""
         if self._tiers is not None:
             self._tiers.leave()
+        before, swapped = None if self._runner is None else weakref.ref(self._runner), self.hot_slots
         try:
             with self._model.ranks.tensor.waits.patient():
                 yield
         finally:
+            if before is not None and (self._runner is None or before() is not self._runner):
+                self._swapped = swapped
             if self._tiers is not None and self._model.runner is not None:
                 self._tiers.join(self._model)
 
@@ -225,6 +231,11 @@ class LocalExecutor:
             self._grammars.close()
             self._grammars = None
         self.adapters.close()
+
+
+def _add_swaps(before: HotSlotStats, runner: Runner) -> HotSlotStats:
+    wanted, loaded = runner.swaps.totals
+    return HotSlotStats(before.wanted_entries_total + wanted, before.loaded_entries_total + loaded)
 
 
 def ignore_progress(stage: str, fraction: float) -> None:
@@ -385,10 +396,10 @@ def _host_bytes(config: EngineConfig) -> int:
     pages are taken as they are filled, and for other replicas."""
     if not config.cache.hot_slots:
         return 0
-    taken = config.cache.host_bytes
+    taken = host_share(config.cache.host_bytes, config)
     free = max(0, free_bytes(torch.device("cpu")) - taken)
     wanted = int(config.cache.hot_host_gb * 2**30) or int(free * FREE_SHARE) // config.parallel.data_parallel_size
-    if wanted > free:
+    if host_share(wanted, config) > free:
         beside = f" beside {taken / 2**30:.1f} GiB of host_cache_gb" if taken else ""
         raise ConfigError(
             f"hot_host_gb {config.cache.hot_host_gb:g} is more than the {free / 2**30:.1f} GiB of host memory that are "

@@ -15,6 +15,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, TransferFailed
 from headrace.execution.sleep import DeviceModel
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
+from headrace.memory.host_memory import host_share
 from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane
@@ -219,7 +220,7 @@ def fit_host(plan: CachePlan, config: EngineConfig, device: torch.device) -> Cac
         return plan
     budget = config.cache.host_bytes // config.parallel.num_ranks
     free = free_bytes(torch.device("cpu"))
-    if budget > free:
+    if host_share(config.cache.host_bytes, config) > free:
         raise ConfigError(
             f"host_cache_gb {config.cache.host_bytes / GIB:g} is more than the {free / GIB:.1f} GiB of host memory "
             "that are free: lower it", param="host_cache_gb"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 
 from headrace.base.cache import CACHE_POLICIES, CacheGroup, CacheSpec
 from headrace.base.config import CacheConfig
-from headrace.base.env import find_groups
 from headrace.base.errors import ConfigError
 from headrace.base.messages import MemoryLine
+from headrace.memory.host_memory import free_host_bytes
 from headrace.memory.hot_pool import HotSizes, hosted_page_bytes
 from headrace.memory.pools import group_page_bytes
 
@@ -34,13 +32,6 @@ MIN_WINDOW_SHARE = 0.25
 
 SHORTEST_CONTEXT = 8
 """Tokens. A cache that holds fewer is an error, not a reason to lower ``max_model_len``."""
-
-CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-)
-"""Of control groups v2 and v1: the files of limit and usage, and the key in ``memory.stat`` of reclaimable page
-cache."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +72,8 @@ class CachePlan:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated now, on a GPU or by this process on the host (control groups may set lower
-    limits)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    left = [_left_by(folder, *names) for folder in find_groups("memory") for names in CGROUP_FILES]
-    return min([psutil.virtual_memory().available, *(count for count in left if count is not None)])
-
-
-def _left_by(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> int | None:
-    """Bytes left under a control group's limit, None without one. Reclaimable page cache counts as free."""
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        used = int((folder / used_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(stat.get(reclaimable, 0))) if limit.isdigit() else None
-    except (OSError, ValueError):
-        return None
+    """Bytes that can be allocated now, on a GPU or by this process on the host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def kv_budget(device_type: str, free: int, fraction: float) -> int:

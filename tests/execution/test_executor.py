@@ -12,7 +12,7 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
-from headrace.base.cache import CacheSpec
+from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDeviceMemory
 from headrace.base.parallel import ParallelConfig
@@ -20,13 +20,16 @@ from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
 from headrace.execution import device as device_module
 from headrace.execution import executor as executor_module
-from headrace.execution import warmup
+from headrace.execution import tiers, warmup
 from headrace.execution.device import resolve_device, resolve_dtype, resolve_dtypes, set_threads
 from headrace.execution.executor import build_executor
 from headrace.execution.loading import check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.layers.rotary import RotaryTable
+from headrace.memory import host_memory
+from headrace.memory.plan import CachePlan
 from headrace.memory.pools import KeyValuePool
+from headrace.service.client.client import EngineClient
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = {
@@ -68,6 +71,43 @@ def test_host_memory_behind_hot_slots_beside_that_of_prefixes(folder: Path, monk
     with pytest.raises(ConfigError, match=r"the 24\.0 GiB .* beside 40\.0 GiB of host_cache_gb") as caught:
         executor_module._host_bytes(config)
     assert caught.value.param == "hot_host_gb"
+
+
+@pytest.mark.parametrize(("options", "free", "named"), [
+    ({"data_parallel_size": 2, "hot_host_gb": 32.0}, 64, None),
+    ({"data_parallel_size": 2, "hot_host_gb": 33.0}, 64, "hot_host_gb"),
+    ({"data_parallel_size": 2, "hot_host_gb": 31.0, "host_cache_gb": 2.0}, 64, "hot_host_gb"),
+    ({"data_parallel_size": 4, "hot_host_gb": 1.0, "host_cache_gb": 20.0}, 64, "host_cache_gb"),
+    ({"data_parallel_size": 2, "host_cache_gb": 20.0, "tensor_parallel_size": 2}, 40, None),
+    ({"data_parallel_size": 2, "disk_cache": "/nowhere"}, 3, "host_cache_gb"),
+    ({"host_cache_gb": 65.0}, 64, None),
+], ids=str)
+def test_replicas_of_a_host_share_its_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], free: int, named: str | None
+):
+    """One alone checks when it starts."""
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free * 2**30)
+    config = config_of(folder, hot_slots=16, **options)
+    if named is None:
+        host_memory.check_replicas(config)
+        return
+    with pytest.raises(ConfigError, match=r"replicas with .* each take .* lower") as caught:
+        EngineClient(config)
+    assert caught.value.param == named
+
+
+def test_ranks_of_a_host_take_its_memory_together(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each checks before any of them takes its part."""
+    monkeypatch.setattr(tiers, "free_bytes", lambda _: 30 * 2**30)
+    plan = CachePlan([CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0], 9)], 64)
+    fits = config_of(folder, host_cache_gb=30.0, tensor_parallel_size=2, page_size=16)
+    (group,) = tiers.fit_host(plan, fits, torch.device("cpu")).groups
+    assert group.host_pages == 15 * 2**30 // (2 * 16 * 8 * 4)
+    with pytest.raises(ConfigError, match="lower it") as caught:
+        tiers.fit_host(plan, config_of(folder, host_cache_gb=31.0, tensor_parallel_size=2), torch.device("cpu"))
+    assert caught.value.param == "host_cache_gb"
+    on_ray = config_of(folder, host_cache_gb=60.0, tensor_parallel_size=2, executor="ray")
+    assert tiers.fit_host(plan, on_ray, torch.device("cpu")).groups[0].host_pages > group.host_pages
 
 
 def test_experts_are_not_divided_where_there_are_none(folder: Path):

@@ -390,6 +390,27 @@ def test_all_of_a_models_shapes_are_compiled_with_the_first(tmp_path: Path, monk
     assert len(compiled) == 3
 
 
+def test_shapes_that_memory_does_not_hold_together_are_measured_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled: list[set[tuple[int, int]]] = []
+
+    def note(calls: list[choice.Call], _: torch.dtype) -> None:
+        compiled.append({(weight.out_features, weight.in_features) for weight, _, _ in calls})
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for zeros")
+
+    monkeypatch.setattr(choice, "_compile", note)
+    monkeypatch.setattr(DeviceCodes, "resize", refuse)
+    clock = Clock(plain=3.0)
+    chooser = CodedChoice(tmp_path / "c.json", clock)
+    chooser.expect([(40, 96), (56, 96)])
+    for outputs in (40, 56):
+        assert chooser.judge(make("int4-32", outputs, 96)[0], torch.float32, (0, 0)).gain > 1.0
+    assert compiled == [{(40, 96)}, {(56, 96)}] and clock.calls == 2 * 2 * len(ROWS)
+
+
 def test_scales_of_other_forms_are_measured_by_themselves(tmp_path: Path):
     """Kernels depend on these, and one that takes pairs may not take the others."""
     clock = Clock(plain=3.0)

@@ -6,15 +6,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 from headrace import LLM, SamplingParams
+from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError
+from headrace.base.messages import EngineRequest
+from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.layers.build import Build
 from headrace.models.catalog import find_family
 from headrace.parallel.layout import Stage
+from headrace.service.build import build_engine
 
 NEW_TOKENS = 6
 CONFIG: dict[str, Any] = {
@@ -87,6 +92,31 @@ def test_hot_slots_change_no_token(served: Served):
     counts = stats.tiers.hot_slots
     assert stats.retracted_total > 0 == stats.num_used_pages
     assert sum(o.num_cached_tokens for o in outputs) > 0 < counts.loaded_entries_total < counts.wanted_entries_total
+
+
+def test_counts_of_hot_slots_go_on_behind_sleep(served: Served):
+    folder, prompts, _ = served
+    engine = build_engine(
+        engine_config(model=str(folder), skip_tokenizer=True, device="cpu", threads=1, hot_slots=16, **BASE)
+    )
+
+    def count() -> tuple[int, int]:
+        engine.submit(EngineRequest("one", prompts[0], SamplingSpec(), StopSpec(max_tokens=NEW_TOKENS)))
+        while engine.has_work:
+            engine.step()
+        return msgspec.structs.astuple(engine.stats().tiers.hot_slots)
+
+    first, second = count(), count()
+    engine.drain()
+    engine.executor.acquire_memory(["kv_cache"])  # nothing is away
+    assert msgspec.structs.astuple(engine.stats().tiers.hot_slots) == second
+    engine.executor.release_memory(["kv_cache"])
+    assert msgspec.structs.astuple(engine.stats().tiers.hot_slots) == second
+    engine.executor.acquire_memory(["kv_cache"])
+    awake = msgspec.structs.astuple(engine.stats().tiers.hot_slots)  # its first step counts too, as at the start
+    wanted, loaded = count()
+    assert wanted - awake[0] == second[0] - first[0] and loaded > awake[1] >= second[1] > first[1] > 0
+    engine.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"hot_slots": 16}], ids=str)

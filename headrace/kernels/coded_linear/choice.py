@@ -61,6 +61,8 @@ LEAST_ROWS = {"reference": 1 << 62, "triton_expand": 16}
 
 Call = tuple[DeviceCodes, int, str]
 """A weight, a number of rows, and the name of a solution."""
+Shape = tuple[int, int]
+"""Outputs and inputs."""
 Times = dict[int, dict[str, float]]
 """Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
 Timer = Callable[[list[Callable[[], Any]]], float]
@@ -144,16 +146,17 @@ def _find_gain(times: Times, best: dict[int, str]) -> float:
 
 
 class CodedChoice:
-    """Chooses plans for the weights of one model."""
+    """Chooses plans for the weights of one model. Ranks choose by themselves, and may differ: in rounding alone, and what
+    they must agree on is computed from sums over all of them."""
 
     def __init__(self, path: Path | None = None, time: Timer | None = None):
         self._path, self._time = path, time or time_chain
-        self._shapes: set[tuple[int, int]] = set()
+        self._shapes: set[Shape] = set()
         self._file: MeasuredFile | None = None
         self._told: set[str] = set()
         self._compiled: set[str] = set()
 
-    def expect(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def expect(self, shapes: Iterable[Shape]) -> None:
         """Weights of these shapes [O, I] are going to come: what they need is compiled with the first one of a form."""
         self._shapes.update(shapes)
 
@@ -168,6 +171,16 @@ class CodedChoice:
                 calls += [(weight, rows, name) for rows in ROWS for name in find_candidates(query, rows)]
         if calls:
             _compile(calls, dtype)
+
+    def _prepare_all(
+        self, weight: DeviceCodes, others: Iterable[Shape], dtype: torch.dtype, capability: tuple[int, int]
+    ) -> None:
+        """`prepare` a weight together with zeros of other shapes where memory holds all of these at once."""
+        try:
+            zeros = [weight.resize(*shape) for shape in sorted(others)]
+        except torch.OutOfMemoryError:
+            zeros = []
+        self.prepare([weight, *zeros], dtype, capability)
 
     def _describe(
         self, weight: DeviceCodes, dtype: torch.dtype, capability: tuple[int, int]
@@ -198,7 +211,7 @@ class CodedChoice:
             plan = None
         if plan is None:
             others = self._shapes - {(weight.out_features, weight.in_features)}
-            self.prepare([weight, *(weight.resize(*shape) for shape in sorted(others))], dtype, capability)
+            self._prepare_all(weight, others, dtype, capability)
             if is_dry_run():  # nothing can be measured
                 return _take_first(query)
             plan = self._measure(key, weight, query)

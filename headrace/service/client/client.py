@@ -19,6 +19,7 @@ from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError,
 from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.memory.host_memory import check_replicas
 from headrace.service.balancing import RoutedRequest, create_policy
 from headrace.service.client.boards import Boards
 from headrace.service.client.media import MediaPrompt, with_media
@@ -52,6 +53,7 @@ class EngineClient:
         supervision: Supervision = Supervision(),  # noqa: B008 (frozen)
         engines: Sequence[SpawnedEngine] = (),
     ):
+        check_replicas(config)
         count = config.parallel.data_parallel_size
         self.facts: ModelFacts | None = None
         self.memory: list[MemoryLine] = []
