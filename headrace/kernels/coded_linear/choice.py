@@ -146,8 +146,8 @@ def _find_gain(times: Times, best: dict[int, str]) -> float:
 
 
 class CodedChoice:
-    """Chooses plans for the weights of one model. Ranks choose by themselves, and may differ: in rounding alone, and what
-    they must agree on is computed from sums over all of them."""
+    """Chooses plans for the weights of one model. Ranks choose by themselves, and may differ: in rounding alone, and
+    what they must agree on is computed from sums over all of them."""
 
     def __init__(self, path: Path | None = None, time: Timer | None = None):
         self._path, self._time = path, time or time_chain
