@@ -52,7 +52,8 @@ class NamedType(Protocol):
 
 
 class MediaArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array as bytes: C order, little-endian; ``dtype`` is numpy's name, one of `DTYPES`."""
+    """An array as bytes: C order, little-endian; ``dtype`` is numpy's name, one of `DTYPES`. Received ``data`` are a
+    `memoryview` of what they were read into."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -118,6 +119,21 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(len(each.data) for each in self.arrays.values())
+
+
+def take_data(items: Sequence[MediaItem]) -> tuple[list[MediaItem], list[bytes]]:
+    """The items without the data of their arrays, and these apart: messages carry them behind, as they are."""
+    data = [each.data for item in items for each in item.arrays.values()]
+    return give_data(items, [b""] * len(data)), data
+
+
+def give_data(items: Sequence[MediaItem], data: Iterable[bytes]) -> list[MediaItem]:
+    """The items with the data that `take_data` took."""
+    replace, left = msgspec.structs.replace, iter(data)
+    return [
+        replace(item, arrays={name: replace(each, data=next(left)) for name, each in item.arrays.items()})
+        for item in items
+    ]
 
 
 class PatchPixels(msgspec.Struct, frozen=True, tag="patches"):

@@ -6,11 +6,13 @@ Client to engine: `ToEngine`. Engine to client: `FromEngine`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from headrace.base.adapters import AdapterStats
 from headrace.base.errors import HeadraceError, error_from_kind
-from headrace.base.media import MediaFacts, MediaItem
+from headrace.base.media import MediaFacts, MediaItem, give_data, take_data
 from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.step import TokenLogprobs
@@ -86,6 +88,24 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     call_id: int
     method: str
     arguments: dict[str, object] = {}
+
+
+class WithData(msgspec.Struct, frozen=True, array_like=True, tag="with_data"):
+    """A request whose media have no data: these follow the message, ``sizes`` bytes each. So they are neither encoded
+    nor decoded, and each is read into the memory that it stays in."""
+
+    request: EngineRequest
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> tuple[WithData, list[bytes]]:
+        """The message, and what follows it."""
+        media, data = take_data(request.media)
+        return cls(msgspec.structs.replace(request, media=media), list(map(len, data))), data
+
+    def join(self, data: Sequence[bytes]) -> EngineRequest:
+        """The request again."""
+        return msgspec.structs.replace(self.request, media=give_data(self.request.media, data))
 
 
 ToEngine = EngineRequest | Abort | Call
@@ -299,5 +319,5 @@ FromEngine = Starting | Ready | Outputs | Reply | Fatal
 
 # Made once: building a decoder for these types is slow.
 encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine | WithData).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

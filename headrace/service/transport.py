@@ -1,5 +1,6 @@
 """The channel between client and engine process: a Unix socket pair that carries the msgpack messages of base/messages,
-each with a length prefix (uint32, little-endian). The first message to the engine is its configuration.
+each with a length prefix (uint32, little-endian). The first message to the engine is its configuration. Behind a
+request with media come the bytes of these, which are never encoded, and read into the memory that they stay in.
 
 Refuses: deciding anything about the messages. Sockets are read and written by the engine's own thread and the client's
 event loop: a thread or task between would have to be woken for every step, on cores that the engine computes on.
@@ -23,10 +24,12 @@ import msgspec
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import (
+    EngineRequest,
     FromEngine,
     Outputs,
     RequestOutput,
     ToEngine,
+    WithData,
     decode_from_engine,
     decode_to_engine,
     encode,
@@ -37,6 +40,13 @@ MAX_CONFIG_BYTES = 1 << 20
 READ_BYTES = 1 << 18
 MAX_READS = 16
 """Limit of reads between two steps (`READ_BYTES` each), so that a flood of messages cannot hold up the running ones."""
+
+MAX_DATA_READS = 2
+"""The same of reads of media, whose pages are touched for the first time."""
+PIECE_BYTES = 1 << 17
+"""Of media, written at a time: less than a socket takes, as the event loop copies what it does not take."""
+LARGE_BYTES = 1 << 16
+"""Of media; see `_allocate`."""
 
 LAST_WORDS_S = 1.0
 """How long a closing engine waits until its last messages are written."""
@@ -70,8 +80,114 @@ class Frames(Generic[Message]):
                 break
             messages.append(self._decode(rest[begin + LENGTH.size : end]))
             begin = end
+            if isinstance(messages[-1], WithData):  # no message follows
+                break
         del rest[:begin]
         return messages
+
+    def take_rest(self) -> bytearray:
+        """Received bytes that belong to no message yet."""
+        rest, self._rest = self._rest, bytearray()
+        return rest
+
+
+class Buffers:
+    """Memory that bytes of known ``sizes`` are read into, one after the other."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self._views = [_allocate(size) for size in sizes]
+        self._left = deque(view for view in self._views if len(view))
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong; None when all are there."""
+        return self._left[0] if self._left else None
+
+    def advance(self, count: int) -> None:
+        """So many bytes were written to `room`."""
+        rest = self._left[0][count:]
+        if len(rest):
+            self._left[0] = rest
+        else:
+            self._left.popleft()
+
+    def fill(self, data: bytes | bytearray) -> memoryview:
+        """Copy bytes that were read elsewhere; returns those that are left over."""
+        rest = memoryview(data)
+        while len(rest) and (room := self.room) is not None:
+            count = min(len(rest), len(room))
+            room[:count] = rest[:count]
+            self.advance(count)
+            rest = rest[count:]
+        return rest
+
+    @property
+    def data(self) -> list[Any]:
+        """What was read, read-only: a `memoryview` for each size."""
+        return [view.toreadonly() for view in self._views]
+
+
+def read_all(line: socket.socket, sizes: Sequence[int]) -> list[Any]:
+    """Read so many bytes each from a blocking socket, as `Buffers.data`; `ConnectionResetError` if it ends before."""
+    buffers = Buffers(sizes)
+    while (room := buffers.room) is not None:
+        count = line.recv_into(room)
+        if not count:
+            raise ConnectionResetError("the other end is closed")
+        buffers.advance(count)
+    return buffers.data
+
+
+def _allocate(size: int) -> memoryview:
+    """Memory that is not filled with zeros, which would take as long as reading."""
+    if size < LARGE_BYTES:
+        return memoryview(bytearray(size))
+    import numpy as np  # here, as it takes a while, and few have media
+
+    return np.empty(size, np.uint8).data
+
+
+class RequestFrames:
+    """Splits what an engine receives into messages: `Frames`, and the data behind requests with media."""
+
+    def __init__(self) -> None:
+        self._frames: Frames[ToEngine | WithData] = Frames(decode_to_engine)
+        self._request: WithData | None = None  # whose data are being read
+        self._buffers = Buffers([])
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes are to be read to, without a copy; None for `feed`."""
+        return self._buffers.room
+
+    def advance(self, count: int) -> list[ToEngine]:
+        """So many bytes were read to `room`; returns the message that they complete."""
+        if count:
+            self._buffers.advance(count)
+        return self._take_whole()
+
+    def feed(self, data: bytes) -> list[ToEngine]:
+        """Add received bytes; returns the messages that they complete."""
+        found: list[ToEngine] = []
+        while True:
+            for message in self._frames.feed(data):
+                if isinstance(message, WithData):
+                    self._request, self._buffers = message, Buffers(message.sizes)
+                else:
+                    found.append(message)
+            if self._request is None:
+                return found
+            data = bytes(self._buffers.fill(self._frames.take_rest()))
+            found += self._take_whole()
+            if self._request is not None:
+                return found
+
+    def _take_whole(self) -> list[ToEngine]:
+        if self._request is None or self._buffers.room is not None:
+            return []
+        whole, self._request = self._request.join(self._buffers.data), None
+        self._buffers = Buffers([])
+        return [whole]
 
 
 class EngineChannel:
@@ -83,7 +199,7 @@ class EngineChannel:
         self._line = line
         self._poll = select.poll()
         self._poll.register(line, select.POLLIN)
-        self._frames = Frames(decode_to_engine)
+        self._frames = RequestFrames()
         # The lock guards the choice between a direct write and the queue, and whether a writer thread exists.
         self._lock = threading.Lock()
         self._overflow: deque[bytes] = deque()  # frames (the first may be the rest of one) that wait for the writer
@@ -111,10 +227,17 @@ class EngineChannel:
         messages: list[ToEngine] = []
         if wait_ms and not self._poll.poll(wait_ms):
             return messages
+        num_data = 0
         for _ in range(MAX_READS):
+            if (room := self._frames.room) is not None:
+                count, num_data = self._read_into(room[:READ_BYTES]), num_data + 1
+                messages += self._frames.advance(count)
+                if not count or num_data == MAX_DATA_READS:
+                    break
+                continue
             data = self._take_bytes()
             messages += self._frames.feed(data)
-            if len(data) < READ_BYTES:  # the socket buffer is empty; saves a call that would find nothing
+            if len(data) < READ_BYTES and self._frames.room is None:  # the socket is empty; saves a call
                 break
         return messages
 
@@ -153,6 +276,17 @@ class EngineChannel:
             data = b""
         self.is_open = bool(data)
         return data
+
+    def _read_into(self, room: memoryview) -> int:
+        """As `_take_bytes`, without a copy; returns how many."""
+        try:
+            count = self._line.recv_into(room, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except ConnectionResetError:
+            count = 0
+        self.is_open = count > 0
+        return count
 
     def _write(self, data: bytes) -> bytes:
         """Write what the socket buffer takes; returns the rest."""
@@ -215,6 +349,8 @@ class ClientChannel(asyncio.Protocol):
         self._take = take
         self._frames = Frames(decode_from_engine)
         self._transport: asyncio.WriteTransport | None = None
+        self._waiting: deque[memoryview] = deque()  # media, and what was sent behind them
+        self._is_paused = False
 
     @classmethod
     async def open(cls, line: socket.socket, take: Callable[[FromEngine], None]) -> ClientChannel:
@@ -227,17 +363,41 @@ class ClientChannel(asyncio.Protocol):
         """Hand a message to the line without waiting; raises `EngineUnavailable` when no engine is at its end."""
         if self._transport is None or self._transport.is_closing():
             raise EngineUnavailable("the engine is not connected", retry_after=1.0)
-        payload = encode(message)
-        # Apart, as images make large messages: the event loop would copy what is joined.
-        self._transport.writelines((LENGTH.pack(len(payload)), payload))
+        data: list[bytes] = []
+        whole: ToEngine | EngineConfig | WithData = message
+        if isinstance(message, EngineRequest) and message.media:
+            whole, data = WithData.of(message)
+        payload = encode(whole)
+        head = LENGTH.pack(len(payload)) + payload
+        if not data and not self._waiting:
+            self._transport.write(head)
+        else:
+            self._waiting += [memoryview(part) for part in (head, *data) if len(part)]
+            self._write_waiting()
 
     def close(self) -> None:
         """Close at once; unsent messages are lost."""
+        self._waiting.clear()
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        transport.set_write_buffer_limits(high=0)  # paused whenever the socket is full
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting and not self._is_paused and self._transport is not None:
+            part = self._waiting.popleft()
+            if len(part) > PIECE_BYTES:
+                self._waiting.appendleft(part[PIECE_BYTES:])
+            self._transport.write(part[:PIECE_BYTES])
 
     def data_received(self, data: bytes) -> None:
         # An exception from here (a message that cannot be decoded or handled) closes the transport; the event loop
@@ -246,6 +406,7 @@ class ClientChannel(asyncio.Protocol):
             self._take(message)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._waiting.clear()
         if error is not None and not isinstance(error, OSError):
             self.failure.set_result(error)
         self.ended.set_result(None)

@@ -17,7 +17,7 @@ class Obedient:
         self.num_prepared = 0
 
     def prepare(self, job: Job) -> PreparedItem:
-        word, _, argument = job.data.decode().partition(" ")
+        word, _, argument = job.data.decode().rstrip().partition(" ")
         self.num_prepared += 1
         if word == "crash":
             os._exit(7)

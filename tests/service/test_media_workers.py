@@ -53,6 +53,37 @@ async def test_processes_are_others_and_stay(make):
     assert large.item.num_bytes == 30_000_000
 
 
+async def test_large_data_go_both_ways(make):
+    pool = make(1)
+    found = await pool.prepare(job("size 5000000 " + " " * 20_000_000))
+    assert found.item.num_bytes == 5_000_000 and not any(found.item.arrays["pixel_values"].data)
+
+
+async def test_no_descriptor_or_process_is_left(make):
+    """Of workers that crash, that hang, whose clients leave, and that are closed while they work."""
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    pool = make(2, media_timeout_s=0.5)
+    await asyncio.to_thread(time.sleep, 0)  # the loop's threads
+    begun = count()
+    await pool.start()
+    await pool.prepare(job("ok"))
+    await pool.prepare(job("ok also"))
+    await asyncio.gather(*(pool.prepare(job(text)) for text in ("crash", "sleep 60")), return_exceptions=True)
+    leaver = asyncio.create_task(pool.prepare(job("sleep 0.2")))
+    last = asyncio.create_task(pool.prepare(job("sleep 50")))
+    await asyncio.sleep(0.1)
+    leaver.cancel()
+    processes = [each.process for each in (*pool._idle, *pool._busy)]
+    pool.close()
+    with pytest.raises(asyncio.CancelledError):
+        await last
+    async with asyncio.timeout(20):
+        while count() > begun or any(process.poll() is None for process in processes):
+            await asyncio.sleep(0.01)
+
+
 async def test_a_crash_fails_its_item_alone_and_the_process_is_replaced(make):
     pool = make(1)
     first = pid_of(await pool.prepare(job("ok")))

@@ -4,8 +4,11 @@ read."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fakes import PATIENCE_S
@@ -14,8 +17,29 @@ from hypothesis import strategies as st
 
 from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError, EngineUnavailable
-from headrace.base.messages import Call, FromEngine, Outputs, Reply, RequestOutput, decode_to_engine
-from headrace.service.transport import MAX_CONFIG_BYTES, ClientChannel, EngineChannel, Frames, frame
+from headrace.base.media import DIGEST_BYTES, MediaArray, MediaItem, MediaPlace
+from headrace.base.messages import (
+    Abort,
+    Call,
+    EngineRequest,
+    FromEngine,
+    Outputs,
+    Reply,
+    RequestOutput,
+    ToEngine,
+    WithData,
+    decode_to_engine,
+)
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service import transport
+from headrace.service.transport import (
+    MAX_CONFIG_BYTES,
+    ClientChannel,
+    EngineChannel,
+    Frames,
+    RequestFrames,
+    frame,
+)
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -43,6 +67,118 @@ def test_messages_come_out_whole_however_they_are_cut(sizes: list[int], cuts: li
         stream = stream[cut:]
         cuts = cuts[1:] + cuts[:1]
     assert found == calls
+
+
+def with_media(number: int, *sizes: int) -> EngineRequest:
+    """A request whose items have so many bytes each, none alike."""
+    items = []
+    for index, size in enumerate(sizes):
+        data = bytes((number + index + at) % 251 for at in range(min(size, 1000))) + bytes(max(0, size - 1000))
+        place = MediaPlace("image", bytes([index]) * DIGEST_BYTES, [(index, 1)])
+        items.append(MediaItem(place, {"pixel_values": MediaArray("uint8", (size,), data)}))
+    return EngineRequest(f"r{number}", [1] * (1 + len(sizes)), SamplingSpec(), StopSpec(4), media=items)
+
+
+def on_the_wire(message: ToEngine) -> bytes:
+    if not isinstance(message, EngineRequest) or not message.media:
+        return frame(message)
+    bare, data = WithData.of(message)
+    return b"".join((frame(bare), *data))
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 600), max_size=3), max_size=6),
+    cuts=st.lists(st.tuples(st.integers(1, 900), st.booleans()), min_size=1, max_size=30),
+)
+def test_requests_with_media_come_out_whole_however_they_are_cut(
+    sizes: list[list[int]], cuts: list[tuple[int, bool]]
+):
+    """Bytes are fed, or, where a channel may, read to where they stay."""
+    sent: list[ToEngine] = []
+    for number, each in enumerate(sizes):
+        sent += [with_media(number, *each), Abort(f"r{number}")]
+    stream, frames, found = memoryview(b"".join(map(on_the_wire, sent))), RequestFrames(), []
+    while len(stream):
+        (cut, is_direct), *rest = cuts
+        cuts = [*rest, cuts[0]]
+        room = frames.room
+        if room is not None and is_direct:
+            cut = min(cut, len(room), len(stream))
+            room[:cut] = stream[:cut]
+            found += frames.advance(cut)
+        else:
+            found += frames.feed(bytes(stream[:cut]))
+            cut = min(cut, len(stream))
+        stream = stream[cut:]
+    assert found == sent and frames.room is None
+
+
+async def test_media_are_neither_encoded_nor_copied_at_the_engine(pair: Pair):
+    client, engine = await ClientChannel.open(pair[0], lambda message: None), EngineChannel(pair[1])
+    client.send(engine_config(model="somewhere"))
+    await asyncio.sleep(0)
+    engine.read_config()
+    sent: list[ToEngine] = [
+        with_media(0, 3_000_000, 0, 700), Abort("r0"), with_media(1), with_media(2, 5_000_000), Call(1, "ping")
+    ]
+    for message in sent:
+        client.send(message)
+    found: list[ToEngine] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(found) < len(sent):
+            await asyncio.sleep(0)
+            found += engine.receive(0)
+    assert found == sent
+    large = found[0].media[0].arrays["pixel_values"].data
+    assert isinstance(large, memoryview) and large.readonly and len(large.obj) == 3_000_000
+
+
+async def test_memory_of_media_is_freed_with_their_request(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Whether all of them came or their sender died before."""
+    made: list[weakref.ref[Any]] = []
+    allocate = transport._allocate
+
+    def note(size: int) -> memoryview:
+        view = allocate(size)
+        made.append(weakref.ref(view.obj))
+        return view
+
+    monkeypatch.setattr(transport, "_allocate", note)
+    client, engine = await ClientChannel.open(pair[0], lambda message: None), EngineChannel(pair[1])
+    client.send(with_media(0, 2_000_000))
+    client.send(with_media(1, 50_000_000))
+    found: list[ToEngine] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(made) < 2:
+            await asyncio.sleep(0)
+            found += engine.receive(0)
+    assert len(found) == 1 and made[0]() is not None
+    found.clear()
+    assert made[0]() is None, "the first is gone with its request"
+    client.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.is_open:
+            await asyncio.sleep(0)
+            assert not engine.receive(0), "half a request"
+    assert made[1]() is not None
+    del engine
+    gc.collect()
+    assert made[1]() is None
+
+
+async def test_a_client_keeps_nothing_for_an_engine_that_died(pair: Pair):
+    client = await ClientChannel.open(pair[0], lambda message: None)
+    data = bytearray(30_000_000)
+    place = MediaPlace("image", bytes(DIGEST_BYTES), [(0, 1)])
+    item = MediaItem(place, {"pixel_values": MediaArray("uint8", (len(data),), data)})
+    client.send(EngineRequest("r", [1], SamplingSpec(), StopSpec(1), media=[item]))
+    with pytest.raises(BufferError):
+        data.clear()  # still to be sent
+    pair[1].close()
+    async with asyncio.timeout(PATIENCE_S):
+        await client.ended
+    await asyncio.sleep(0)
+    data.clear()
 
 
 async def test_both_ways(pair: Pair):

@@ -1,5 +1,6 @@
 """Messages between a process and its media workers: msgpack records, each with a length prefix (uint32,
-little-endian), over a socket pair. Behind a prepared item come the bytes of its arrays."""
+little-endian), over a socket pair. Behind a job and a prepared item come their data, which are never encoded: each is
+read into the memory that it stays in."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import msgspec
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import MediaError
-from headrace.base.media import MediaItem, MediaKind
+from headrace.base.media import MediaItem, MediaKind, give_data, take_data
 from headrace.base.media_config import MediaConfig
 from headrace.base.messages import ErrorInfo
 
@@ -33,7 +34,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
     """One item to prepare. ``sha256`` is of ``data``, which with ``is_base64`` are base64 text. ``options`` are those
-    of the request, such as ``detail``. Requests with different salts (``salt``) do not share what was prepared."""
+    of the request, such as ``detail``. Requests with different salts (``salt``) do not share what was prepared.
+    ``size``: bytes of data that follow the message."""
 
     kind: MediaKind
     data: bytes
@@ -42,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     options: dict[str, Any] = {}
     is_base64: bool = False
     salt: str = ""
+    size: int = 0
 
     def decoded(self) -> Job:
         """The job with the data of a file; raises `MediaError` for text that is not base64. Takes some 4 ms a MB and
@@ -77,29 +80,15 @@ class PreparedItem(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """The item of a job, whose arrays have no data: these follow the message one by one, ``sizes`` bytes each, so that
-    a clip of 94 MB is not read, decoded and copied in one piece."""
+    """The item of a job, whose arrays have no data: these follow the message one by one, ``sizes`` bytes each."""
 
     item: PreparedItem
     sizes: list[int]
 
-    @classmethod
-    def of(cls, prepared: PreparedItem) -> tuple[Prepared, list[bytes]]:
-        """The message, and what follows it."""
-        arrays, data = prepared.item.arrays, [each.data for each in prepared.item.arrays.values()]
-        return cls(_with_data(prepared, [b""] * len(arrays)), list(map(len, data))), data
-
     def join(self, data: Sequence[bytes]) -> PreparedItem:
         """The item again."""
-        return _with_data(self.item, data)
-
-
-def _with_data(prepared: PreparedItem, data: Sequence[bytes]) -> PreparedItem:
-    replace = msgspec.structs.replace
-    arrays = {
-        name: replace(each, data=own) for (name, each), own in zip(prepared.item.arrays.items(), data, strict=True)
-    }
-    return replace(prepared, item=replace(prepared.item, arrays=arrays))
+        (item,) = give_data([self.item.item], data)
+        return msgspec.structs.replace(self.item, item=item)
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -129,3 +118,14 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     """A message with its length prefix."""
     payload = encode(message)
     return LENGTH.pack(len(payload)) + payload
+
+
+def pack_job(job: Job) -> list[bytes]:
+    """What is sent of a job, part by part."""
+    return [frame(msgspec.structs.replace(job, data=b"", size=len(job.data))), job.data]
+
+
+def pack_item(prepared: PreparedItem) -> list[bytes]:
+    """What is sent of a prepared item, part by part."""
+    (item,), data = take_data([prepared.item])
+    return [frame(Prepared(msgspec.structs.replace(prepared, item=item), list(map(len, data)))), *data]

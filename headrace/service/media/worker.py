@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 
+import msgspec
+
 from headrace.base import env
 from headrace.base.errors import HeadraceError, MediaError
 from headrace.base.messages import ErrorInfo
@@ -20,14 +22,14 @@ from headrace.service.media.wire import (
     LENGTH,
     Failed,
     Job,
-    Prepared,
     Preparing,
     Setup,
     ToWorker,
     decode_to_worker,
     frame,
+    pack_item,
 )
-from headrace.service.transport import engine_line
+from headrace.service.transport import engine_line, read_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +65,22 @@ def main() -> None:
 
 
 def _receive(line: socket.socket) -> ToWorker | None:
-    header = line.recv(LENGTH.size, socket.MSG_WAITALL)
-    if len(header) < LENGTH.size:
+    """The next message; None when the parent has closed its end."""
+    try:
+        (length,) = LENGTH.unpack(*read_all(line, [LENGTH.size]))
+        message: ToWorker = decode_to_worker(*read_all(line, [length]))
+        if isinstance(message, Job):
+            (data,) = read_all(line, [message.size])
+            return msgspec.structs.replace(message, data=bytes(data), size=0)
+        return message
+    except ConnectionResetError:
         return None
-    (length,) = LENGTH.unpack(header)
-    payload = bytearray(length)
-    view, begin = memoryview(payload), 0
-    while begin < length:
-        count = line.recv_into(view[begin:])
-        if not count:
-            return None
-        begin += count
-    message: ToWorker = decode_to_worker(payload)
-    return message
 
 
 def _prepare(preparer: Preparing, job: Job) -> list[bytes]:
     """What is sent."""
     try:
-        message, data = Prepared.of(preparer.prepare(job.decoded()))
-        return [frame(message), *data]
+        return pack_item(preparer.prepare(job.decoded()))
     except HeadraceError as error:
         return [frame(Failed(ErrorInfo.of(error)))]
     except MemoryError:

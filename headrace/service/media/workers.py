@@ -7,10 +7,16 @@ Refuses: fetching, and anything that is done to prompts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import subprocess
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from headrace.base.errors import MediaError, QueueFull
 from headrace.base.spawn import spawn_process
@@ -23,7 +29,12 @@ from headrace.service.media.wire import (
     Setup,
     decode_from_worker,
     frame,
+    pack_job,
 )
+from headrace.service.transport import read_all
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +44,6 @@ MOST_WAITING_BYTES = 1 << 30
 """Data of all items that wait or are being prepared."""
 START_S = 120.0
 """Seconds that a worker has for its first item beyond those of the item: it loads the model's processor."""
-STREAM_BYTES = 4 << 20
-PIECE_BYTES = 1 << 20
-"""Written to a worker, and read from it, at a time: copying them takes a fraction of a millisecond."""
 
 
 class WorkerDied(MediaError):
@@ -71,49 +79,50 @@ class PreparedCache:
 class _Worker:
     """One process. ``is_used``: it has prepared an item, so its processor is loaded."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.process, self._reader, self._writer = process, reader, writer
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket):
+        self.process, self._line = process, line
+        self._lock = threading.Lock()  # while the line is used
         self.is_used = False
 
     @classmethod
-    async def start(cls, setup: Setup) -> _Worker:
-        process, line = await asyncio.to_thread(spawn_process, MODULE, [])
-        line.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=line, limit=STREAM_BYTES)
-        writer.write(frame(setup))
-        return cls(process, reader, writer)
+    def start(cls, setup: Setup) -> _Worker:
+        """Blocks while the process is started."""
+        process, line = spawn_process(MODULE, [])
+        line.sendall(frame(setup))
+        return cls(process, line)
 
-    async def run(self, job: Job) -> PreparedItem | Failed:
-        """Raises `asyncio.IncompleteReadError` or `OSError` when the process ends."""
-        message = memoryview(frame(job))
-        for begin in range(0, len(message), PIECE_BYTES):  # what waits to be sent is moved with every send
-            self._writer.write(message[begin : begin + PIECE_BYTES])
-            await self._writer.drain()
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        answer: FromWorker = decode_from_worker(await self._reader.readexactly(length))
+    def run(self, job: Job) -> PreparedItem | Failed:
+        """Blocks, without the GIL; raises `OSError` when the process ends, or after `end`."""
+        with self._lock:
+            for part in pack_job(job):
+                self._line.sendall(part)
+            (length,) = LENGTH.unpack(*read_all(self._line, [LENGTH.size]))
+            answer: FromWorker = decode_from_worker(*read_all(self._line, [length]))
+            item = answer if isinstance(answer, Failed) else answer.join(read_all(self._line, answer.sizes))
         self.is_used = True
-        if isinstance(answer, Failed):
-            return answer
-        return answer.join([await self._read(size) for size in answer.sizes])
-
-    async def _read(self, size: int) -> bytes:
-        """So many bytes, in pieces that hold up nobody; joining large ones lets go of the GIL, off the event loop."""
-        pieces, left = list[bytes](), size
-        while left:
-            pieces.append(await self._reader.read(min(left, PIECE_BYTES)))
-            left -= len(pieces[-1])
-            if not pieces[-1]:
-                raise asyncio.IncompleteReadError(b"", left)
-        return b"".join(pieces) if size <= PIECE_BYTES else await asyncio.to_thread(b"".join, pieces)
+        return item
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None and not self._reader.at_eof()
+        """Of a worker that is idle, from which nothing comes but its end."""
+        try:
+            return self.process.poll() is None and bool(self._line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def end(self) -> None:
-        self._writer.close()
+        """End the process, and `run` with it; `clear_up` comes behind."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
         self.process.kill()
-        asyncio.get_running_loop().run_in_executor(None, self.process.wait)  # no zombie, and nothing waits for it
+
+    def clear_up(self) -> None:
+        """Leave no descriptor and no zombie; blocks for a moment."""
+        with self._lock:
+            self._line.close()
+        self.process.wait()
 
 
 @dataclass
@@ -133,6 +142,8 @@ class MediaWorkers:
         self._setup, self._count = setup, count
         self._timeout_s = setup.media.media_timeout_s
         self._slots = asyncio.Semaphore(count)
+        # Each waits for one process: the event loop neither sends nor receives what is large.
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="media")
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._num_waiting = self._num_bytes = 0
@@ -143,7 +154,7 @@ class MediaWorkers:
     async def start(self) -> None:
         """Start all processes now; they load the processor while others work."""
         missing = self._count - len(self._idle) - len(self._busy)
-        self._idle += await asyncio.gather(*(_Worker.start(self._setup) for _ in range(missing)))
+        self._idle += await asyncio.gather(*(self._call(_Worker.start, self._setup) for _ in range(missing)))
 
     async def prepare(self, job: Job) -> PreparedItem:
         """The item of a job; the same item that others wait for, or that is cached. A job that waits is dropped when
@@ -179,9 +190,17 @@ class MediaWorkers:
             if running.task is not None:
                 running.task.cancel()
         for worker in [*self._idle, *self._busy]:
-            worker.end()
+            self._end(worker)
         self._idle.clear()
         self._busy.clear()
+        self._threads.shutdown(wait=False)
+
+    async def _call(self, function: Callable[[T], R], argument: T) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, argument)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        threading.Thread(target=worker.clear_up, name="media-end").start()
 
     def _check_room(self, job: Job) -> None:
         if self._num_waiting >= MOST_WAITING or self._num_bytes + len(job.data) > MOST_WAITING_BYTES:
@@ -214,13 +233,13 @@ class MediaWorkers:
         worker, is_sound = await self._take(), False
         try:
             async with asyncio.timeout(self._timeout_s + (0.0 if worker.is_used else START_S)):
-                answer = await worker.run(job)
+                answer = await self._call(worker.run, job)
             is_sound = True
         except TimeoutError:
             raise MediaError(
                 f"{job.param}: preparing it took more than {self._timeout_s:g} seconds", param=job.param
             ) from None
-        except (asyncio.IncompleteReadError, OSError):
+        except OSError:
             logger.warning("a media worker has died")
             raise WorkerDied(
                 f"{job.param} could not be read: the process that decoded it ended", param=job.param
@@ -230,7 +249,7 @@ class MediaWorkers:
             if is_sound and not self._is_closed:
                 self._idle.append(worker)
             else:  # what it would answer belongs to nobody
-                worker.end()
+                self._end(worker)
         if isinstance(answer, Failed):
             raise answer.error.to_error()
         return answer
@@ -240,9 +259,9 @@ class MediaWorkers:
             worker = self._idle.pop()
             if worker.is_alive:
                 break
-            worker.end()
+            self._end(worker)
         else:
-            worker = await _Worker.start(self._setup)
+            worker = await self._call(_Worker.start, self._setup)
         self._busy.add(worker)
         return worker
 
