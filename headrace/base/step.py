@@ -65,7 +65,8 @@ class MediaPlan(msgspec.Struct, frozen=True, array_like=True):
     take; ``drops`` are keys of outputs that are forgotten after the step.
 
     ``begun`` are encoded together over several steps, one batch at a time; of the batch under way the step computes
-    ``num_pieces`` of `MediaFacts.num_pieces`, before ``encodes``. Its outputs are there with the last piece."""
+    ``num_pieces`` of `MediaFacts.num_pieces`, before ``encodes``. Its outputs are there with the last piece. A plan
+    that drops them and has no piece of it gives it up."""
 
     encodes: list[Encode] = []
     uses: list[MediaUse] = []

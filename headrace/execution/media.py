@@ -44,6 +44,7 @@ class _Batch:
 
     def __init__(self, encodes: list[Encode], pieces: InPieces[list[torch.Tensor]]):
         self.encodes, self._pieces = encodes, pieces
+        self.keys = {each.key for each in encodes}
         self.outputs: list[torch.Tensor] = []
 
     def advance(self, num_pieces: int) -> bool:
@@ -103,6 +104,9 @@ class MediaState:
 
     def encode(self, plan: MediaPlan) -> None:
         """Compute pieces of the batch under way, then what is encoded whole, all in one call."""
+        is_continued = plan.num_pieces > 0 and not plan.begun
+        if self._batch is not None and not is_continued and not self._batch.keys.isdisjoint(plan.drops):
+            self._batch = None  # nobody waits for it any more
         if plan.begun:
             assert self._batch is None, "one batch at a time"
             self._batch = _Batch(plan.begun, self._start(plan.begun))

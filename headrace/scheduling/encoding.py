@@ -82,6 +82,7 @@ class EncoderAccount:
         self._batch: _Batch | None = None
         self._begun: list[Encode] = []
         self._num_pieces, self._piece_tokens = 0, 0.0
+        self._pieces: list[_Output] = []  # of which the plan being made computes pieces
         self._is_beside = False
         self.num_encoded, self.num_hits = 0, 0
 
@@ -110,8 +111,11 @@ class EncoderAccount:
         limit = self._limits.step_tokens
         self._most = self._left = limit if most is None else min(limit, max(1, most))
         self._is_beside, self._reserved = is_beside and self._most_pieces > 1, 0.0
+        due = self._find_due(prefilling) if self._is_beside or self._batch is not None else []
+        if self._batch is not None and not any(output.pins for output in self._batch.outputs):
+            self._give_up(self._batch, {_key(request, request.media[index].place) for request, index in due})
         if self._is_beside:
-            self._share_step(prefilling, is_bound=most is not None)
+            self._share_step(due, is_bound=most is not None)
         elif self._batch is not None:
             self._advance(self._batch, self._batch.num_left)
         return self._reserved
@@ -181,6 +185,12 @@ class EncoderAccount:
         self._piece_tokens = 0.0
         return plan
 
+    def find_waiting(self) -> list[Request]:
+        """Requests that wait for what the plan being made encodes in pieces."""
+        if not self._num_pieces:
+            return []
+        return [request for request, pinned in self._pinned.items() if any(o in self._pieces for o in pinned.values())]
+
     def leave(self, request: Request) -> None:
         """The request runs no more: its outputs may be dropped."""
         for output in self._pinned.pop(request, {}).values():
@@ -212,10 +222,19 @@ class EncoderAccount:
                     found.setdefault(key, (request, index))
         return list(found.values())
 
-    def _share_step(self, prefilling: Iterable[Request], *, is_bound: bool) -> None:
+    def _give_up(self, batch: _Batch, due: set[Key]) -> None:
+        """Stop encoding what nobody waits for any more."""
+        keys = [key for key, output in self._outputs.items() if output in batch.outputs]
+        if not due.intersection(keys):
+            for key in keys:
+                output = self._outputs.pop(key)
+                self._num_tokens -= output.num_tokens
+                self._drops.append(output.key)
+            self._batch = None
+
+    def _share_step(self, due: list[tuple[Request, int]], *, is_bound: bool) -> None:
         """Of what is encoded beside decodes small items are first, which are encoded whole; the rest is for a batch.
         ``is_bound``: what the step takes is known now, so items of newcomers wait for the next one."""
-        due = self._find_due(prefilling)
         most = self._left = self._left if is_bound else min(self._left, BESIDE_TOKENS * max(1, len(due)))
         whole, large = 0, list[tuple[Request, int]]()
         for request, index in due:
@@ -260,6 +279,7 @@ class EncoderAccount:
         """Plan pieces of the batch under way."""
         batch.num_left -= num_pieces
         self._num_pieces, self._piece_tokens = num_pieces, num_pieces * batch.num_tokens / self._most_pieces
+        self._pieces = batch.outputs
         if not batch.num_left:
             for output in batch.outputs:
                 output.is_ready = True

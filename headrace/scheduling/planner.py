@@ -24,21 +24,29 @@ from headrace.scheduling.timing import StepWork
 class Flight:
     """A plan in flight. ``requests[i]`` is the request of span i, ``epochs[i]`` its epoch when planned: if the
     request's own epoch has changed since, the span's result is void. ``verified``: the guesses among its drafts.
-    ``work``: what the step computes, where it matters how long it takes."""
+    ``work``: what the step computes, where it matters how long it takes. ``waiting``: requests without a span that
+    wait for media which it encodes pieces of."""
 
-    __slots__ = ("epochs", "plan", "requests", "verified", "work")
+    __slots__ = ("epochs", "plan", "requests", "verified", "waiting", "work")
 
     def __init__(
-        self, plan: StepPlan, requests: list[Request], verified: dict[Request, Verified], work: StepWork | None
+        self, plan: StepPlan, requests: list[Request], verified: dict[Request, Verified], work: StepWork | None,
+        waiting: list[Request]
     ):
         self.plan = plan
         self.requests = requests
         self.verified = verified
         self.work = work
+        self.waiting = [(request, request.epoch) for request in waiting]
         self.epochs = [request.epoch for request in requests]
 
+    def find_failed(self) -> list[Request]:
+        """Requests that end if the step fails: what they had encoded may be the reason, and would fail others again."""
+        waiting = [request for request, epoch in self.waiting if request.epoch == epoch]
+        return list(dict.fromkeys(self.live_requests() + waiting))
+
     def live_requests(self) -> list[Request]:
-        """Requests that have not left the running set since this plan was made."""
+        """Requests with a span that have not left the running set since this plan was made."""
         return [request for request, epoch in zip(self.requests, self.epochs, strict=True) if request.epoch == epoch]
 
 
@@ -330,7 +338,7 @@ class Planner:
             running.rewired = {}
         releases, starts = running.take_changes()
         decodes = sketch.requests[: sketch.num_decodes] if self._num_stages > 1 else []
-        work = self._limit.measure(sketch, self._encoders.num_planned)
+        work, waiting = self._limit.measure(sketch, self._encoders.num_planned), self._encoders.find_waiting()
         plan = StepPlan(
             step_id=self._next_step_id,
             num_decodes=sketch.num_decodes,
@@ -350,7 +358,7 @@ class Planner:
         )
         self._next_step_id += 1
         self._limit.count_step()
-        return Flight(plan, sketch.requests, sketch.verified, work)
+        return Flight(plan, sketch.requests, sketch.verified, work, waiting)
 
     def _propose(self, sketch: Sketch) -> int:
         """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""

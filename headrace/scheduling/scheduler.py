@@ -243,7 +243,7 @@ class Scheduler:
             error = StepFailed(f"the step this request was part of failed: {type(error).__name__}: {error}")
         finish = Finish("error", error=ErrorInfo.of(error))
         # Before `_forget_device`: that retracts all running requests, and by their new epochs none would be live.
-        failed = flight.live_requests() if flight is not None else []
+        failed = flight.find_failed() if flight is not None else []
         outputs = [self._lifecycle.finish(request, finish, [], keep_pages=False) for request in failed]
         self._forget_device()
         self._counters.failed_steps += flight is not None

@@ -27,6 +27,12 @@ from media_rig import (
     tokens_of,
 )
 
+from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.step import StepPlan
+from headrace.scheduling import encoding
+from headrace.service.engine import Engine
+
 PATCH, MERGE = 4, 2
 IDS = {
     "image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID, "vision_start_token_id": START_ID,
@@ -167,6 +173,115 @@ def test_images_in_chunks_of_any_size(served: Any, step_tokens: int):
 def test_images_are_encoded_in_pieces_beside_streams(served: Any):
     model, folder = served
     engine = start_engine(folder, max_step_tokens=64)
+    for outputs, prompt in zip(run_beside(engine, Prompt([5]), prompts()), prompts(), strict=True):
+        compare(outputs, expect(model, prompt))
+    engine.close()
+
+
+def begin_image(engine: Engine, prompt: Prompt, name: str = "image", namespace: str = "") -> list[RequestOutput]:
+    """Submit a request beside a stream and step until two pieces of its image were planned; outputs meanwhile."""
+    pieces, execute, outputs = [0], engine.executor.execute, list[RequestOutput]()
+
+    def watch(plan: StepPlan) -> Any:
+        pieces[0] += plan.media.num_pieces
+        return execute(plan)
+
+    engine.submit(EngineRequest("stream", [5], SamplingSpec(), StopSpec(60)))
+    while not any(output.token_ids for output in outputs):
+        outputs += engine.step()
+    engine.executor.execute = watch
+    engine.submit(ask_image(prompt, name, namespace))
+    while pieces[0] < 2:
+        outputs += engine.step()
+    engine.executor.execute = execute
+    return outputs
+
+
+def ask_image(prompt: Prompt, name: str, namespace: str = "") -> EngineRequest:
+    sampling = SamplingSpec(num_logprobs=VOCAB)
+    return EngineRequest(name, list(prompt.ids), sampling, StopSpec(8), namespace=namespace, media=list(prompt.items))
+
+
+def finish_all(engine: Engine, outputs: list[RequestOutput]) -> dict[str, list[RequestOutput]]:
+    """The outputs by request, when all have ended."""
+    while engine.has_work:
+        outputs += engine.step()
+    engine.check()
+    return {name: [each for each in outputs if each.request_id == name] for name in {o.request_id for o in outputs}}
+
+
+@pytest.fixture
+def one_layer_a_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(encoding, "BESIDE_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("one_layer_a_step")
+def test_an_image_that_was_aborted_amid_its_layers_leaves_nothing(served: Any):
+    model, folder = served
+    first, other = (add_image(Prompt().text(3), (1, 8, 8), seed).text(4, 5) for seed in (0, 1))
+    engine = start_engine(folder)
+    outputs = begin_image(engine, first)
+    engine.abort("image")
+    engine.submit(ask_image(other, "other"))
+    engine.submit(ask_image(first, "again"))
+    found = finish_all(engine, outputs)
+    compare(found["other"], expect(model, other))
+    compare(found["again"], expect(model, first))
+    assert found["image"][-1].finish.reason == "abort" and len(tokens_of(found["stream"])) == 60
+    engine.close()
+
+
+@pytest.mark.usefixtures("one_layer_a_step")
+def test_the_same_image_of_another_salt_amid_its_layers(served: Any):
+    model, folder = served
+    prompt = add_image(Prompt().text(3), (1, 8, 8), 0).text(4, 5)
+    engine = start_engine(folder)
+    outputs = begin_image(engine, prompt)
+    engine.submit(ask_image(prompt, "same"))
+    engine.submit(ask_image(prompt, "salted", "salt"))
+    found = finish_all(engine, outputs)
+    for name in ("image", "same", "salted"):
+        compare(found[name], expect(model, prompt))
+    assert engine._scheduler._running.encoders.num_encoded == 2, "once for each salt"
+    engine.close()
+
+
+@pytest.mark.usefixtures("one_layer_a_step")
+def test_an_engine_that_forgets_the_device_amid_the_layers_of_an_image(served: Any):
+    """As before it sleeps, and when weights are replaced."""
+    model, folder = served
+    prompt = add_image(Prompt().text(3), (1, 8, 8), 0).text(4, 5)
+    engine = start_engine(folder)
+    outputs = begin_image(engine, prompt)
+    engine.drain(retracts=True)
+    assert engine.executor._runner._media._batch is None
+    found = finish_all(engine, outputs)
+    compare(found["image"], expect(model, prompt))
+    assert len(tokens_of(found["stream"])) == 60
+    engine.close()
+
+
+@pytest.mark.usefixtures("one_layer_a_step")
+def test_an_image_that_no_encoder_can_compute_fails_once(served: Any, monkeypatch: pytest.MonkeyPatch):
+    """Those in the step fail with it, and nobody after them."""
+    model, folder = served
+    prompt = add_image(Prompt().text(3), (1, 8, 8), 0).text(4, 5)
+    engine = start_engine(folder)
+    outputs = begin_image(engine, prompt)
+    media = engine.executor._runner._media
+    with monkeypatch.context() as patch:
+        patch.setattr(media._batch, "advance", lambda num_pieces: 1 // 0)
+        while not any(output.finish for output in outputs):
+            outputs += engine.step()
+    found = finish_all(engine, outputs)
+    assert {name for name, each in found.items() if each[-1].finish.error} == {"image", "stream"}
+    compare(run(engine, [prompt])[0], expect(model, prompt))
+    engine.close()
+
+
+def test_a_target_between_tokens_changes_no_output(served: Any):
+    model, folder = served
+    engine = start_engine(folder, max_step_tokens=64, inter_token_target_ms=0.1)
     for outputs, prompt in zip(run_beside(engine, Prompt([5]), prompts()), prompts(), strict=True):
         compare(outputs, expect(model, prompt))
     engine.close()

@@ -163,6 +163,19 @@ def test_what_is_under_way_is_neither_dropped_nor_begun_again():
     assert encode.key in [key for plan in plans for key in plan.drops]
 
 
+def test_what_nobody_waits_for_any_more_is_given_up():
+    account, gone = make_account(step=2000, cache=1500, pieces=10), make_request((1000, "a"))
+    (encode,) = step(account, gone).begun
+    account.leave(gone)
+    other = make_request((1400, "b"), name="other")
+    plan = step(account, other)
+    assert plan.drops == [encode.key] and len(plan.begun) == 1, "and what it kept out is begun"
+    account.leave(other)
+    plan = step(account, is_beside=False)
+    assert plan.drops and not plan.num_pieces
+    assert not any(each.drops or each.num_pieces for each in (step(account), step(account, is_beside=False)))
+
+
 def test_the_same_image_is_encoded_once_for_all():
     account = make_account(step=100, cache=100)
     first, again = make_request(2, (5, "a")), make_request(4, (5, "a"), (5, "c"), name="again")
@@ -316,7 +329,7 @@ def test_any_order_of_chunks_ends_and_keeps_the_account(pieces: int, monkeypatch
     rng = random.Random(0)
     account = make_account(step=6, cache=12, pieces=pieces)
     under_way: list[Encode] = []
-    num_left = num_divided = 0
+    num_left = num_divided = num_given_up = 0
     waiting = [
         make_request(
             rng.randint(1, 4), (rng.randint(1, 12), rng.choice("abcd")), 2, (rng.randint(1, 12), rng.choice("efg")),
@@ -339,7 +352,7 @@ def test_any_order_of_chunks_ends_and_keeps_the_account(pieces: int, monkeypatch
             if rng.random() < 0.05:
                 account.leave(request)
                 del running[request]
-                waiting.append(request)
+                waiting.insert(0, request)
                 continue
             end = account.limit(
                 request, begin, min(begin + rng.randint(1, 9), request.prompt_len), hard_end=request.prompt_len
@@ -351,6 +364,13 @@ def test_any_order_of_chunks_ends_and_keeps_the_account(pieces: int, monkeypatch
                 account.leave(request)
                 del running[request]
         step = account.take_plan()
+        given_up = {each.key for each in under_way}.intersection(step.drops)
+        if given_up and (step.begun or not step.num_pieces):
+            assert len(given_up) == len(under_way)
+            under_way, num_left = [], 0
+            num_given_up += 1
+        else:
+            given_up = set()
         if step.begun:
             assert not under_way and not any(item.key in on_device for item in step.begun)
             under_way, num_left, num_divided = step.begun, pieces, num_divided + 1
@@ -365,8 +385,9 @@ def test_any_order_of_chunks_ends_and_keeps_the_account(pieces: int, monkeypatch
             encoded += encode.item.place.num_tokens
         assert all(use.key in on_device for use in step.uses)
         for key in step.drops:
-            del on_device[key]
+            if key not in given_up:
+                del on_device[key]
         assert sum(on_device.values()) + held <= 12
         assert encoded <= 6 or len(step.encodes) == 1
         account.audit(set(running))
-    assert not waiting and not running and bool(num_divided) == (pieces > 1)
+    assert not waiting and not running and bool(num_divided) == bool(num_given_up) == (pieces > 1)

@@ -178,6 +178,26 @@ def test_images_beside_a_stream_keep_the_target():
     assert sum(work.encoded for work in bounded.works) == pytest.approx(20 * 1300)
 
 
+def test_a_step_that_fails_ends_those_whose_images_it_encodes():
+    """Or an image that no encoder can compute would fail the streams of others again and again."""
+    device = Device(target_ms=6.0)
+    device.add("stream", 40, 2500)
+    for _ in range(5):
+        device.step()
+    device.add("image", 1400, 1, images=1)
+    device.add("text", 9000, 1)
+    while (plan := device.scheduler.plan()) is not None and not plan.media.num_pieces:
+        device.scheduler.commit(plan, StepResult(plan.step_id, [1] * sum(plan.samples)), seconds=3e-3)
+    assert plan is not None
+    ended = {output.request_id for output in device.scheduler.fail(plan, RuntimeError("a kernel"))}
+    assert {"stream", "image"} <= ended
+    device.scheduler.check()
+    device.tokens["text"] = []
+    if "text" not in ended:
+        device.run()
+    assert not device.scheduler.has_requests
+
+
 def test_prompts_of_text_go_on_beside_many_images():
     device = Device(target_ms=6.0)
     device.add("stream", 40, 2500)
