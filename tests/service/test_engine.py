@@ -12,7 +12,7 @@ from headrace.base.errors import OutOfDeviceMemory
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import StepPlan
-from headrace.scheduling import planner as planner_module
+from headrace.scheduling import budget as budget_module
 from headrace.service import engine as engine_module
 from headrace.service.engine import Engine
 
@@ -182,7 +182,7 @@ def test_a_step_without_memory_is_computed_again_in_smaller_ones(depth: int):
 
 
 def test_steps_grow_again_after_a_calm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(planner_module, "CALM_STEPS", 8)
+    monkeypatch.setattr(budget_module, "CALM_STEPS", 8)
     executor = TightExecutor(engine_config(overlap_depth=1, max_step_tokens=128, max_running_requests=4))
     engine = engine_over(executor)
     engine.submit(request("first", [3] * 100, max_tokens=40))
