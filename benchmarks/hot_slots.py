@@ -16,7 +16,7 @@ from headrace.kernels.hot_slots.triton import find_swaps, load_entries
 from headrace.kernels.pages import GATHER_PAGES, PageParts
 from headrace.memory.mapped import allocate_mapped
 
-PAGE, VALUE_BYTES, SCALE_BYTES, TOP = 64, 576, 8, 512
+PAGE, VALUE_BYTES, SCALE_BYTES, TOP, RATIO = 64, 576, 8, 512, 4
 PAGE_BYTES = -(-PAGE * (VALUE_BYTES + SCALE_BYTES) // VALUE_BYTES) * VALUE_BYTES
 DEVICE = torch.device("cuda")
 
@@ -38,7 +38,7 @@ class Rig:
         self.host = allocate_mapped((rows * entries // PAGE, PAGE_BYTES), torch.uint8, DEVICE)
         slots = torch.zeros((rows * (num_slots + 1) // PAGE + 1, PAGE_BYTES), dtype=torch.uint8, device=DEVICE)
         self.parts = EntryParts.of(open_parts(self.host), open_parts(slots))
-        self.hot = HotSlots.allocate(1, rows, num_slots, entries, DEVICE).layer(0)
+        self.hot = HotSlots.allocate(1, rows, num_slots, entries, DEVICE, ratio=RATIO).layer(0)
         self.wanted = torch.stack([torch.randperm(entries - 1)[:TOP] for _ in range(rows)])
 
     def change(self, overlap: float) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Rig:
     def time_steps(self, steps: int, overlap: float) -> tuple[float, float, float]:
         """Microseconds to find and to copy, and the mean number of loads of a step."""
         at, loads = torch.arange(self.rows, device=DEVICE), Loads.allocate(self.rows, TOP, DEVICE)
-        lengths = torch.full((self.rows,), self.entries, device=DEVICE)
+        kv_lens = torch.full((self.rows,), RATIO * self.entries + 1, dtype=torch.int32, device=DEVICE)
         times, num_loads = [], []
         for step in range(steps):
             wanted = self.change(overlap)
@@ -61,7 +61,7 @@ class Rig:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             torch.cuda._sleep(2_000_000)  # launches are queued behind it
             events[0].record()
-            find_swaps(self.hot, at, wanted, lengths, found, loads)
+            find_swaps(self.hot, at, wanted, kv_lens, found, loads)
             events[1].record()
             load_entries(self.parts, self.table, loads)
             events[2].record()

@@ -23,7 +23,8 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     ``recurrent``). ``window`` is the number of latest tokens a query sees, itself included (0: all). ``dtype`` is a
     torch dtype name such as ``bfloat16``; ``int8`` in kinds of keys and values means codes with a float32 scale for
     each token and head, of keys and of values. ``hot_slots``: pages are in host memory, and the device keeps as many
-    entries of each row, those that were wanted latest (0: pages are on the device).
+    entries of each row, those that were wanted latest (0: pages are on the device): at least all that ``hot_tokens``
+    tokens of a row may want.
     """
 
     kind: str
@@ -34,6 +35,16 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0
     compress_ratio: int = 1
     hot_slots: int = 0
+    hot_tokens: int = 0
+
+    def behind(self, hot_slots: int, most_wanted: int) -> CacheSpec:
+        """The same with pages in host memory, where a token wants at most so many entries."""
+        return msgspec.structs.replace(self, hot_slots=hot_slots, hot_tokens=hot_slots // most_wanted)
+
+    @property
+    def plain(self) -> CacheSpec:
+        """The same with pages on the device."""
+        return msgspec.structs.replace(self, hot_slots=0, hot_tokens=0)
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):

@@ -395,8 +395,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.disaggregation.disaggregation_mode is not None:
             self._check_role()
-        if self.cache.hot_slots and self.speculation.options.method != "off":
-            raise ConfigError("hot_slots take no drafts: leave out speculative_config or hot_slots", param="hot_slots")
         if not self.parallel.shares_experts:
             return
         if self.parallel.pipeline_parallel_size > 1:

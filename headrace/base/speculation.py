@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from headrace.base.errors import ConfigError
 from headrace.base.option import Section, option, read_object
 from headrace.base.registry import installed_points
-from headrace.base.step import MAX_ENTRIES
+from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES
 
 OPTION = "speculative_config"
 
@@ -152,11 +152,12 @@ class StepTimes:
 class Speculation:
     """How a loaded model is drafted for. ``method``: a text drafter's name, that of a drafter on the device, or "off";
     ``device_drafts``: the most drafts per row that the latter makes, 0 without one. ``max_entries``: decodes and drafts
-    that a step may have together. ``times``: measured ones."""
+    that a step may have together, of which ``most_drafts`` are one row's. ``times``: measured ones."""
 
     method: str = "off"
     device_drafts: int = 0
     max_entries: int = MAX_ENTRIES
+    most_drafts: int = MAX_DRAFTS
     times: StepTimes = StepTimes()
 
 

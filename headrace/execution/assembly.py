@@ -74,9 +74,9 @@ class Assembly:
     @property
     def speculation(self) -> Speculation:
         """How the model is drafted for; raises `ConfigError`."""
-        can_verify = all(backend.verifies_drafts for backend in self.backends)
-        found = describe_speculation(self.config, self.loaded, can_verify=can_verify)
-        return replace(found, max_entries=self.max_entries if self.has_graphs else MAX_ENTRIES)
+        most_drafts = min((backend.most_drafts for backend in self.backends), default=MAX_DRAFTS)
+        found = describe_speculation(self.config, self.loaded, most_drafts)
+        return replace(found, most_drafts=most_drafts, max_entries=self.max_entries if self.has_graphs else MAX_ENTRIES)
 
     @property
     def is_pooling(self) -> bool:

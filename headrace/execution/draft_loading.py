@@ -12,7 +12,6 @@ from headrace.base.cache import CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, PluginError
 from headrace.base.speculation import OPTION, TEXT_METHODS, Speculation, SpeculativeOptions
-from headrace.base.step import MAX_DRAFTS
 from headrace.execution.loading import (
     LoadedDraft,
     LoadedModel,
@@ -110,16 +109,21 @@ def _choose_method(options: SpeculativeOptions, loaded: LoadedModel) -> str | No
     return choose_draft_kind(source, has_checkpoint=True)
 
 
-def describe_speculation(config: EngineConfig, loaded: LoadedModel, *, can_verify: bool) -> Speculation:
+def describe_speculation(config: EngineConfig, loaded: LoadedModel, most_drafts: int) -> Speculation:
     """How the loaded model is drafted for. Raises `ConfigError` where a method was asked for that cannot work.
-    ``can_verify``: see `headrace.layers.attention.contract.CacheBackend`."""
-    options = config.speculation.options
+    ``most_drafts``: see `headrace.layers.attention.contract.CacheBackend`."""
+    options, hot_slots = config.speculation.options, config.cache.hot_slots
     if options.method == "off":
         return Speculation()
     reason = ""
     if loaded.pooling is not None:
         reason = f"{loaded.source.name} is served as a pooling model ({loaded.pooling.kind}), which generates no text"
-    elif not can_verify:
+    elif hot_slots and most_drafts < (options.num_fixed or int(options.method != "auto")):
+        raise ConfigError(
+            f"hot_slots {hot_slots} hold what a request's last token and {most_drafts} drafts select: raise it, or ask "
+            "for fewer drafts (num_speculative_tokens), or none", param="hot_slots"
+        )
+    elif not most_drafts:
         reason = f"{loaded.family.name} models keep caches that cannot take drafts back"
     if reason:
         if options.method != "auto" or options.model is not None:
@@ -127,7 +131,7 @@ def describe_speculation(config: EngineConfig, loaded: LoadedModel, *, can_verif
         return Speculation()
     if loaded.draft is not None:
         count = options.num_speculative_tokens or loaded.draft.model.num_tokens or DEFAULT_DRAFTS
-        return Speculation(loaded.draft.method, min(count, MAX_DRAFTS))
+        return Speculation(loaded.draft.method, min(count, most_drafts))
     return Speculation("suffix" if options.method == "auto" else options.method)
 
 

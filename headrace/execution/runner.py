@@ -167,7 +167,7 @@ class Runner:
         """Take rows with grammars of a store from now on."""
         self._grammars = GrammarRows(
             store, self._sampler.vocab_size, self.layout.max_rows, self._device,
-            forces=all(backend.verifies_drafts for backend in self._backends),
+            forces=all(backend.most_drafts for backend in self._backends),
         )
 
     def reset(self) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import logging
 from pathlib import Path
 
-import msgspec
 import torch
 
 from headrace.base.cache import group_layers
@@ -151,7 +150,7 @@ def describe_pages(model: DeviceModel) -> str:
     same on every machine that has the same."""
     loaded, config, layout = model.loaded, model.config, model.layout
     # a page's bytes are the same wherever it is
-    groups = [(msgspec.structs.replace(group.spec, hot_slots=0), group.layers) for group in layout.groups]
+    groups = [(group.spec.plain, group.layers) for group in layout.groups]
     parts = (
         digest_model(loaded.source), None if loaded.source.weight_files else config.model.seed, str(loaded.dtype),
         config.model.quantization, layout.page_size, groups,

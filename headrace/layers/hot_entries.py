@@ -1,7 +1,7 @@
 """`HotEntries`: how the layers of a cache group read entries whose pages are in host memory, in one step.
 
-A decode wants few of a long context: those that its row lacks are copied to the row's hot slots. The tokens of a prompt
-want most of theirs between them: pages are staged, whole requests at a time.
+A decode wants few of a long context, and its drafts few others: those that the row lacks are copied to its hot slots.
+The tokens of a prompt want most of theirs between them: pages are staged, whole requests at a time.
 
 T tokens, R requests, n of them decodes, k entries wanted by a token.
 """
@@ -104,6 +104,6 @@ class HotEntries:
         inputs, count = self._inputs, self._num_decodes
         assert inputs.rows is not None
         found, loads = torch.empty_like(wanted), Loads.allocate(count, wanted.shape[1], self._device)
-        layer.find_swaps(layer.hot, inputs.rows[:count], wanted, self.view.visible[:count], found, loads)
+        layer.find_swaps(layer.hot, inputs.rows[:count], wanted, inputs.kv_lens[:count], found, loads)
         layer.load_entries(layer.parts, inputs.page_table[:count], loads)
         return found

@@ -99,7 +99,8 @@ class HotPool(Pool):
         self._slots = base(CacheGroup(spec, group.layers, sizes.slot_pages), page_size, device)
         self._staged = base(CacheGroup(spec, [0], sizes.staged_pages), page_size, device)
         self._hot = HotSlots.allocate(
-            len(group.layers), layout.max_rows + 1, group.spec.hot_slots, sizes.most_entries, device
+            len(group.layers), layout.max_rows + 1, group.spec.hot_slots, sizes.most_entries, device,
+            ratio=group.spec.compress_ratio
         )
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self._query = KernelQuery(device.type, "uint8", capability)
@@ -119,7 +120,7 @@ class HotPool(Pool):
     @staticmethod
     def base(spec: CacheSpec) -> tuple[type[Pool], CacheSpec]:
         """The pool that stores what is in host memory, hot or staged, and its spec."""
-        return POOLS.load(spec.kind), msgspec.structs.replace(spec, hot_slots=0)
+        return POOLS.load(spec.kind), spec.plain
 
     @classmethod
     def reason_against(cls, spec: CacheSpec, device: torch.device) -> str | None:

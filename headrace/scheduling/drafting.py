@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import prod
 
@@ -76,18 +77,18 @@ class DraftCounters:
 
 class Drafting:
     """``text`` guesses from text. ``device_drafts``: the most drafts per row that a drafter on the device makes, 0
-    for none. ``max_entries``: decodes and drafts of a step together. A guess stays until it is used up or turns out
-    wrong."""
+    for none. ``max_entries``: decodes and drafts of a step together, ``most_drafts``: of a row. A guess stays until it
+    is used up or turns out wrong."""
 
     def __init__(
         self, policy: DraftPolicy, *, text: TextSpeculation | None = None, device_drafts: int = 0,
-        max_entries: int = MAX_ENTRIES,
+        max_entries: int = MAX_ENTRIES, most_drafts: int = MAX_DRAFTS,
     ):
         self.device_drafts = device_drafts
         self._counters = DraftCounters()
         self._num_proposals = device_drafts
         self._policy, self._text = policy, text
-        self._max_entries = max_entries
+        self._max_entries, self._most_drafts = max_entries, most_drafts
         self._guesses: dict[Request, Guess] = {}  # forced by grammars
         self._chosen: dict[Request, Guess] = {}  # whose drafts the step that is being planned verifies
         self._by_key: dict[int, Request] = {}  # those that ``text`` knows
@@ -187,7 +188,7 @@ class Drafting:
             request = self._by_key[key]
             if request in index_of and not counts[index_of[request]]:
                 ahead = request.planned_len + 1 - request.known_len
-                rows.append(TextRow(key, ahead, min(MAX_DRAFTS, request.limit_len - request.planned_len - 1)))
+                rows.append(TextRow(key, ahead, min(self._most_drafts, request.limit_len - request.planned_len - 1)))
         for guess in text.guess([row for row in rows if row.most > 0], len(ready), max_tokens) if rows else ():
             request = self._by_key[guess.key]
             self._chosen[request] = Guess(guess.start, guess.token_ids, [])
@@ -201,7 +202,7 @@ class Drafting:
             return None
         # The span begins at ``planned_len`` with a token that is sampled by then; drafts follow.
         first = request.planned_len + 1
-        most = min(guess.end, request.limit_len, first + MAX_DRAFTS) - first
+        most = min(guess.end, request.limit_len, first + self._most_drafts) - first
         if most <= 0:
             return None
         self._follow(request)
@@ -269,11 +270,9 @@ def build_drafting(options: SpeculativeOptions, speculation: Speculation) -> Dra
     times = speculation.times
     drafting = DraftCosts(times.follows, times.drafts) if times.drafts else None
     policy = DraftPolicy(StepCosts(times.steps), fixed=options.num_fixed, drafting=drafting)
+    make = partial(Drafting, max_entries=speculation.max_entries, most_drafts=speculation.most_drafts)
     if speculation.device_drafts:
-        return Drafting(
-            policy, device_drafts=speculation.device_drafts, max_entries=speculation.max_entries
-        )
+        return make(policy, device_drafts=speculation.device_drafts)
     if speculation.method == "off":
-        return Drafting(DraftPolicy(StepCosts()), max_entries=speculation.max_entries)
-    text = TextSpeculation(make_text_drafter(speculation.method, options), policy)
-    return Drafting(policy, text=text, max_entries=speculation.max_entries)
+        return make(DraftPolicy(StepCosts()))
+    return make(policy, text=TextSpeculation(make_text_drafter(speculation.method, options), policy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -15,11 +16,17 @@ from headrace.kernels.hot_slots import FIND_SWAPS, LOAD_ENTRIES, NONE, EntryPart
 from headrace.models.deepseek_v4.packed_pools import PackedVectorPool
 
 SLOTS, MOST, WANTED, PAGE, ROWS, LAYER = 24, 150, 10, 256, 3, 1
+RATIO, MOST_TOKENS = 4, 2
 SOLUTIONS = [
     ("reference", "cpu"), pytest.param("triton", "cpu", marks=pytest.mark.interpreted),
     pytest.param("triton", "cuda", marks=pytest.mark.cuda),
 ]
 SPEC = CacheSpec("packed", 1, 512, 512, "uint8", compress_ratio=4)
+
+
+def count_tokens(lengths: list[int]) -> torch.Tensor:
+    """Of rows with so many entries, whose last token is part of the next one."""
+    return torch.tensor([RATIO * length + 1 for length in lengths], dtype=torch.int32)
 
 
 class Row:
@@ -28,8 +35,11 @@ class Row:
     def __init__(self) -> None:
         self.order, self.entries = list(range(SLOTS)), [NONE] * (SLOTS + 1)
 
-    def want(self, wanted: list[int], length: int) -> tuple[list[int], list[int]]:
+    def want(self, wanted: list[int], length: int, written: int) -> tuple[list[int], list[int]]:
         """The slot of each, and what is loaded."""
+        for slot, entry in enumerate(self.entries):
+            if entry >= written or (length <= SLOTS and slot != entry):
+                self.entries[slot] = NONE
         if length <= SLOTS:
             slots = list(wanted)
         else:
@@ -63,7 +73,7 @@ class Rig:
         for part in self.host:
             part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
         self.slots, self.parts = own, EntryParts.of(self.host, own)
-        self.hot = HotSlots.allocate(2, ROWS, SLOTS, MOST, torch.device(device)).layer(LAYER)
+        self.hot = HotSlots.allocate(2, ROWS, SLOTS, MOST, torch.device(device), ratio=RATIO).layer(LAYER)
         pages = torch.randperm(num_host - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.tables = pages[: 3 * ROWS].view(ROWS, 3).to(torch.int32)
         self.models = [Row() for _ in range(ROWS)]
@@ -79,12 +89,12 @@ class Rig:
         """One call for some rows, compared with their models; then the same call, which copies nothing."""
         rows = list(lengths)
         at, own = torch.tensor(rows, device=self.device), torch.tensor([wanted[r] for r in rows], device=self.device)
-        sizes = torch.tensor([lengths[r] for r in rows], device=self.device)
+        sizes = count_tokens([lengths[r] for r in rows]).to(self.device)
         found, loads = torch.full_like(own, 77), Loads.allocate(len(rows), WANTED, at.device)
         self.find(self.hot, at, own, sizes, found, loads)
         self.load(self.parts, self.tables[rows].to(self.device), loads)
         for index, row in enumerate(rows):
-            slots, missing = self.models[row].want(wanted[row], lengths[row])
+            slots, missing = self.models[row].want(wanted[row], lengths[row], lengths[row])
             places = [NONE if slot == NONE else row * (SLOTS + 1) + slot for slot in slots]
             assert found[index].tolist() == places
             assert sorted(loads.entries[index, : loads.counts[index]].tolist()) == sorted(missing)
@@ -103,7 +113,7 @@ class Rig:
         assert not loads.counts.any(), "what was just loaded is there"
         self.hot.counts.copy_(before)
         for row in rows:
-            self.models[row].want(wanted[row], lengths[row])
+            self.models[row].want(wanted[row], lengths[row], lengths[row])
 
     def _expect(self, row: int, entry: int, place: int) -> None:
         """The entry's bytes are in that slot."""
@@ -171,7 +181,101 @@ def test_padding_of_a_step(solution: str, device: str):
     rows = torch.tensor([2, 2, 0], device=device)
     wanted = torch.tensor([[0, NONE], [0, NONE], [NONE, NONE]], device=device)
     found, loads = torch.full_like(wanted, 77), Loads.allocate(3, 2, rows.device)
-    rig.find(rig.hot, rows, wanted, torch.tensor([1, 1, MOST], device=device), found, loads)
+    rig.find(rig.hot, rows, wanted, count_tokens([1, 1, MOST]).to(device), found, loads)
     assert found.tolist() == [[2 * (SLOTS + 1), NONE], [2 * (SLOTS + 1), NONE], [NONE, NONE]]
     assert loads.counts[0] + loads.counts[1] >= 1 and loads.counts[2] == 0
     assert rig.hot.order[0].tolist() == list(range(SLOTS)) and (rig.hot.entries[0] == NONE).all()
+
+
+class Drafted:
+    """One row whose tokens are rewritten behind wrong drafts, and what each of its entries holds by now."""
+
+    def __init__(self, rig: Rig, row: int, tokens: int):
+        self.rig, self.row, self.tokens = rig, row, tokens
+
+    def write(self, begin: int, end: int) -> None:
+        """The tokens ``[begin, end)`` are computed: entries that end with one of them get new contents."""
+        for entry in range((begin + RATIO - 1) // RATIO - (begin % RATIO > 0), end // RATIO):
+            page = int(self.rig.tables[self.row, entry // self.rig.host[0].shape[1]])
+            for part in self.rig.host:
+                place = part[page, entry % part.shape[1]]
+                place.copy_(torch.randint(0, 256, place.shape, dtype=torch.uint8))
+
+    def inputs(self, dice: random.Random, num_tokens: int) -> tuple[list[int], list[int], list[list[int]]]:
+        """Of the next step, with ``num_tokens`` - 1 drafts: for each token the row, its length, and what is wanted."""
+        self.write(self.tokens, self.tokens + num_tokens)
+        lens = [self.tokens + 1 + number for number in range(num_tokens)]
+        wants = []
+        for length in lens:
+            visible = length // RATIO
+            near = dice.randrange(max(1, visible))
+            pool = sorted({*(e for e in range(near - 12, near + 12) if 0 <= e < visible), *range(visible)[-2:]})
+            chosen = dice.sample(pool, min(len(pool), dice.randrange(WANTED + 1)))
+            wants.append(dice.sample(chosen + [NONE] * (WANTED - len(chosen)), WANTED))
+        return [self.row] * num_tokens, lens, wants
+
+
+def check_drafts(rig: Rig, dice: random.Random, num_steps: int) -> None:
+    """Each token finds the host's bytes of all that it wants, while those of the others are there too."""
+    rows = [Drafted(rig, 0, 3), Drafted(rig, 2, RATIO * (SLOTS - 4))]
+    for _ in range(num_steps):
+        batch: list[tuple[Drafted, int]] = [(own, dice.randint(1, MOST_TOKENS)) for own in rows]
+        at, lens, wants = (list(chain(*part)) for part in zip(*(o.inputs(dice, n) for o, n in batch), strict=True))
+        at, lens, wants = [*at, 1, 1], [*lens, 1, 1], [*wants, *[[NONE] * WANTED] * 2]  # padding
+        own = torch.tensor(wants, device=rig.device)
+        found, loads = torch.full_like(own, 77), Loads.allocate(len(at), WANTED, own.device)
+        orders = rig.hot.order.tolist()
+        rig.find(
+            rig.hot, torch.tensor(at, device=own.device), own,
+            torch.tensor(lens, dtype=torch.int32, device=own.device), found, loads
+        )
+        rig.load(rig.parts, rig.tables[at].to(own.device), loads)
+        for token, row in enumerate(at):
+            for entry, place in zip(wants[token], found[token].tolist(), strict=True):
+                assert (entry == NONE) == (place == NONE)
+                if entry != NONE:
+                    assert row * (SLOTS + 1) <= place < (row + 1) * (SLOTS + 1)
+                    rig._expect(row, entry, place)
+        for drafted, num_tokens in batch:
+            row, length = drafted.row, (drafted.tokens + num_tokens) // RATIO
+            assert sorted(rig.hot.order[row].tolist()) == list(range(SLOTS)), "a permutation"
+            union = {e for token, r in enumerate(at) if r == row for e in wants[token] if e not in (NONE, length - 1)}
+            order, held = rig.hot.order[row].tolist(), rig.hot.entries[row].tolist()
+            if length <= SLOTS:
+                assert order == orders[row]
+            else:
+                last = len(union)
+                assert {held[slot] for slot in order[SLOTS - last :]} == union, "wanted ones are the latest"
+                others = order[: SLOTS - last]
+                assert others == [slot for slot in orders[row] if slot in others], "and the rest as before"
+            assert len({entry for entry in held[:-1] if entry != NONE}) == sum(entry != NONE for entry in held[:-1])
+            accepted = dice.randint(1, num_tokens)
+            drafted.tokens = min(RATIO * MOST - MOST_TOKENS, drafted.tokens + accepted)
+        assert not rig.hot.marks.any()
+
+
+@pytest.mark.parametrize(("solution", "device"), SOLUTIONS)
+def test_what_wrong_drafts_left_is_never_found(solution: str, device: str):
+    """Beside the slots' limit too, from which a row may go back."""
+    rig = Rig(solution, device)
+    check_drafts(rig, random.Random(7), 150)
+    assert rig.hot.counts[1] < rig.hot.counts[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_drafts_in_any_order(dice: random.Random):
+    check_drafts(Rig("reference", "cpu"), dice, 40)
+
+
+@pytest.mark.interpreted
+def test_solutions_agree_on_drafts():
+    """To the last slot."""
+    rigs = [Rig(solution, "cpu") for solution in ("reference", "triton")]
+    for rig in rigs:
+        torch.manual_seed(0)
+        check_drafts(rig, random.Random(3), 60)
+    first, second = (rig.hot for rig in rigs)
+    assert torch.equal(first.order, second.order) and torch.equal(first.counts, second.counts)
+    for row in (0, 2):
+        assert first.entries[row].tolist() == second.entries[row].tolist()

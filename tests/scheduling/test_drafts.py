@@ -70,6 +70,26 @@ def test_drafts_take_no_pages_from_others_and_no_tokens_beyond_the_budget(depth:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_row_has_no_more_drafts_than_its_cache_takes(depth: int, most: int):
+    """Whether a grammar forces them or a drafter on the device makes them."""
+    layout = make_layout(200, max_model_len=120, max_rows=2)
+    engine = make_engine(layout, vocab=VOCAB, overlap_depth=depth, max_step_tokens=64)
+    config = SchedulerConfig(max_step_tokens=64, overlap_depth=depth, max_running_requests=2)
+    policy = DraftPolicy(StepCosts(), fixed=most)
+    engine.scheduler = Scheduler(
+        config, CacheConfig(), layout, clock=lambda: 0.0,
+        drafting=Drafting(policy, device_drafts=most, most_drafts=most),
+    )
+    for name, grammar in (("a", FORCED), ("b", None)):
+        engine.add(make_ask(name, [1, 2, 3], 60, seed=ord(name), grammar=grammar))
+    engine.drain()
+    engine.check_outputs()
+    lengths = [length for plan in engine.plans for length in plan.lengths[: plan.num_decodes]]
+    assert max(lengths) == 1 + most
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_windows_keep_what_wrong_drafts_make_later_steps_read(depth: int):
     layout = make_layout(60, page_size=2, max_rows=3, max_model_len=90, window=3, window_pages=30)
     engine = make_engine(layout, vocab=VOCAB, overlap_depth=depth, max_step_tokens=40)

@@ -94,6 +94,33 @@ def test_hot_slots_change_no_token(served: Served):
     assert sum(o.num_cached_tokens for o in outputs) > 0 < counts.loaded_entries_total < counts.wanted_entries_total
 
 
+@pytest.mark.parametrize(("hot_slots", "drafter", "least_right", "least_wrong"), [
+    (12 * 8, {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, 0, 50),
+    (25, {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 1}, 4, 5),
+    (36, {"method": "suffix", "num_speculative_tokens": 2}, 20, 0),
+], ids=str)
+def test_drafts_behind_hot_slots_change_no_token(
+    served: Served, hot_slots: int, drafter: dict[str, Any], least_right: int, least_wrong: int
+):
+    """Every token is an entry: wrong drafts leave entries that others take the place of, in slots too."""
+    folder, prompts, _ = served
+    texts, longer = [*prompts, [7, 8, 9, 10] * 12], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    options = {**BASE, "device": "cpu", "threads": 1, "max_step_tokens": 24, "overlap_depth": 2}
+    with LLM(str(folder), **options) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=texts, sampling_params=longer)]
+    with LLM(str(folder), **options, hot_slots=hot_slots, speculative_config=drafter) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=texts, sampling_params=longer)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
+        stats = llm.stats()
+    drafted, counts = stats.speculation, stats.tiers.hot_slots
+    assert len(drafted.num_accepted_tokens_per_position) <= hot_slots // CONFIG["index_topk"] - 1
+    assert drafted.num_accepted_tokens >= least_right
+    assert drafted.num_draft_tokens - drafted.num_accepted_tokens >= least_wrong
+    assert 0 < counts.loaded_entries_total < counts.wanted_entries_total
+
+
 def test_counts_of_hot_slots_go_on_behind_sleep(served: Served):
     folder, prompts, _ = served
     engine = build_engine(

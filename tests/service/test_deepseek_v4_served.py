@@ -98,9 +98,14 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
             assert [o.num_cached_tokens for o in outputs] == [512, 512, 256, 256, 0, 256]
 
 
+FEW = {"num_speculative_tokens": 1}
+
+
 @pytest.mark.parametrize(("options", "drafter", "least_right", "least_wrong"), [
     ({"max_step_tokens": 101}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500),
     ({"kv_pages": 8, "overlap_depth": 2, "max_step_tokens": 300}, {"method": "suffix"}, 100, 0),
+    ({"max_step_tokens": 101, "hot_slots": 8 * 16}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500),
+    ({"overlap_depth": 2, "max_step_tokens": 300, "hot_slots": 40}, {"method": "suffix", **FEW}, 50, 0),
 ], ids=str)
 def test_drafts_change_no_token(
     served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any], drafter: dict[str, Any],
@@ -111,7 +116,7 @@ def test_drafts_change_no_token(
     texts = [*prompts, [7, 8, 9, 10] * 62]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     runs = []
-    for own in ({}, {"speculative_config": {**drafter, "num_speculative_tokens": 7}}):
+    for own in ({}, {"speculative_config": {"num_speculative_tokens": 7, **drafter}}):
         with LLM(str(folder), **BASE | options | own) as llm:
             for _ in range(2):
                 outputs = llm.generate(prompt_token_ids=texts, sampling_params=params)
@@ -144,9 +149,9 @@ def test_the_checkpoints_own_module_drafts(
             tensors[f"mtp.0.{rename(f'model.{name[name.index(last):]}').removeprefix(last)}"] = tensor.clone()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    for method in ("mtp", "auto"):
-        speculation = {"method": method, "num_speculative_tokens": 3}
-        with LLM(str(tmp_path), **BASE | {"max_step_tokens": 101, "speculative_config": speculation}) as llm:
+    for method, hot_slots in (("mtp", 0), ("auto", 0), ("mtp", 64), ("auto", 40)):
+        options = {"speculative_config": {"method": method, "num_speculative_tokens": 3}, "hot_slots": hot_slots}
+        with LLM(str(tmp_path), **BASE | {"max_step_tokens": 101} | options) as llm:
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
             assert [o.outputs[0].token_ids for o in outputs] == expected
             assert llm.stats().speculation.num_draft_tokens > 0
@@ -198,7 +203,8 @@ def test_hot_slots_change_no_token(
 
 @pytest.mark.parametrize(("options", "reason"), [
     ({"hot_slots": 15}, "cannot hold the 16 entries"),
-    ({"hot_slots": 32, "speculative_config": {"method": "suffix"}}, "leave out speculative_config"),
+    ({"hot_slots": 31, "speculative_config": {"method": "suffix"}}, "hold what a request's last token and 0 drafts"),
+    ({"hot_slots": 32, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "last token and 1 dr"),
     ({"hot_slots": 32, "hot_host_gb": 1e6}, "lower it"),
     ({"hot_slots": 32, "hot_host_gb": 1e-6}, "raise it"),
 ], ids=str)
@@ -233,6 +239,7 @@ async def test_aborts_leave_nothing_behind(
 @pytest.mark.parametrize("options", [
     {}, {"max_step_tokens": 101, "overlap_depth": 2}, {"max_step_tokens": 101, "hot_slots": 40},
     {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3}, "hot_slots": 64},
 ], ids=str)
 def test_a_gpu_says_the_same(served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any]):
     folder, prompts, expected = served

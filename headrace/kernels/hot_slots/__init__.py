@@ -2,7 +2,7 @@
 latest (HiSparse, https://github.com/sgl-project/sglang/pull/24880). One layer; its indexer has chosen which entries of
 a row are read next, and those that are not on the device take the place of what was wanted longest ago.
 
-R rows, B hot slots of a row, M entries that a row can have, n rows of a step, k entries wanted by each.
+R rows, B hot slots of a row, M entries that a row can have, n tokens of a step, k entries wanted by each.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ class HotSlots:
     """Of one layer; slot s of row r is number r * (B + 1) + s on the device. ``entries`` [R, B + 1] int32: what each
     holds, `NONE` for nothing, the last slot being for a row's newest entry. ``order`` [R, B] int16: the other slots,
     what was wanted longest ago first. All layers share ``marks`` [R, M] int16, zeros between calls, ``victims`` [R, B]
-    int16, both for solutions, and ``counts`` [2] int64: entries wanted of rows so far, and copied from the host."""
+    int16, both for solutions, and ``counts`` [2] int64: entries wanted of rows so far, and copied from the host.
+    ``ratio``: tokens of an entry."""
 
     entries: torch.Tensor
     order: torch.Tensor
     marks: torch.Tensor
     victims: torch.Tensor
     counts: torch.Tensor
+    ratio: int = 1
 
     @classmethod
     def allocate(
-        cls, num_layers: int, num_rows: int, num_slots: int, most_entries: int, device: torch.device
+        cls, num_layers: int, num_rows: int, num_slots: int, most_entries: int, device: torch.device, *, ratio: int = 1
     ) -> HotSlots:
         """With nothing in them: ``entries`` and ``order`` of all layers, [L, R, ...]; see `layer`."""
         hot = cls(
@@ -42,6 +44,7 @@ class HotSlots:
             torch.zeros((num_rows, most_entries), dtype=torch.int16, device=device),
             torch.zeros((num_rows, num_slots), dtype=torch.int16, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
+            ratio,
         )
         hot.clear(torch.arange(num_rows, device=device))
         return hot
@@ -98,30 +101,36 @@ class EntryParts:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Entries to be copied for n rows of a step: of row i the first ``counts[i]`` of ``entries[i]``, to the slots of
-    these numbers in ``places[i]``, in any order. ``entries`` and ``places`` [n, k] int32, ``counts`` [n] int32."""
+    """Entries to be copied for n tokens of a step: for token i the first ``counts[i]`` of ``entries[i]``, to the slots
+    of these numbers in ``places[i]``, in any order. ``entries`` and ``places`` [n, k] int32, ``counts`` [n] int32."""
 
     entries: torch.Tensor
     places: torch.Tensor
     counts: torch.Tensor
 
     @classmethod
-    def allocate(cls, num_rows: int, most_wanted: int, device: torch.device) -> Loads:
-        """For n rows that want up to k entries."""
-        entries, places = torch.empty((2, num_rows, most_wanted), dtype=torch.int32, device=device)
-        return cls(entries, places, torch.empty(num_rows, dtype=torch.int32, device=device))
+    def allocate(cls, num_tokens: int, most_wanted: int, device: torch.device) -> Loads:
+        """For n tokens that want up to k entries."""
+        entries, places = torch.empty((2, num_tokens, most_wanted), dtype=torch.int32, device=device)
+        return cls(entries, places, torch.empty(num_tokens, dtype=torch.int32, device=device))
 
 
 FIND_SWAPS = Operation("find_swaps kernel")
-"""``find_swaps(hot: HotSlots, rows [n] int64, wanted [n, k] int64, lengths [n] int64, found [n, k] int64, loads:
+"""``find_swaps(hot: HotSlots, rows [n] int64, wanted [n, k] int64, kv_lens [n] int32, found [n, k] int64, loads:
 Loads)``: writes the number of the slot of each wanted entry, ``found``, and which entries must be copied there before,
-``loads``; changes ``hot`` accordingly. ``lengths`` are entries of each row, the newest included; ``wanted`` holds no
-entry twice, `NONE` at will, of which ``found`` has `NONE` too, and k is at most B. Rows of a call differ, unless they
-want the same of at most B entries.
+``loads``; changes ``hot`` accordingly. ``kv_lens`` are tokens of each row up to the one that wants, which belong to
+``kv_lens // ratio`` entries. ``wanted`` holds no entry twice for a token, `NONE` at will, of which ``found`` has `NONE`
+too.
 
-A row with at most B entries has each in the slot of its number, and the order stays. Otherwise the newest entry is in
-the last slot; wanted ones in slots stay; the others get, in their order, the slots that were wanted longest ago and
-are not now. ``order`` is then: slots not wanted, as before; loaded ones; those that stayed, as before."""
+Tokens of one row that follow each other, its last one and drafts, are one want: what any of them wants is found by all
+of them together. It is at most B entries, and each is copied for the first token that wants it. Other tokens of a call
+are of other rows, unless they want the same of at most B entries.
+
+What slots hold of entries from the first one on that a want's tokens are part of has been written again since, maybe
+behind a wrong draft: it is forgotten. A row with at most B entries has each in the slot of its number, and the order
+stays. Otherwise the newest entry is in the last slot; wanted ones in slots stay; the others get, in their order, the
+slots that were wanted longest ago and are not now. ``order`` is then: slots not wanted, as before; loaded ones; those
+that stayed, as before."""
 
 LOAD_ENTRIES = Operation("load_entries kernel")
 """``load_entries(parts: EntryParts, page_table [n, W] int32, loads: Loads)``: copies what `FIND_SWAPS` asks for.

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from headrace.base.registry import Registry
+from headrace.base.step import MAX_DRAFTS
 from headrace.memory.hot_pool import HotLayer
 
 
@@ -119,8 +120,8 @@ class CacheBackend(ABC):
     another; a size that the class cannot serve raises `ConfigError`. ``is_capturable``: False if it reads host lengths
     or waits for the device, so that no CUDA graph may be captured over it. ``supports_dynamic_lengths``: accepts
     `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
-    ``verifies_drafts``: a request may occur several times among the decodes of a step, at consecutive positions (its
-    last token and drafts), and the page may hold wrong drafts behind a request's length; False where a decode changes
+    ``most_drafts``: a request may occur so many more times among the decodes of a step, at consecutive positions (its
+    last token and drafts), and the page may hold wrong drafts behind a request's length; 0 where a decode changes
     state that the decode behind it reads.
     """
 
@@ -128,7 +129,7 @@ class CacheBackend(ABC):
     is_capturable: ClassVar[bool] = True
     supports_dynamic_lengths: ClassVar[bool] = False
     fuses_layers: ClassVar[bool] = False
-    verifies_drafts: bool = True
+    most_drafts: int = MAX_DRAFTS
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headrace.base.cache import CacheSpec
+from headrace.base.step import MAX_DRAFTS
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.sparse_attention import EntryView, SeenSlots
 from headrace.kernels.sparse_attention.reference import list_entries
@@ -30,7 +31,8 @@ class RowsBackend(CacheBackend):
         self.selected: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
         self._hot: HotEntries | None = None
-        self.verifies_drafts = not spec.hot_slots  # several tokens of a row may want more than it has slots
+        if spec.hot_slots:
+            self.most_drafts = max(0, min(MAX_DRAFTS, spec.hot_tokens - 1))
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""

@@ -25,7 +25,7 @@ class HostedRowsPool(HotPool):
     @staticmethod
     def base(spec: CacheSpec) -> tuple[type[LatentPool], CacheSpec]:
         """See `HotPool`."""
-        return LatentPool, msgspec.structs.replace(spec, head_dim=spec.value_dim, hot_slots=0)
+        return LatentPool, msgspec.structs.replace(spec.plain, head_dim=spec.value_dim)
 
     @staticmethod
     def page_bytes(spec: CacheSpec, page_size: int) -> int:

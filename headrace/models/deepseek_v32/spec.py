@@ -60,7 +60,7 @@ class IndexedAttentionSpec(LatentAttentionSpec, SelectingAttention):
                 f"hot_slots {hot_slots} cannot hold the {self.top_k} tokens that a token selects: set it to "
                 f"{2 * self.top_k}, or more where others are selected by each token", param="hot_slots"
             )
-        return CacheSpec(HOSTED, 1, place.head_dim, self.row_dim, place.dtype, hot_slots=hot_slots)
+        return CacheSpec(HOSTED, 1, place.head_dim, self.row_dim, place.dtype).behind(hot_slots, self.top_k)
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:

@@ -150,7 +150,7 @@ def _has_decodes_alone(compressor: Compressor, batch: ForwardBatch) -> bool:
     step = compressor.state.step(batch)
     backend = step.backend
     assert isinstance(backend, StateBackend)
-    return has_decodes_alone(step.inputs) and not backend.verifies_drafts
+    return has_decodes_alone(step.inputs) and not backend.most_drafts
 
 
 def share_groups(num_groups: int, build: Build) -> Share:

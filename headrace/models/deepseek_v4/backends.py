@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from headrace.base.cache import CacheSpec
+from headrace.base.step import MAX_DRAFTS
 from headrace.kernels.compressor import Windows
 from headrace.kernels.latents import DECODE_ENTRIES, DECODE_STATE, DECODE_WINDOWS
 from headrace.kernels.latents.slots import find_slots
@@ -90,7 +91,8 @@ class EntriesBackend(_Backend):
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         super().__init__(spec, page_size, device)
-        self.verifies_drafts = not spec.hot_slots  # several tokens of a row may want more entries than it has slots
+        if spec.hot_slots:
+            self.most_drafts = max(0, min(MAX_DRAFTS, spec.hot_tokens - 1))
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""
@@ -141,7 +143,7 @@ class StateBackend(_Backend):
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         super().__init__(spec, page_size, device)
-        self.verifies_drafts = spec.window >= draft_ring_rows(spec.compress_ratio)
+        self.most_drafts = MAX_DRAFTS if spec.window >= draft_ring_rows(spec.compress_ratio) else 0
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """See `CacheBackend`."""

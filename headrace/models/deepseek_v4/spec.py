@@ -237,7 +237,7 @@ def host_caches(
         )
     kinds = (layout.ENTRIES, layout.ENTRIES_FP8)
     return [
-        msgspec.structs.replace(place, hot_slots=hot_slots)
+        place.behind(hot_slots, spec.indexer.top_k)
         if place is not None and place.kind in kinds and place.compress_ratio == layout.OVERLAPPING else place
         for place in specs
     ]

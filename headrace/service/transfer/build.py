@@ -107,7 +107,7 @@ def describe_pages(executor: LocalExecutor, peers: PeerLane, fingerprint: str) -
     if model.load_format == "dummy":
         identity.append(str(model.seed))
     shapes = [
-        GroupShape(msgspec.structs.replace(group.spec, num_kv_heads=count, hot_slots=0), len(group.layers), size)
+        GroupShape(msgspec.structs.replace(group.spec.plain, num_kv_heads=count), len(group.layers), size)
         for group, count, size in zip(layout.groups, peers.head_counts, peers.page_bytes, strict=True)
     ]
     return PeerFacts(blake2b(" ".join(identity).encode(), digest_size=16).hexdigest(), layout.page_size, shapes)
