@@ -27,7 +27,7 @@ from headrace.layers.quantization.storage import find_storable, store_fastest
 
 TOGETHER = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "glm4", "mixtral", "gpt-oss")
 """Families that are run together, by the beginning of their case's name."""
-APART = ("glm4-moe",)
+APART = ("glm4-moe", "qwen2-moe")
 """Not those: shared experts beside the routed ones."""
 
 MIXTURES = tuple(case for case in CASES if case.startswith(("mixtral", "qwen3-moe", "gpt-oss")))

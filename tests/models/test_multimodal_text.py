@@ -91,7 +91,7 @@ def test_the_published_config_leaves_out_what_equals_the_defaults():
     "architecture",
     [
         "Llama4ForConditionalGeneration", "Gemma3nForConditionalGeneration",
-        "Gemma2ForCausalLM"
+        "Gemma3nForCausalLM"
     ]
 )
 def test_architectures_that_only_sound_alike_are_refused(architecture: str):

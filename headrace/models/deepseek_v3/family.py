@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """V3 routes by sigmoid scores, with a learned bias on the choice that balances the experts' load; V2 by softmax.
     ``mlp_layer_types`` of newer files says which layers have experts."""
-    kind = config["architectures"][0].removesuffix("ForCausalLM")
+    kind = next(kind for kind in DEFAULTS if config["architectures"][0].startswith(kind))
     is_v3 = kind != "DeepseekV2"
     named = {"n_routed_experts": config.get("num_local_experts"), **SHARED_DEFAULTS, **DEFAULTS[kind]}
     if types := config.get("mlp_layer_types"):
