@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
+INCLUDE = re.compile(rb'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 # values of the driver API's enumerations, from cuda.h
 MOST_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``"""
@@ -144,18 +146,22 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     if os.path.exists(path):  # False also without permission to look
         return path.read_bytes()
     began = time.perf_counter()
-    code = _compile(nvrtc, (FOLDER / f"{name}.cu").read_bytes(), name, options)
+    code = _compile(nvrtc, read_source(name), name, options)
     _store(path, code)
     logger.info("compiled %s.cu in %.1f s", name, time.perf_counter() - began)
     return code
+
+
+def read_source(name: str) -> bytes:
+    """``csrc/cuda/<name>.cu`` with the text of what it includes."""
+    return INCLUDE.sub(lambda line: (FOLDER / line[1].decode()).read_bytes(), (FOLDER / f"{name}.cu").read_bytes())
 
 
 def _locate(nvrtc: ctypes.CDLL, name: str, options: tuple[str, ...]) -> Path:
     """Where the cache has a source."""
     major, minor = c_int(), c_int()
     nvrtc.nvrtcVersion(byref(major), byref(minor))
-    source = (FOLDER / f"{name}.cu").read_bytes()
-    digest = hashlib.sha256(repr((source, options, major.value, minor.value)).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(repr((read_source(name), options, major.value, minor.value)).encode()).hexdigest()[:20]
     return env.cache_dir() / "cuda" / f"{name}-{digest}.cubin"
 
 

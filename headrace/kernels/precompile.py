@@ -303,6 +303,6 @@ def _marker_of(about: str, device: torch.device) -> Path:
     facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
     digest = hashlib.sha256("\n".join(facts).encode())
     # any change of a kernel's source makes a new marker
-    for path in sorted([*Path(__file__).parent.rglob("*.py"), *CUDA_FOLDER.glob("*.cu")]):
+    for path in sorted([*Path(__file__).parent.rglob("*.py"), *CUDA_FOLDER.glob("*.cu*")]):
         digest.update(path.read_bytes())
     return _marker_folder() / digest.hexdigest()[:32]

@@ -111,7 +111,7 @@ def test_modules_are_worth_a_file():
 def _texts() -> Iterator[tuple[str, str]]:
     for top in ("headrace", "tests", "docs", "benchmarks", "README.md"):
         for path in [ROOT / top] if (ROOT / top).is_file() else sorted((ROOT / top).rglob("*")):
-            if path.suffix in (".py", ".md", ".h", ".cpp", ".cu") and path != Path(__file__):
+            if path.suffix in (".py", ".md", ".h", ".cpp", ".cu", ".cuh") and path != Path(__file__):
                 yield path.relative_to(ROOT).as_posix(), path.read_text()
 
 

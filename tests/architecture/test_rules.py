@@ -176,7 +176,9 @@ def test_generic_code_names_no_architecture_and_no_backend():
 def test_the_repository_is_about_the_product():
     """No machine paths and no registry host names in tracked text."""
     hosts = re.compile(r"/work/|/opt/wheels|\bpypi\.org|files\.pythonhosted")
-    suffixes = {".py", ".md", ".toml", ".json", ".cpp", ".h", ".cu", ".html", ".yml", ".yaml", ".txt", ".sh", ""}
+    suffixes = {
+        ".py", ".md", ".toml", ".json", ".cpp", ".h", ".cu", ".cuh", ".html", ".yml", ".yaml", ".txt", ".sh", "",
+    }
     found = []
     for top in ("headrace", "tests", "docs", "benchmarks", ".ci", "csrc"):
         for path in (ROOT / top).rglob("*"):

@@ -129,6 +129,21 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
     assert find("streams", blocks=1) == [b"code"] and find("streams", blocks=1) is find("streams", blocks=1)
 
 
+def test_own_cuda_is_compiled_with_what_it_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in cuda_source.FOLDER.glob("*.cu"):
+        assert b"#include" not in cuda_source.read_source(path.stem), path.name
+    source, header = tmp_path / "scale.cu", tmp_path / "numbers.cuh"
+    source.write_text('// doubles\n#include "numbers.cuh"\nkernel();\n')
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_source, "FOLDER", tmp_path)
+    monkeypatch.setattr(cuda_source, "_open_nvrtc", Nvrtc)
+    monkeypatch.setattr(cuda_source, "_compile", lambda nvrtc, text, *_: text)
+    for factor in (b"2", b"3"):  # another header is another source: the cache does not give the first one again
+        header.write_bytes(b"factor = " + factor)
+        code = cuda_source.compile_source("scale", ("-arch=sm_90a",))
+        assert code == b"// doubles\nfactor = " + factor + b"\nkernel();\n"
+
+
 def test_own_cuda_runs_where_it_cannot_be_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,12 +17,10 @@
 //
 // Layouts are those of `DeviceCodes`: of e2m1 a byte has input b in its low half and input b + 64 in its high half.
 //
-// Compiled by NVRTC without headers. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS, BLOCKS on a multiprocessor;
+// Compiled by NVRTC. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS, BLOCKS on a multiprocessor;
 // DEPTH.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
 
 constexpr int UNIT = 128;  // inputs of 64 bytes
 constexpr int THREADS = 32 * WARPS, N = COLUMNS;
@@ -56,12 +54,6 @@ struct Shared {
 };
 
 __device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ uint16 narrow(float v) {
-  uint16 out;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
-  return out;
-}
 __device__ __forceinline__ uint32 to_halves(float low, float high) {
   uint32 out;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -94,43 +86,7 @@ __device__ __forceinline__ void unpack(uint32 codes, uint32 &low, uint32 &high) 
       : "=r"(low), "=r"(high) : "r"(codes));
 }
 
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
-__device__ __forceinline__ float gated(const Call &how, float gate, float up) {
-  if (how.gate == 3) {
-    gate = fminf(gate, how.limit);
-    return gate / (1.f + __expf(-how.alpha * gate)) * (fminf(fmaxf(up, -how.limit), how.limit) + how.up_offset);
-  }
-  gate = rounded(gate), up = rounded(up);  // as if stored
-  if (how.gate == 1) return gate / (1.f + __expf(-gate)) * up;
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
-}
-
-// Distinct experts in order of first choice, and who chose them. Each warp finds the same, so that none waits for others
-// before it asks for weights; of `pairs` others' writes are only seen after a barrier.
-__device__ __forceinline__ void find_experts(const Call &call, Shared &s) {
-  const int lane = threadIdx.x % 32, num_pairs = call.tokens * call.top_k;
-  int count = 0;
-  for (int first = 0; first < num_pairs; first += 32) {
-    const int pair = first + lane;
-    const int id = pair < num_pairs ? int(call.ids[pair]) : -1;
-    if (DOWN && pair < num_pairs) s.factors[pair] = call.factors[pair];
-    const uint32 same = __match_any_sync(~0u, id);
-    int rank = -1;
-    if (id >= 0)
-      for (int j = 0; j < count; j++) rank = s.experts[j] == id ? j : rank;
-    const int leader = __ffs(same) - 1;
-    const bool is_new = id >= 0 && rank < 0;
-    const uint32 leaders = __ballot_sync(~0u, is_new && leader == lane);
-    if (is_new) rank = count + __popc(leaders & ((1u << leader) - 1));
-    if (is_new && leader == lane) s.experts[rank] = id;
-    if (id >= 0) s.pairs[rank][pair / call.top_k] = pair;
-    count += __popc(leaders);
-    __syncwarp();
-  }
-  if (lane == 0) s.count = count;
-  __syncwarp();
-}
+#include "chosen_experts.cuh"
 
 // Rows of x are read in pieces of 256 inputs, which warps take in turns, with BATCH of them on their way.
 constexpr int BATCH = 4;
@@ -394,7 +350,7 @@ __device__ __forceinline__ void finish(const float *parts, const Call &call, con
         const uint16 *bias = call.bias + int64(s.experts[nth]) * call.rows_each + output;
         gate += widen(bias[0]), up += widen(bias[call.outputs]);
       }
-      call.out[int64(pair) * call.outputs + output] = narrow(gated(call, gate, up));
+      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, gate, up));
     }
   }
 }

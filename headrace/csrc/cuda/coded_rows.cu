@@ -11,14 +11,11 @@
 // Layouts are those of `DeviceCodes`: of codes of 4 bits a byte has input b in its low half and input b + 64 in its
 // high half; scales are float32, pairs of a float16 scale and zero point, or powers of two.
 //
-// Compiled by NVRTC without headers for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 1 e4m3, 2 e2m1, 3 int8, 4 uint8;
+// Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 1 e4m3, 2 e2m1, 3 int8, 4 uint8;
 // TABLE 0 float32, 1 pairs, 2 powers; ZEROS 1: float32 zero points; GROUP inputs of a scale, 0: all; VECTOR 1: a unit's
 // scales are aligned to their size; WARPS, BLOCKS on a multiprocessor, DEPTH.
 
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
 
 constexpr bool SHORT = CODE == 0 || CODE == 2;
 constexpr bool POWERS = TABLE == 2, PAIRS = TABLE == 1;
@@ -55,20 +52,6 @@ struct Stage {
   uint32 scales[2][WORDS ? WORDS : 1];
   float zeros[2][!PAIRS && ZEROS && WORDS ? WORDS : 1];
 };
-
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ uint32 narrow(float low, float high) {
-  uint32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-__device__ __forceinline__ float half_of(uint32 word, bool high) {
-  float out;
-  uint16 bits = uint16(high ? word >> 16 : word & 0xffff);
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-}
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v, 0.f) & 0xffff); }
 
 __device__ __forceinline__ void read_codes(uint32 *to, const char *from) {
   if (PIECE == 16)
@@ -117,24 +100,6 @@ __device__ __forceinline__ void decode(uint32 word, int plane, uint32 power, uin
     for (int i = 0; i < 4; i++) v[i] = __uint_as_float(__byte_perm(bits, 0x4B000000u, 0x7650 + i)) - least;
     even = narrow(v[0], v[2]), odd = narrow(v[1], v[3]);
   }
-}
-
-__device__ __forceinline__ void multiply(float *sum, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float gated(const Call &call, float gate, float up) {
-  if (call.gate == 3) {
-    gate = fminf(gate, call.limit);
-    return gate / (1.f + __expf(-call.alpha * gate)) * (fminf(fmaxf(up, -call.limit), call.limit) + call.up_offset);
-  }
-  gate = rounded(gate), up = rounded(up);  // as if stored
-  if (call.gate == 1) return gate / (1.f + __expf(-gate)) * up;
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
 }
 
 // x (or, with a norm, x plus the residual, times the norm's weight) to shared memory: of each four inputs 0, 2, 1, 3.
@@ -354,7 +319,7 @@ __device__ __forceinline__ void finish(const float *total, const Call &call, con
     if (AT_END) value[i] *= ((const float *)call.scales)[find_table(call, at)];
     if (call.bias) value[i] += widen(call.bias[at]);
   }
-  const float out = call.gate ? gated(call, value[0], value[1]) : value[0];
+  const float out = call.gate ? gated_by(call, value[0], value[1]) : value[0];
   call.out[int64(m) * call.outputs + output] = uint16(narrow(out, 0.f));
 }
 

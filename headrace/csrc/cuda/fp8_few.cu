@@ -8,15 +8,11 @@
 // cluster, share a tile's inputs, or its experts; each of GROUPS warpgroups keeps sums of its own, and only at the end do
 // all meet and add up in a fixed order.
 //
-// Compiled by NVRTC without headers for bfloat16 x. Macros: DOWN 0 or 1; UNIT blocks of 128 inputs in a stage; STAGES of
+// Compiled by NVRTC for bfloat16 x. Macros: DOWN 0 or 1; UNIT blocks of 128 inputs in a stage; STAGES of
 // the ring; GROUPS; SPLITS.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
-
-struct alignas(64) TensorMap { char bytes[128]; };
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int BLOCK = 128, TILE = 64, TILE_OUTPUTS = DOWN ? TILE : TILE / 2;
 constexpr int BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES, COLUMNS = 8, X_BLOCK = COLUMNS * BLOCK;
@@ -46,53 +42,9 @@ struct Shared {
   float factors[MOST_PAIRS];           // of pairs
 };
 
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ float widen_high(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ uint16 narrow(float v) {
-  uint16 out;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
-  return out;
-}
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
-__device__ __forceinline__ float gated(const Call &how, float gate, float up) {
-  if (how.gate == 3) {
-    gate = fminf(gate, how.limit);
-    return gate / (1.f + __expf(-how.alpha * gate)) * (fminf(fmaxf(up, -how.limit), how.limit) + how.up_offset);
-  }
-  gate = rounded(gate), up = rounded(up);  // as if stored
-  if (how.gate == 1) return gate / (1.f + __expf(-gate)) * up;
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
-}
-
-__device__ __forceinline__ uint32 find_address(const void *shared) {
-  uint32 at;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(shared));
-  return at;
-}
-__device__ __forceinline__ void init_barrier(uint32 bar, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void expect(uint32 bar, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void await(uint32 bar, uint32 parity) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
 __device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ float load_of(const float *own, int program) {  // of another program, at the same place
-  float value;
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2;\n ld.shared::cluster.f32 %0, [there]; }"
-               : "=f"(value) : "r"(find_address(own)), "r"(program) : "memory");
-  return value;
-}
 
 // UNIT blocks from `block` on of 64 rows of the weight from `row` on, or of 32 of gate and of up
 __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int row, int block) {
@@ -104,43 +56,14 @@ __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint3
                  "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(block) : "memory");
 }
 
-// Operands: rows of 128 bytes, swizzled in groups of eight (1024 bytes).
-__device__ __forceinline__ uint64 describe_operand(uint32 address) {
-  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
-}
-
 // d [64, 8] = a [64, 32] b [8, 32]^T, plus d if `keeps`
 __device__ __forceinline__ void multiply(float (&d)[4], uint64 a, uint64 b, int keeps) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1; }"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b), "r"(keeps));
+               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {" S4 "}, %4, %5, p, 1, 1; }"
+               : F4(d, 0) : "l"(a), "l"(b), "r"(keeps));
 }
 
-// Distinct experts in order of first choice, and who chose them. Each warp finds the same, so that none waits for others;
-// of `pairs` others' writes are only seen after a barrier.
-__device__ __forceinline__ void find_experts(const Call &call, Shared &s) {
-  const int lane = threadIdx.x % 32, num_pairs = call.tokens * call.top_k;
-  int count = 0;
-  for (int first = 0; first < num_pairs; first += 32) {
-    const int pair = first + lane;
-    const int id = pair < num_pairs ? int(call.ids[pair]) : -1;
-    if (DOWN && pair < num_pairs) s.factors[pair] = call.factors[pair];
-    const uint32 same = __match_any_sync(~0u, id);
-    int rank = -1;
-    if (id >= 0)
-      for (int j = 0; j < count; j++) rank = s.experts[j] == id ? j : rank;
-    const int leader = __ffs(same) - 1;
-    const bool is_new = id >= 0 && rank < 0;
-    const uint32 leaders = __ballot_sync(~0u, is_new && leader == lane);
-    if (is_new) rank = count + __popc(leaders & ((1u << leader) - 1));
-    if (is_new && leader == lane) s.experts[rank] = id;
-    if (id >= 0) s.pairs[rank][pair / call.top_k] = pair;
-    count += __popc(leaders);
-    __syncwarp();
-  }
-  if (lane == 0) s.count = count;
-  __syncwarp();
-}
+#include "chosen_experts.cuh"
 
 __device__ __forceinline__ uint32 to_codes(const float *v) {  // four numbers to e4m3
   uint32 codes;
@@ -215,8 +138,8 @@ struct Step {  // expert among the distinct ones, its tile, chunk
 __device__ __forceinline__ void fill(
     const TensorMap *map, const Call &call, const Shared &s, const Work &w, uint32 ring, int nth, int slot) {
   const Step step(call, w, nth);
-  const uint32 bar = find_address(&s.full[slot]);
-  expect(bar, STAGE_BYTES);
+  const uint32 bar = shared_address(&s.full[slot]);
+  expect_bytes(bar, STAGE_BYTES);
   load_tile(ring + slot * STAGE_BYTES, map, bar, s.experts[step.expert] * call.rows_each + step.tile * TILE_OUTPUTS,
             step.chunk * UNIT);
 }
@@ -283,7 +206,7 @@ __device__ __forceinline__ void finish(const Call &call, const Shared &s, const 
         const uint16 *bias = call.bias + int64(s.experts[expert]) * call.rows_each + output;
         gate += widen(bias[0]), up += widen(bias[call.outputs]);
       }
-      call.out[int64(pair) * call.outputs + output] = narrow(gated(call, gate, up));
+      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, gate, up));
     }
   }
 }
@@ -291,8 +214,8 @@ __device__ __forceinline__ void finish(const Call &call, const Shared &s, const 
 extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)
     fp8_few(const __grid_constant__ TensorMap map, const __grid_constant__ Call call) {
   extern __shared__ char unaligned[];
-  char *memory = unaligned + (-find_address(unaligned) & 1023);
-  const uint32 ring = find_address(memory), x = ring + STAGES * STAGE_BYTES;
+  char *memory = unaligned + (-shared_address(unaligned) & 1023);
+  const uint32 ring = shared_address(memory), x = ring + STAGES * STAGE_BYTES;
   uint4 *x_memory = (uint4 *)(memory + STAGES * STAGE_BYTES);
   float *x_scales = (float *)(memory + STAGES * STAGE_BYTES + call.x_blocks * X_BLOCK);
   Shared &s = *(Shared *)(x_scales + call.x_blocks * COLUMNS);
@@ -300,8 +223,8 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   if (threadIdx.x == MATH) {
     for (int slot = 0; slot < STAGES; slot++) {
-      init_barrier(find_address(&s.full[slot]), 1);
-      init_barrier(find_address(&s.empty[slot]), WARPS);
+      init_barrier(shared_address(&s.full[slot]), 1);
+      init_barrier(shared_address(&s.empty[slot]), WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -323,7 +246,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     uint32 parity = 1;  // of an empty ring
     for (int nth = 0; nth < total; nth++) {
       if (lane == 0) {
-        await(find_address(&s.empty[slot]), parity);
+        wait_for(shared_address(&s.empty[slot]), parity);
         fill(&map, call, s, w, ring, nth, slot);
       }
       if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -369,7 +292,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
           for (int e = 0; e < EACH; e++) now[i][e] = scales[i][e];
         read_scales(scales, nth + 1);
-        await(find_address(&s.full[slot]), parity);
+        wait_for(shared_address(&s.full[slot]), parity);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
@@ -384,7 +307,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         for (int e = 0; e < EACH; e++)
 #pragma unroll
           for (int i = 0; i < 4; i++) asm volatile("" : "+f"(part[e][i])::"memory");
-        if (lane == 0) arrive(find_address(&s.empty[slot]));
+        if (lane == 0) arrive(shared_address(&s.empty[slot]));
         if (++slot == STAGES) slot = 0, parity ^= 1;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {

@@ -11,25 +11,22 @@
 // outputs, its rows of the weight alternate 8 of gate, 8 of up), GROUPS (1: rows have a scale per 128 inputs, the weight
 // one per 128 x 128; 0: a scale per row, and per row of the weight), EXPERTS (their number; 0: one weight), CODES (1:
 // the output is FP8 with a scale per row and 128 outputs; with GATE and BLOCK_N 256 only).
-// Compiled by NVRTC, without any header.
+// Compiled by NVRTC.
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int BLOCK_M = 128, DEPTH = 128;
 constexpr int PARTS = GROUPS ? BLOCK_N / 128 : 1;  // sums of a group are held for so many parts of the tile in turn
 constexpr int OUTPUTS = GATE ? BLOCK_N / 2 : BLOCK_N;
-constexpr u32 X_BYTES = BLOCK_M * DEPTH, WEIGHT_BYTES = BLOCK_N * DEPTH, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
+constexpr uint32 X_BYTES = BLOCK_M * DEPTH, WEIGHT_BYTES = BLOCK_N * DEPTH, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
 // tiles of rows that blocks work on at the same time, so that both operands stay in the L2
 constexpr int ROW_TILES_AT_ONCE = 16;
-
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
 struct Call {
   const float *x_scales;  // [M], or [K / 128, M]
   const float *scales;    // [rows of the weight], or [rows / 128, K / 128]
-  const u16 *bias;        // [rows of the weight] bfloat16, or null
+  const uint16 *bias;     // [rows of the weight] bfloat16, or null
   const int *ends;        // [EXPERTS]
   void *out;              // [M, N] bfloat16 or FP8
   float *out_scales;      // [N / 128, M]
@@ -37,35 +34,13 @@ struct Call {
   float limit, alpha, up_offset;
 };
 
-__device__ __forceinline__ u32 shared_address(const void *place) {
-  u32 address;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
-  return address;
-}
-
-__device__ __forceinline__ void init_barrier(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-
-__device__ __forceinline__ void expect_bytes(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 bar, u32 phase) {
-  asm volatile(
-    "{\n.reg .pred done;\n"
-    "again:\n"
-    "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-    "@!done bra again;\n}" ::"r"(bar), "r"(phase) : "memory");
-}
-
 // One arrival at the barrier of this block, or at that of every block of the cluster.
-__device__ __forceinline__ void release(u32 bar) {
+__device__ __forceinline__ void release(uint32 bar) {
 #if CLUSTER == 1
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+  arrive(bar);
 #else
 #pragma unroll
-  for (u32 rank = 0; rank < CLUSTER; ++rank)
+  for (uint32 rank = 0; rank < CLUSTER; ++rank)
     asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -81,27 +56,19 @@ __device__ __forceinline__ void sync_cluster() {
 #endif
 }
 
-__device__ __forceinline__ void fetch_rows(const TensorMap *map, u32 bar, u32 to, int k, int row) {
-  asm volatile(
-    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
-}
-
 // The tile of a weight that begins at `row`; of a gated one at that row of gate, with the same rows of up. With a
 // cluster, this block's half of it, to all blocks.
-__device__ __forceinline__ void fetch_weight(const TensorMap *map, u32 bar, u32 to, int k, int row, u32 rank) {
+__device__ __forceinline__ void fetch_weight(const TensorMap *map, uint32 bar, uint32 to, int k, int row, uint32 rank) {
   to += rank * (WEIGHT_BYTES / CLUSTER);
   row += rank * (OUTPUTS / CLUSTER);
 #if CLUSTER == 1
 #if GATE
-  asm volatile(
-    "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], "
-    "[%2];" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(0), "r"(row / 8) : "memory");
+  load_gated_box(to, map, bar, k, row);
 #else
-  fetch_rows(map, bar, to, k, row);
+  load_box(to, map, bar, k, row);
 #endif
 #else
-  u16 all = (1 << CLUSTER) - 1;
+  uint16 all = (1 << CLUSTER) - 1;
 #if GATE
   asm volatile(
     "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -115,98 +82,40 @@ __device__ __forceinline__ void fetch_weight(const TensorMap *map, u32 bar, u32 
 #endif
 }
 
-// A matrix descriptor of wgmma: rows of 128 bytes in shared memory, swizzled by 128 bytes, 8 rows every 1,024 bytes.
-__device__ __forceinline__ u64 describe(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define F64(d, i) F16(d, i), F16(d, i + 16), F16(d, i + 32), F16(d, i + 48)
-
 // sums [64, N] += rows [64, 32] times the weight's [N, 32]; `adds` 0: = instead
-__device__ __forceinline__ void multiply(float (&d)[64], u64 rows, u64 weight, int adds) {
+__device__ __forceinline__ void multiply(float (&d)[64], uint64 rows, uint64 weight, int adds) {
   asm volatile(
     "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-    "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-    "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-    "%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, p, 1, 1;\n}"
+    "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" S64 "}, %64, %65, p, 1, 1;\n}"
     : F64(d, 0) : "l"(rows), "l"(weight), "r"(adds));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[128], u64 rows, u64 weight, int adds) {
+__device__ __forceinline__ void multiply(float (&d)[128], uint64 rows, uint64 weight, int adds) {
   asm volatile(
     "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-    "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-    "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-    "%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,"
-    "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,"
-    "%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, "
-    "%129, p, 1, 1;\n}"
-    : F64(d, 0), F64(d, 64) : "l"(rows), "l"(weight), "r"(adds));
+    "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" S128 "}, %128, %129, p, 1, 1;\n}"
+    : F128(d, 0) : "l"(rows), "l"(weight), "r"(adds));
 }
-
-template <int N>
-__device__ __forceinline__ void fence_sums(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-
 
 // Products with a stage of 128 inputs.
 template <int N>
-__device__ __forceinline__ void multiply_stage(float (&d)[N], u64 rows, u64 weight, bool adds) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+__device__ __forceinline__ void multiply_stage(float (&d)[N], uint64 rows, uint64 weight, bool adds) {
+  fence_sums(d);
   begin_products();
 #pragma unroll
   for (int piece = 0; piece < DEPTH / 32; ++piece) multiply(d, rows + 2 * piece, weight + 2 * piece, adds || piece > 0);
   commit_products();
 }
 
-struct Tile {
-  int expert, first, last, output;  // rows from `first`, of which those before `last` are there; first output
-};
+#include "sorted_experts.cuh"
 
-// Tile number `index`; false beyond the last. All lanes of a warp take part.
-__device__ __forceinline__ bool find_tile(const Call &call, int index, u32 rank, Tile &tile) {
-  int across = (call.outputs + OUTPUTS - 1) / OUTPUTS;
+// The tile of a block with number `rank` in its cluster; false beyond the last. All lanes of a warp take part.
+__device__ __forceinline__ bool locate(const Call &call, int index, uint32 rank, Tile &tile) {
 #if EXPERTS
-  int wanted = index / across, lane = threadIdx.x % 32, before = 0;
-  tile.output = index % across * OUTPUTS;
-  for (int base = 0; base < EXPERTS; base += 32) {
-    int expert = base + lane;
-    int end = expert < EXPERTS ? call.ends[expert] : 0;
-    int start = expert < EXPERTS && expert > 0 ? call.ends[expert - 1] : 0;
-    int tiles = expert < EXPERTS ? (end - start + BLOCK_M - 1) / BLOCK_M : 0, sum = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    u32 beyond = __ballot_sync(~0u, before + sum > wanted);
-    if (beyond) {
-      int mine = __ffs(beyond) - 1;
-      tile.expert = base + mine;
-      tile.last = __shfl_sync(~0u, end, mine);
-      int skipped = wanted - before - __shfl_sync(~0u, sum - tiles, mine);
-      tile.first = __shfl_sync(~0u, start, mine) + skipped * BLOCK_M;
-      return true;
-    }
-    before += __shfl_sync(~0u, sum, 31);
-  }
-  return false;
+  return find_tile<BLOCK_M, OUTPUTS>(call, index, tile);
 #else
   // neighbouring tiles of rows first, `ROW_TILES_AT_ONCE` of them, then across the outputs
+  int across = (call.outputs + OUTPUTS - 1) / OUTPUTS;
   int down = ((call.rows + BLOCK_M - 1) / BLOCK_M + CLUSTER - 1) / CLUSTER;
   constexpr int AT_ONCE = ROW_TILES_AT_ONCE / CLUSTER;
   if (index >= across * down) return false;
@@ -220,49 +129,10 @@ __device__ __forceinline__ bool find_tile(const Call &call, int index, u32 rank,
 #endif
 }
 
-__device__ __forceinline__ float apply_gate(const Call &call, float gate, float up) {
-#if GATE == 3
-  gate = fminf(gate, call.limit);
-  up = fminf(fmaxf(up, -call.limit), call.limit) + call.up_offset;
-  return __fdividef(gate, 1.0f + __expf(-call.alpha * gate)) * up;
-#elif GATE == 2
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.0f - __fdividef(1.0f, __expf(2.0f * u) + 1.0f)) * up;
-#else
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-#endif
-}
-
-__device__ __forceinline__ float widen(u16 value) { return __uint_as_float((u32)value << 16); }
-
-__device__ __forceinline__ u32 pack_halves(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-__device__ __forceinline__ u32 pack_codes(float low, float high) {
-  u16 packed;
+__device__ __forceinline__ uint32 pack_codes(float low, float high) {
+  uint16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
-}
-
-// Transposes the 4 x 4 words of 4 neighbouring lanes: word i of lane l becomes word l of lane i.
-__device__ __forceinline__ void transpose(u32 (&v)[4]) {
-  u32 lane = threadIdx.x;
-  bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    u32 other = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-    v[i] = odd ? other : v[i];
-    v[i + 1] = odd ? v[i + 1] : other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    u32 other = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
-    v[i] = high ? other : v[i];
-    v[i + 2] = high ? v[i + 2] : other;
-  }
 }
 
 // Scale, gate and store the sums of 64 rows. A thread has rows lane / 4 and 8 more of its warp's 16, and of each 8
@@ -290,7 +160,7 @@ __device__ __forceinline__ void finish(const Call &call, float (&sums)[BLOCK_N /
     }
 #endif
     if (call.bias && is_there) {
-      u32 bias = *(const u32 *)(call.bias + at);
+      uint32 bias = *(const uint32 *)(call.bias + at);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sums[4 * j + 2 * half] += widen(bias & 0xFFFF);
@@ -316,11 +186,11 @@ __device__ __forceinline__ void finish(const Call &call, float (&sums)[BLOCK_N /
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     float scale = largest > 0.0f ? largest / 448.0f : 1.0f, inverse = 1.0f / scale;
-    if (is_there && lane % 4 == 0) call.out_scales[(u64)(tile.output / 128) * call.rows + m] = scale;
-    unsigned char *out = (unsigned char *)call.out + (u64)m * call.outputs + tile.output;
+    if (is_there && lane % 4 == 0) call.out_scales[(uint64)(tile.output / 128) * call.rows + m] = scale;
+    unsigned char *out = (unsigned char *)call.out + (uint64)m * call.outputs + tile.output;
 #pragma unroll
     for (int j = 0; j < OUTPUTS / 8; j += 8) {
-      u32 words[4];
+      uint32 words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float *low = sums + 4 * (j + i) + 2 * half, *high = low + 16;
@@ -331,19 +201,19 @@ __device__ __forceinline__ void finish(const Call &call, float (&sums)[BLOCK_N /
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int column = (j + 4 * i + lane % 4) * 8;
-        u32 select = i ? 0x7632 : 0x5410;
+        uint32 select = i ? 0x7632 : 0x5410;
         uint2 codes = {__byte_perm(words[0], words[1], select), __byte_perm(words[2], words[3], select)};
         if (is_there && tile.output + column < call.outputs) *(uint2 *)(out + column) = codes;
       }
     }
 #else
-    u16 *out = (u16 *)call.out + (u64)m * call.outputs + tile.output;
+    uint16 *out = (uint16 *)call.out + (uint64)m * call.outputs + tile.output;
 #pragma unroll
     for (int j = 0; j < OUTPUTS / 8; j += 4) {
-      u32 words[4];
+      uint32 words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        words[i] = pack_halves(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
+        words[i] = narrow(sums[4 * (j + i) + 2 * half], sums[4 * (j + i) + 2 * half + 1]);
       transpose(words);  // the lane now has the 8 columns of number j + lane % 4
       int column = (j + lane % 4) * 8;
       if (is_there && tile.output + column < call.outputs)
@@ -356,15 +226,15 @@ __device__ __forceinline__ void finish(const Call &call, float (&sums)[BLOCK_N /
 #if GROUPS
 // Sums of a tile, scaled after every 128 inputs: what tensor cores add up is that short.
 __device__ __forceinline__ void add_up(
-    const Call &call, float (&sums)[BLOCK_N / 2], const Tile &tile, int row, u32 x_tiles, u32 weights, u32 bars,
-    int &stage, u32 &phase
+    const Call &call, float (&sums)[BLOCK_N / 2], const Tile &tile, int row, uint32 x_tiles, uint32 weights,
+    uint32 bars, int &stage, uint32 &phase
 ) {
   int steps = (call.inputs + DEPTH - 1) / DEPTH;
   int first = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
   const float *tables[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)  // of gate and of up, or of the first and the second 128 of a tile
-    tables[i] = call.scales + (u64)((first + (GATE ? i * call.outputs : i * 128 % BLOCK_N)) / 128) * call.groups;
+    tables[i] = call.scales + (uint64)((first + (GATE ? i * call.outputs : i * 128 % BLOCK_N)) / 128) * call.groups;
   if (!GATE && tile.output + 128 >= call.outputs) tables[1] = tables[0];  // the second is beyond the last
   bool is_there[2] = {row < tile.last, row + 8 < tile.last};
   float part[64];
@@ -382,11 +252,11 @@ __device__ __forceinline__ void add_up(
       next[0] = is_there[0] ? x_scales[0] : 0.0f, next[1] = is_there[1] ? x_scales[8] : 0.0f;
       next[2] = tables[0][step + 1], next[3] = tables[1][step + 1];
     }
-    wait_barrier(bars + 16 * stage, phase);
-    u64 rows = describe(x_tiles + stage * X_BYTES);
+    wait_for(bars + 16 * stage, phase);
+    uint64 rows = describe_operand(x_tiles + stage * X_BYTES);
 #pragma unroll
     for (int nth = 0; nth < PARTS; ++nth) {
-      multiply_stage(part, rows, describe(weights + stage * WEIGHT_BYTES + nth * 128 * DEPTH), false);
+      multiply_stage(part, rows, describe_operand(weights + stage * WEIGHT_BYTES + nth * 128 * DEPTH), false);
       fence_sums(part);
       wait_products<0>();
       fence_sums(part);
@@ -404,13 +274,14 @@ __device__ __forceinline__ void add_up(
 }
 #else
 __device__ __forceinline__ void add_up(
-    const Call &call, float (&sums)[BLOCK_N / 2], const Tile &tile, int row, u32 x_tiles, u32 weights, u32 bars,
-    int &stage, u32 &phase
+    const Call &call, float (&sums)[BLOCK_N / 2], const Tile &tile, int row, uint32 x_tiles, uint32 weights,
+    uint32 bars, int &stage, uint32 &phase
 ) {
   int steps = (call.inputs + DEPTH - 1) / DEPTH, before = 0;
   for (int step = 0; step < steps; ++step) {
-    wait_barrier(bars + 16 * stage, phase);
-    multiply_stage(sums, describe(x_tiles + stage * X_BYTES), describe(weights + stage * WEIGHT_BYTES), step > 0);
+    wait_for(bars + 16 * stage, phase);
+    uint64 rows = describe_operand(x_tiles + stage * X_BYTES);
+    multiply_stage(sums, rows, describe_operand(weights + stage * WEIGHT_BYTES), step > 0);
     wait_products<1>();
     if (step && threadIdx.x % 32 == 0) release(bars + 16 * before + 8);  // products of the stage before have ended
     before = stage;
@@ -428,9 +299,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
 ) {
   extern __shared__ unsigned char storage[];
   // tiles swizzled by 128 bytes begin at multiples of 1,024
-  u32 x_tiles = (shared_address(storage) + 1023) & ~1023u, weights = x_tiles + STAGES * X_BYTES;
-  u32 bars = weights + STAGES * WEIGHT_BYTES;  // of each stage: full, then empty
-  u32 rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+  uint32 x_tiles = (shared_address(storage) + 1023) & ~1023u, weights = x_tiles + STAGES * X_BYTES;
+  uint32 bars = weights + STAGES * WEIGHT_BYTES;  // of each stage: full, then empty
+  uint32 rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
       init_barrier(bars + 16 * stage, 1);
@@ -442,20 +313,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   int index = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER, stage = 0;
-  u32 phase = 0;
+  uint32 phase = 0;
   Tile tile;
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32) {
       int steps = (call.inputs + DEPTH - 1) / DEPTH;
-      for (; find_tile(call, index, rank, tile); index += step) {
+      for (; locate(call, index, rank, tile); index += step) {
         int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
         for (int k = 0; k < steps; ++k) {
           if (threadIdx.x == 0) {
-            u32 full = bars + 16 * stage;
-            wait_barrier(full + 8, phase ^ 1);
+            uint32 full = bars + 16 * stage;
+            wait_for(full + 8, phase ^ 1);
             expect_bytes(full, STAGE_BYTES);
-            fetch_rows(&x_map, full, x_tiles + stage * X_BYTES, k * DEPTH, tile.first);
+            load_box(x_tiles + stage * X_BYTES, &x_map, full, k * DEPTH, tile.first);
             fetch_weight(&weight_map, full, weights + stage * WEIGHT_BYTES, k * DEPTH, row, rank);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -467,7 +338,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     int group = threadIdx.x / 128 - 1, inside = threadIdx.x % 128;
     float sums[BLOCK_N / 2];
-    for (; find_tile(call, index, rank, tile); index += step) {
+    for (; locate(call, index, rank, tile); index += step) {
       int row = tile.first + group * 64 + inside / 32 * 16 + inside % 32 / 4;
       add_up(call, sums, tile, row, x_tiles + group * 64 * DEPTH, weights, bars, stage, phase);
       finish(call, sums, tile, row);

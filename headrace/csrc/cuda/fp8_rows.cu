@@ -11,16 +11,12 @@
 //
 // Gated, a tile has 32 outputs: of each 16 rows 8 are of gate and 8 of up, so that a thread holds both of an output.
 //
-// Compiled by NVRTC without headers for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of
+// Compiled by NVRTC for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of
 // the ring; GROUPS; SPLITS; BLOCKS on a multiprocessor; GATE 0 none, 1 silu, 2 gelu_tanh; NORM; TABLES 1: the weight has
 // a scale for each 128 inputs.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
-
-struct alignas(64) TensorMap { char bytes[128]; };
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int BLOCK = 128, TILE = 64, BLOCK_BYTES = TILE * BLOCK, STAGE_BYTES = UNIT * BLOCK_BYTES;
 constexpr int TILE_OUTPUTS = GATE ? TILE / 2 : TILE;
@@ -42,43 +38,6 @@ struct Call {
   float eps, offset;
 };
 
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ float widen_high(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ uint32 narrow(float low, float high) {
-  uint32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v, 0.f) & 0xffff); }
-
-__device__ __forceinline__ float gated(float gate, float up) {
-  gate = rounded(gate), up = rounded(up);  // as if stored
-  if (GATE == 1) return gate / (1.f + __expf(-gate)) * up;
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
-}
-
-// barriers in shared memory
-
-__device__ __forceinline__ uint32 find_address(const void *shared) {
-  uint32 at;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(shared));
-  return at;
-}
-__device__ __forceinline__ void init_barrier(uint32 bar, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void expect(uint32 bar, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void await(uint32 bar, uint32 parity) {
-  asm volatile("{ .reg .pred done;\n"
-               "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
 
 // copies of tiles: UNIT blocks from `block` on of the weight's rows of a tile
@@ -101,10 +60,6 @@ __device__ __forceinline__ void prefetch_tile(const TensorMap *map, int tile, in
                  "r"(tile * TILE), "r"(block) : "memory");
 }
 
-// Codes of the weight: rows of 128 bytes, swizzled in groups of eight (1024 bytes).
-__device__ __forceinline__ uint64 describe_codes(uint32 address) {
-  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
-}
 // x: pieces of 16 inputs, of each piece all `rows`; eight of them are 128 bytes, not swizzled.
 __device__ __forceinline__ uint64 describe_x(uint32 address, int rows) {
   return uint64((address & 0x3FFFF) >> 4) | (uint64(rows) << 16) | (uint64(COLUMNS == 8 ? rows : 128 >> 4) << 32);
@@ -114,14 +69,12 @@ __device__ __forceinline__ uint64 describe_x(uint32 address, int rows) {
 __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64 a, uint64 b, int keeps) {
 #if COLUMNS == 8
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1; }"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b), "r"(keeps));
+               "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {" S4 "}, %4, %5, p, 1, 1; }"
+               : F4(d, 0) : "l"(a), "l"(b), "r"(keeps));
 #else
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, "
-               "1; }"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "l"(a), "l"(b), "r"(keeps));
+               "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" S8 "}, %8, %9, p, 1, 1; }"
+               : F8(d, 0) : "l"(a), "l"(b), "r"(keeps));
 #endif
 }
 
@@ -260,7 +213,7 @@ __device__ __forceinline__ void finish(const Call &call, const Memory &s, const 
       uint16 *to = call.out + int64(m) * call.outputs + output;
       if (GATE) {
         const int own = tile * TILE_OUTPUTS + (threadIdx.x / 32) * 8 + lane / 4;
-        if (own < call.outputs) *to = uint16(narrow(gated(low, high), 0.f));
+        if (own < call.outputs) *to = uint16(narrow(gated(GATE, low, high), 0.f));
       } else {
         if (output < call.outputs) to[0] = uint16(narrow(low, 0.f));
         if (output + 8 < call.outputs) to[8] = uint16(narrow(high, 0.f));
@@ -272,7 +225,7 @@ __device__ __forceinline__ void finish(const Call &call, const Memory &s, const 
 __device__ __forceinline__ void fill(const TensorMap *map, const Memory &s, int nth, int count, int tiles_apart,
                                      int first_tile, int first_chunk, int slot) {
   const int round = nth / count, tile = first_tile + round * tiles_apart;
-  expect(s.full + 8 * slot, STAGE_BYTES);
+  expect_bytes(s.full + 8 * slot, STAGE_BYTES);
   load_tile(s.ring + slot * STAGE_BYTES, map, s.full + 8 * slot, tile, (first_chunk + nth - round * count) * UNIT);
 }
 
@@ -290,11 +243,11 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
   const int first_tile = blockIdx.x / SPLITS, tiles_apart = gridDim.x / SPLITS;
   const int own_tiles = (tiles - first_tile + tiles_apart - 1) / tiles_apart, total = own_tiles * count;
   Memory s;
-  char *memory = unaligned + (-find_address(unaligned) & 1023);
-  s.ring = find_address(memory);
+  char *memory = unaligned + (-shared_address(unaligned) & 1023);
+  s.ring = shared_address(memory);
   s.x = s.ring + STAGES * STAGE_BYTES;
   memory += STAGES * STAGE_BYTES + call.chunks * UNIT * BLOCK * call.rows;
-  s.full = find_address(memory), s.empty = s.full + 8 * STAGES;
+  s.full = shared_address(memory), s.empty = s.full + 8 * STAGES;
   s.x_scales = (float *)(memory + 16 * STAGES);
   s.parts = s.x_scales + call.chunks * UNIT * COLUMNS;
   s.others = s.parts + 2 * (GROUPS - 1) * SUMS * 128;
@@ -326,7 +279,7 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
       int slot = 0;
       uint32 parity = 0;
       for (int nth = STAGES; nth < total; nth++) {
-        await(s.empty + 8 * slot, parity);
+        wait_for(s.empty + 8 * slot, parity);
         fill(&map, s, nth, count, tiles_apart, first_tile, first_chunk, slot);
         if (++slot == STAGES) slot = 0, parity ^= 1;
       }
@@ -380,12 +333,12 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
                   __ldg(table[i] + min((first_chunk + chunk + 1) * UNIT + e * GROUPS + group, blocks - 1));
             }
         }
-        await(s.full + 8 * slot, parity);
+        wait_for(s.full + 8 * slot, parity);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
           const int block = e * GROUPS + group;
-          const uint64 a = describe_codes(s.ring + slot * STAGE_BYTES + block * BLOCK_BYTES);
+          const uint64 a = describe_operand(s.ring + slot * STAGE_BYTES + block * BLOCK_BYTES);
           const uint64 b = describe_x(s.x + (chunk * UNIT + block) * BLOCK * call.rows, call.rows);
 #pragma unroll
           for (int k = 0; k < 4; k++) multiply(part[e], a + 2 * k, b + 2 * k * call.rows, k > 0);
@@ -442,7 +395,7 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
   if (group == 0 && split > 0) {
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
-      const uint32 to = find_address(s.others + ((split - 1) * SUMS + i) * 128 + threadIdx.x);
+      const uint32 to = shared_address(s.others + ((split - 1) * SUMS + i) * 128 + threadIdx.x);
       asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, 0;\n"
                    "st.shared::cluster.f32 [there], %1; }" ::"r"(to), "f"(total_sum[i]) : "memory");
     }

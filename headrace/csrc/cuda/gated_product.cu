@@ -5,11 +5,10 @@
 // ring of shared memory; two warpgroups of 64 rows each multiply, and hold gate and up of an output in the same thread.
 // Two programs whose rows follow each other are a cluster: each copies half of W's tile for both.
 //
-// Compiled by NVRTC, without any header. -DGELU: gelu_tanh instead of silu; -DFP16: float16 instead of bfloat16.
+// Compiled by NVRTC. -DGELU: gelu_tanh instead of silu; -DFP16: float16 instead of bfloat16.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 #ifdef FP16
 #define TYPE "f16"
@@ -22,31 +21,6 @@ constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = 2 * OUTPUTS * DEPTH * 2, STA
 constexpr int STAGES = 4, OUT_BYTES = 64 * OUTPUTS * 2;        // what a warpgroup stores, in boxes of 64 by 64
 constexpr int THREADS = 384, MATH_GROUPS = 2, CLUSTER = 2;
 
-struct alignas(64) TensorMap { char bytes[128]; };
-
-__device__ uint32 shared_address(const void *place) {
-  uint32 address;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
-  return address;
-}
-
-// barriers in shared memory
-
-__device__ void init_barrier(uint32 bar, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
-}
-
-__device__ void expect_bytes(uint32 bar, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ void wait_for(uint32 bar, uint32 parity) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
-}
-
 __device__ void arrive_at(uint32 bar, uint32 program_of_cluster) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -56,14 +30,6 @@ __device__ void arrive_at(uint32 bar, uint32 program_of_cluster) {
 __device__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
 // copies of boxes between global and shared memory
-
-__device__ void load_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          to),
-      "l"(map), "r"(bar), "r"(column), "r"(row)
-      : "memory");
-}
 
 __device__ void load_box_for_both(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
   asm volatile(
@@ -79,45 +45,13 @@ __device__ void store_box(const TensorMap *map, uint32 from, int column, int row
                : "memory");
 }
 
-// matrix operands: rows of 128 bytes, swizzled in groups of eight (1024 bytes)
-
-__device__ uint64 describe_operand(uint32 address) {
-  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
-}
-
 // d [64, 256] += a [64, 16] b [256, 16]^T; a thread holds rows r and r + 8, r = lane / 4, of columns 8 j + 2 (lane % 4)
 // and the next
 __device__ void multiply(float (&d)[128], uint64 a, uint64 b, int keeps) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE
-      " {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, "
-      "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
-      "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, "
-      "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-        "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-        "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-        "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-        "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
-        "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-        "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]),
-        "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]),
-        "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(keeps));
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" S128 "}, %128, %129, p, 1, 1, 0, 0; }"
+      : F128(d, 0) : "l"(a), "l"(b), "r"(keeps));
 }
 
 __device__ uint32 pack(float low, float high) {

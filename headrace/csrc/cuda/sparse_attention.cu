@@ -6,11 +6,10 @@
 // of the dims each, which they add up for half of the slots each, then half of the dims each over all 64 slots. Their
 // sums of 64 x 256 stay in registers.
 //
-// Compiled by NVRTC, without any header.
+// Compiled by NVRTC.
 
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int DIM = 512, ROTATED = 64, HEADS = 64, SLOTS = 64, STAGES = 2;
 constexpr int VALUE_BYTES = 576, SCALE_BYTES = 8, CODES = DIM - ROTATED, GROUPS = CODES / 64;
@@ -48,29 +47,6 @@ struct Call {
   int tokens, heads, splits;
 };
 
-__device__ uint32 shared_address(const void *place) {
-  uint32 address;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
-  return address;
-}
-
-// barriers in shared memory
-
-__device__ void init_barrier(uint32 bar, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
-}
-
-__device__ void arrive_at(uint32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ void wait_for(uint32 bar, uint32 parity) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
-}
-
 __device__ void sync_math() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 __device__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -100,11 +76,6 @@ __device__ float load_shared_float(uint32 from) {
 
 // matrix operands
 
-// rows are dims apart: 8 rows are 1024 bytes; the next 16 dims of a tile are 32 bytes further
-__device__ uint64 describe_rows(uint32 address) {
-  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
-}
-
 // the same tiles as [slots, dims] with dims as columns: the next 64 columns are a tile further, 8 slots are 1024 bytes
 __device__ uint64 describe_columns(uint32 address) {
   return uint64((address & 0x3FFFF) >> 4) | (uint64(TILE_BYTES >> 4) << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
@@ -115,73 +86,23 @@ __device__ uint64 describe_columns(uint32 address) {
 __device__ void multiply_keys(float (&d)[32], uint64 a, uint64 b, int keeps) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-        "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(keeps));
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" S32 "}, %32, %33, p, 1, 1, 0, 0; }"
+      : F32(d, 0) : "l"(a), "l"(b), "r"(keeps));
 }
 
 // d [64, 256] += a [64, 16] b [16, 256], of which b's columns lie together ("transposed")
 __device__ void multiply_values(float (&d)[128], uint64 a, uint64 b, int keeps) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
-      "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "
-      "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 1; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-        "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-        "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-        "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-        "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-        "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]),
-        "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-        "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]),
-        "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]),
-        "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]),
-        "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-        "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]),
-        "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]),
-        "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]),
-        "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-        "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
-        "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(keeps));
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" S128 "}, %128, %129, p, 1, 1, 0, 1; }"
+      : F128(d, 0) : "l"(a), "l"(b), "r"(keeps));
 }
-
-__device__ void fence_operands() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ void finish_products() {
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 // numbers
-
-__device__ uint32 pack(float low, float high) {
-  uint32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
-  return both;
-}
-
-__device__ float low_half(uint32 both) { return __uint_as_float(both << 16); }
-__device__ float high_half(uint32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 
 __device__ float exp2_fast(float x) {
   float y;
@@ -371,7 +292,7 @@ __device__ void unpack_slots(const Call &call, Walk &walk, uint32 stages, uint32
       }
     }
     show_to_tensor_cores();
-    arrive_at(full + 8 * stage);
+    arrive(full + 8 * stage);
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
     goes_on = has_next;
     now = next;
@@ -415,7 +336,7 @@ __device__ void prepare_queries(const Call &call, const Walk &walk, const Places
       const uint32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
 #pragma unroll
       for (int w = 0; w < 4; w++)
-        square += low_half(words[w]) * low_half(words[w]) + high_half(words[w]) * high_half(words[w]);
+        square += widen(words[w]) * widen(words[w]) + widen_high(words[w]) * widen_high(words[w]);
     }
 #pragma unroll
     for (int step = 16; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
@@ -427,8 +348,8 @@ __device__ void prepare_queries(const Call &call, const Walk &walk, const Places
       uint32 done[4];
 #pragma unroll
       for (int w = 0; w < 4; w++) {
-        const float even = low_half(words[w]) * inverse, odd = high_half(words[w]) * inverse;
-        done[w] = half ? pack(even * cosine[w] - odd * sine[w], odd * cosine[w] + even * sine[w]) : pack(even, odd);
+        const float even = widen(words[w]) * inverse, odd = widen_high(words[w]) * inverse;
+        done[w] = half ? narrow(even * cosine[w] - odd * sine[w], odd * cosine[w] + even * sine[w]) : narrow(even, odd);
       }
       const int chunk = half * 32 + lane;  // of 16 bytes
       store_shared(in.queries + chunk / 8 * TILE_BYTES + row * 128 + ((chunk % 8 ^ row % 8) * 16), done[0], done[1],
@@ -452,7 +373,7 @@ __device__ void store_output(const Call &call, const Walk &walk, const float (&s
     for (int low = 0; low < 2; low++) {
       const float even = sums[4 * j + 2 * low] * share[low], odd = sums[4 * j + 2 * low + 1] * share[low];
       store_shared(through + (r + 8 * low) * 512 + ((j ^ r) * 16) + c * 4,
-                   pack(even * cosine + odd * sine, odd * cosine - even * sine));
+                   narrow(even * cosine + odd * sine, odd * cosine - even * sine));
     }
   }
   __syncwarp();
@@ -488,7 +409,7 @@ __device__ void store_stats(const Call &call, const Walk &walk, int head, float 
 __device__ void attend_groups(const Call &call, Walk &walk, int side, const Places &in) {
   const int thread = threadIdx.x - 128, lane = threadIdx.x % 32, warp = thread % 128 / 32, r = warp * 16 + lane / 4;
   const float scale = call.scale * LOG2_E;
-  const uint64 q = describe_rows(in.queries), p = describe_rows(in.weights);
+  const uint64 q = describe_operand(in.queries), p = describe_operand(in.weights);
   int stage = 0;
   uint32 parity = 0;
   for (int item = blockIdx.x; walk.open(item); item += gridDim.x) {
@@ -517,8 +438,8 @@ __device__ void attend_groups(const Call &call, Walk &walk, int side, const Plac
       float s[16];
       {
         float both[32];
-        const uint64 k = describe_rows(vectors);
-        fence_operands();
+        const uint64 k = describe_operand(vectors);
+        begin_products();
 #pragma unroll
         for (int step = 0; step < DIM / 32; step++) {
           const uint32 at = ((step / 4 + side * 4) * TILE_BYTES + step % 4 * 32) >> 4;
@@ -576,7 +497,7 @@ __device__ void attend_groups(const Call &call, Walk &walk, int side, const Plac
         for (int low = 0; low < 2; low++) {
           const float a = exp2_fast(s[4 * j + 2 * low] - most[low]), b = exp2_fast(s[4 * j + 2 * low + 1] - most[low]);
           total[low] += a + b;
-          store_shared(in.weights + (r + 8 * low) * 128 + ((side * 4 + j ^ r % 8) * 16) + lane % 4 * 4, pack(a, b));
+          store_shared(in.weights + (r + 8 * low) * 128 + ((side * 4 + j ^ r % 8) * 16) + lane % 4 * 4, narrow(a, b));
         }
       show_to_tensor_cores();
       if (__any_sync(~0u, grows)) {
@@ -586,13 +507,13 @@ __device__ void attend_groups(const Call &call, Walk &walk, int side, const Plac
       sync_math();
       {
         const uint64 v = describe_columns(vectors + side * (4 * TILE_BYTES));
-        fence_operands();
+        begin_products();
 #pragma unroll
         for (int step = 0; step < SLOTS / 16; step++)
           multiply_values(sums, p + (step * 32 >> 4), v + (step * 2048 >> 4), 1);
         finish_products();
       }
-      if (lane == 0) arrive_at(in.empty + 8 * stage);
+      if (lane == 0) arrive(in.empty + 8 * stage);
       if (++stage == STAGES) { stage = 0; parity ^= 1; }
     }
 #pragma unroll

@@ -7,13 +7,11 @@
 // ended. Codes become bfloat16 in registers, plus 128 where they have 4 bits, and are the left operand of mma.m16n8k16;
 // sums of a group of inputs, less zero points times the sums of x, are multiplied by its scales in float32.
 //
-// Compiled by NVRTC without headers for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
+// Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
 // pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; COLUMNS; WARPS; BLOCKS on a
 // multiprocessor; CHUNK; STAGES.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
 
 constexpr bool SHORT = CODE == 0, CORRECTS = SHORT || PAIRS;  // subtracts a multiple of the sum of x
 constexpr int UNIT = SHORT ? 128 : 64, PLANES = SHORT ? 2 : 1;
@@ -40,18 +38,6 @@ struct Call {
                                   // number, then splits, then tiles of rows
 };
 
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ uint32 narrow(float low, float high) {
-  uint32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-__device__ __forceinline__ float half_of(uint32 word, bool high) {
-  float out;
-  uint16 bits = uint16(high ? word >> 16 : word & 0xffff);
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-}
 __device__ __forceinline__ uint32 find_address(const void *shared) {
   uint32 at;
   asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(shared));
@@ -76,13 +62,6 @@ __device__ __forceinline__ void decode(uint32 word, int plane, uint32 &low, uint
     for (int i = 0; i < 4; i++) v[i] = __uint_as_float(__byte_perm(bits, 0x4B000000u, 0x7650 + i)) - least;
     low = narrow(v[0], v[1]), high = narrow(v[2], v[3]);
   }
-}
-
-__device__ __forceinline__ void multiply(float *sum, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Ask for the codes and scales of a warp's eights.

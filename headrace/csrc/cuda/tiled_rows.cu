@@ -11,14 +11,12 @@
 // operands agree, so that a thread reads 16 bytes at a time, and x is put into shared memory in the order in which codes
 // come out of a word.
 //
-// Compiled by NVRTC without headers for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
+// Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
 // pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; WARPS that multiply; BLOCKS on a
 // multiprocessor; CHUNK: units, a multiple of what shares a scale.
 
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr bool SHORT = CODE == 0, CORRECTS = CODE == 3 || PAIRS;  // subtracts a multiple of the sum of x
 constexpr int UNIT = SHORT ? 128 : 64, PLANES = SHORT ? 2 : 1;
@@ -50,36 +48,6 @@ struct Call {
   float eps, offset;
 };
 
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ uint32 narrow(float low, float high) {
-  uint32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-__device__ __forceinline__ float half_of(uint32 word, bool high) {
-  float out;
-  uint16 bits = uint16(high ? word >> 16 : word & 0xffff);
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-}
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v, 0.f) & 0xffff); }
-
-__device__ __forceinline__ uint32 find_address(const void *shared) {
-  uint32 at;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(at) : "l"(shared));
-  return at;
-}
-__device__ __forceinline__ void await(uint32 barrier, uint32 parity) {
-  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrive; the barrier's phase also waits for so many bytes.
-__device__ __forceinline__ void expect(uint32 barrier, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void copy(uint32 to, const void *from, uint32 bytes, uint32 barrier, int64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
                "%4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
@@ -96,20 +64,6 @@ __device__ __forceinline__ void decode(uint32 word, int plane, uint32 &even, uin
     const uint32 flip = CODE == 3 ? 0x00800080u : 0u;
     even = (word ^ flip) & 0x00FF00FFu, odd = ((word >> 8) ^ flip) & 0x00FF00FFu;
   }
-}
-
-__device__ __forceinline__ void multiply(float *sum, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float gated(int kind, float gate, float up) {
-  gate = rounded(gate), up = rounded(up);  // as if stored
-  if (kind == 1) return gate / (1.f + __expf(-gate)) * up;
-  float u = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return gate * (1.f - 1.f / (__expf(2.f * u) + 1.f)) * up;
 }
 
 // x (or, with a norm, x plus the residual, times the norm's weight) to shared memory: of each four inputs 0, 2, 1, 3.
@@ -198,7 +152,7 @@ __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
   p.tiles = ((call.outputs - 1) >> p.tile_shift) + 1;
   p.ring = memory;
   memory += call.stages * STAGE;
-  p.full = find_address(memory), p.empty = p.full + 8 * call.stages;
+  p.full = shared_address(memory), p.empty = p.full + 8 * call.stages;
   p.added = p.full + 16 * call.stages, p.read = p.added + 8 * BUFFERS;
   p.x = memory + 16 * (call.stages + BUFFERS);
   p.sums = (float *)(p.x + call.rows * call.padded);
@@ -221,11 +175,11 @@ __device__ __forceinline__ void produce(const Call &call, const Place &p) {
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const int eights[2] = {find_eight(call, tile, 0), find_eight(call, tile, 1)};
     for (int chunk = 0; chunk < p.chunks; chunk++) {
-      const uint32 full = p.full + 8 * slot, stage = find_address(p.ring) + slot * STAGE;
+      const uint32 full = p.full + 8 * slot, stage = shared_address(p.ring) + slot * STAGE;
       const int here = min(CHUNK, p.units - chunk * CHUNK);
       const int words = GROUP == 0 ? 0 : (here * GROUPS + EACH - 1) / EACH;
-      await(p.empty + 8 * slot, parity);
-      expect(full, 2 * (here * 512 + words * 32));
+      wait_for(p.empty + 8 * slot, parity);
+      expect_bytes(full, 2 * (here * 512 + words * 32));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         copy(stage + i * CODE_BYTES, call.codes + (int64(eights[i]) * p.units + chunk * CHUNK) * 512, here * 512, full,
@@ -301,7 +255,7 @@ __device__ __forceinline__ void add_unit(
 // one warp, while the others go on.
 __device__ __forceinline__ void finish(const Call &call, const Place &p, int tile, int count) {
   const int buffer = count % BUFFERS, lane = threadIdx.x % 32;
-  await(p.added + 8 * buffer, count / BUFFERS & 1);
+  wait_for(p.added + 8 * buffer, count / BUFFERS & 1);
   for (int at = lane; at < call.rows << p.tile_shift; at += 32) {
     const int m = at >> p.tile_shift, n = at - (m << p.tile_shift), output = (tile << p.tile_shift) + n;
     const float *from = p.parts + (buffer * WARPS * call.rows + m) * RED + n;
@@ -342,7 +296,7 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
     for (int chunk = 0; chunk < p.chunks; chunk++) {
       const int here = min(CHUNK, p.units - chunk * CHUNK);
       const char *stage = p.ring + slot * STAGE;
-      await(p.full + 8 * slot, parity);
+      wait_for(p.full + 8 * slot, parity);
 #pragma unroll EACH_WARP
       for (int u = p.warp; u < here; u += WARPS)
         add_unit(
@@ -354,7 +308,7 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
       if (pending >= 0) finish(call, p, pending, count - 1), pending = -1;
     }
     const int buffer = count % BUFFERS;
-    await(p.read + 8 * buffer, count / BUFFERS & 1 ^ 1);
+    wait_for(p.read + 8 * buffer, count / BUFFERS & 1 ^ 1);
     float *own = p.parts + ((buffer * WARPS + p.warp) * call.rows) * RED;
 #pragma unroll
     for (int c = 0; c < 2; c++) {

@@ -1,0 +1,79 @@
+// What kernels on Hopper share: barriers in shared memory, copies by TMA, operands of wgmma. After numbers.cuh.
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+__device__ __forceinline__ uint32 shared_address(const void *place) {
+  uint32 address;
+  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
+  return address;
+}
+
+__device__ __forceinline__ void init_barrier(uint32 bar, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// Arrive; the barrier's phase also waits for so many bytes.
+__device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for(uint32 bar, uint32 parity) {
+  asm volatile("{ .reg .pred done;\n"
+               "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void load_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+               ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
+}
+// Eight rows of gate from `row` on, then the same of up, and so on: a map of [columns, 8 rows, 2, eights].
+__device__ __forceinline__ void load_gated_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+               "[%1, {%3, %4, %4, %5}], [%2];"
+               ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(row / 8) : "memory");
+}
+
+// A float at the same place in another program of the cluster.
+__device__ __forceinline__ float load_of(const float *own, int program) {
+  float value;
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2;\n ld.shared::cluster.f32 %0, [there]; }"
+               : "=f"(value) : "r"(shared_address(own)), "r"(program) : "memory");
+  return value;
+}
+
+// A matrix of rows of 128 bytes in shared memory, swizzled by 128 bytes; groups of eight rows follow each other.
+__device__ __forceinline__ uint64 describe_operand(uint32 address) {
+  return uint64((address & 0x3FFFF) >> 4) | (1ull << 16) | (uint64(1024 >> 4) << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// Keeps the compiler from moving sums of products that run.
+template <int N>
+__device__ __forceinline__ void fence_sums(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Operands and names of so many sums in the text of an instruction.
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F8(d, i) F4(d, i), F4(d, i + 4)
+#define F16(d, i) F8(d, i), F8(d, i + 8)
+#define F32(d, i) F16(d, i), F16(d, i + 16)
+#define F64(d, i) F32(d, i), F32(d, i + 32)
+#define F128(d, i) F64(d, i), F64(d, i + 64)
+#define S4 "%0,%1,%2,%3"
+#define S8 S4 ",%4,%5,%6,%7"
+#define S16 S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define S32 S16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define S64 S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
+                "%56,%57,%58,%59,%60,%61,%62,%63"
+#define S128 S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86," \
+                 "%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108," \
+                 "%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
