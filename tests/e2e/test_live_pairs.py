@@ -112,8 +112,12 @@ def test_servers_without_a_role_refuse_rooms(tiny_server: LiveServer):
     assert tiny_server.post("/v1/completions", {**body, "kv_transfer_params": {}}).status_code == 200
 
 
-@pytest.mark.parametrize("module", ["headrace.service.transfer.agent", "headrace.service.process", "headrace serve"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("role", "module"), [
+    ("prefill", "headrace.service.transfer.agent"), ("decode", "headrace.service.transfer.agent"),
+    ("decode", "headrace.service.process"), ("prefill", "headrace serve"),
+    pytest.param("prefill", "headrace.service.process", marks=pytest.mark.slow),
+    pytest.param("decode", "headrace serve", marks=pytest.mark.slow),
+])
 def test_parts_that_are_killed_come_back(role: str, module: str, pairs: LiveServer, tiny_server: LiveServer):
     expected = complete(tiny_server, PROMPTS[2]).choices[0].text
     port = port_of(worker(pairs, role))

@@ -181,7 +181,7 @@ def test_drafters_follow_how_the_target_is_stored(name: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_text_that_a_grammar_forces_is_drafted_beside_a_drafter(name: str, depth: int, folders: dict[str, Path]):
     """The grammar's own guesses are verified in place of the drafter's, and the drafter goes on in other rows."""
     prompts = [[5, 6, 7], [50, 51, 52, 53], [9, 9, 8]]

@@ -69,8 +69,8 @@ def methods(folder: Path, other: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("options", [
-    {"overlap_depth": 1}, {"overlap_depth": 2}, {"overlap_depth": 2, "max_step_tokens": 16},
-    {"overlap_depth": 2, "kv_pages": 45}, {"overlap_depth": 1, "prefix_cache": False},
+    {"overlap_depth": 2, "max_step_tokens": 16}, {"overlap_depth": 2, "kv_pages": 45},
+    {"overlap_depth": 1, "prefix_cache": False},
 ], ids=str)
 def test_output_is_that_of_no_drafts(folder: Path, other: Path, options: dict[str, Any]):
     plain, (steps, _) = generate(folder, {"method": "off"}, **options)

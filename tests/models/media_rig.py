@@ -104,6 +104,15 @@ def run(
 
 def run_beside(engine: Engine, stream: Prompt, prompts: Sequence[Prompt]) -> list[list[RequestOutput]]:
     """`run` beside a request that decodes, so that media are encoded in pieces: one layer a step."""
+    found, pieces = watch_beside(engine, stream, prompts)
+    assert set(pieces) == {0, 1}
+    return found
+
+
+def watch_beside(
+    engine: Engine, stream: Prompt, prompts: Sequence[Prompt]
+) -> tuple[list[list[RequestOutput]], list[int]]:
+    """`run` beside a request that decodes, and how many pieces of media each step encoded."""
     pieces, execute = [], engine.executor.execute
 
     def watch(plan: StepPlan) -> Any:
@@ -123,8 +132,8 @@ def run_beside(engine: Engine, stream: Prompt, prompts: Sequence[Prompt]) -> lis
         encoding.BESIDE_TOKENS = before
     media = engine.executor.facts.media
     assert media is not None and media.num_pieces > 1
-    assert set(pieces) == {0, 1} and sum(pieces) % media.num_pieces == 0
-    return found
+    assert sum(pieces) % media.num_pieces == 0
+    return found, pieces
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:

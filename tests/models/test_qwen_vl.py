@@ -25,6 +25,7 @@ from media_rig import (
     start_engine,
     to_tensor,
     tokens_of,
+    watch_beside,
 )
 
 from headrace.base.messages import EngineRequest, RequestOutput
@@ -282,8 +283,10 @@ def test_an_image_that_no_encoder_can_compute_fails_once(served: Any, monkeypatc
 def test_a_target_between_tokens_changes_no_output(served: Any):
     model, folder = served
     engine = start_engine(folder, max_step_tokens=64, inter_token_target_ms=0.1)
-    for outputs, prompt in zip(run_beside(engine, Prompt([5]), prompts()), prompts(), strict=True):
+    found, pieces = watch_beside(engine, Prompt([5]), prompts())
+    for outputs, prompt in zip(found, prompts(), strict=True):
         compare(outputs, expect(model, prompt))
+    assert sum(pieces) > 0, "how many at a time is up to the measured times of steps"
     engine.close()
 
 

@@ -74,6 +74,7 @@ def test_a_dead_replica_and_a_dead_run(cluster, tiny_model: Path, tmp_path: Path
     os.kill(actor_pids()[0], signal.SIGKILL)
     num_before = len(entries(folder))
     until(lambda: len(entries(folder)) >= num_before + 4, "shards after a replica died")
+    until(lambda: "a replica is lost and replaced" in (folder.parent / "log").read_text(), "word of it")
     assert process.poll() is None, "still at work"
     process.kill()
     process.wait()
@@ -81,7 +82,6 @@ def test_a_dead_replica_and_a_dead_run(cluster, tiny_model: Path, tmp_path: Path
     assert 0 < len(kept) < 21
     until(lambda: not actor_pids(), "the end of the replicas of a run that was killed")
     log = wait(start(tiny_model, source, folder, cluster.address, *arguments), folder)
-    assert "a replica is lost and replaced" in log
     assert "1 of them with an error" in log, log
     check_records(folder, 160)
     assert len(entries(folder)) == 21

@@ -37,9 +37,13 @@ def generate(options: dict[str, Any]) -> list[Any]:
         llm.close()
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["as stored", "dequantised"])
-@pytest.mark.parametrize(("name", "config"), [
-    ("fp8-block", LLAMA), ("ct-int8", LLAMA), ("gptq-order", LLAMA), ("ct-int4-asymmetric", LLAMA), ("awq", QWEN_MOE),
+@pytest.mark.parametrize(("name", "config", "keeps"), [
+    ("fp8-block", LLAMA, True), ("ct-int8", LLAMA, True), ("gptq-order", LLAMA, False),
+    ("ct-int4-asymmetric", LLAMA, False), ("awq", QWEN_MOE, True),
+    *(pytest.param(name, config, keeps, marks=pytest.mark.slow) for name, config, keeps in (
+        ("fp8-block", LLAMA, False), ("ct-int8", LLAMA, False), ("gptq-order", LLAMA, True),
+        ("ct-int4-asymmetric", LLAMA, True), ("awq", QWEN_MOE, False),
+    )),
 ])
 def test_tokens_of_several_ranks_are_those_of_one(
     ranks: RankProcesses, name: str, config: dict[str, Any], keeps: bool, tmp_path: Path,

@@ -102,7 +102,9 @@ FEW = {"num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(("options", "drafter", "least_right", "least_wrong"), [
-    ({"max_step_tokens": 101}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500),
+    pytest.param(
+        {"max_step_tokens": 101}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500, marks=pytest.mark.slow
+    ),
     ({"kv_pages": 8, "overlap_depth": 2, "max_step_tokens": 300}, {"method": "suffix"}, 100, 0),
     ({"max_step_tokens": 101, "hot_slots": 8 * 16}, {"method": "ngram", "prompt_lookup_min": 1}, 0, 500),
     ({"overlap_depth": 2, "max_step_tokens": 300, "hot_slots": 40}, {"method": "suffix", **FEW}, 50, 0),

@@ -17,7 +17,9 @@ plain."""
 MOST_APART, MOST_APART_ROUNDED = 2e-3, 0.05
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [seed if i % 2 else pytest.param(seed, marks=pytest.mark.slow) for i, seed in enumerate(SEEDS)]
+)
 def test_neighbours_and_kernels_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if native.build().status != "ready":
         pytest.skip("no native kernels")
