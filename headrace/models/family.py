@@ -27,6 +27,15 @@ MULTIMODAL = "headrace.layers.decoder.multimodal:MultimodalDecoder"
 """The class of decoders with encoders."""
 
 
+DECODER_USES = ("ForCausalLM", "ForSequenceClassification", "Model")
+
+
+def decoder_architectures(*kinds: str) -> tuple[str, ...]:
+    """The names of text models under which a decoder is published: with the vocabulary's head, with a classifier, and
+    with neither. ``kinds`` are their beginnings, as ``Llama``."""
+    return tuple(kind + use for kind in kinds for use in DECODER_USES)
+
+
 @dataclass(frozen=True)
 class FamilyMedia:
     """``facts(config)`` says what media a model of that config.json takes, None for text alone; ``read_config`` gives a

@@ -34,7 +34,7 @@ ENCODER = {
     "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3
 }
 CAUSAL: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {},
+    "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {}, "PhiForCausalLM": {"partial_rotary_factor": 1.0},
     **{
         f"Deepseek{generation}ForCausalLM": {
             "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
@@ -152,7 +152,7 @@ def test_a_causal_model_embeds_when_told_to(tmp_path: Path, architecture: str, m
     "architecture",
     [
         "LlamaForSequenceClassification", "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification",
-        "MistralForSequenceClassification"
+        "MistralForSequenceClassification", "Gemma2ForSequenceClassification"
     ]
 )
 def test_decoder_classifiers(tmp_path: Path, architecture: str):

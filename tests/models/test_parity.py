@@ -263,7 +263,13 @@ CASES |= {
     "stablelm": ("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
     "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
     "phi": ("Phi", {}),
-    "phi-partial": ("Phi", {"hidden_size": 64, "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4}}),
+    "phi-partial-tied": (
+        "Phi",
+        {
+            "hidden_size": 64, "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e4},
+            "tie_word_embeddings": True,
+        },
+    ),
     "dots1": (
         "Dots1",
         {

@@ -179,8 +179,9 @@ def compare_embeddings(
     def embed() -> list[list[float]]:
         llm = LLM(**options)
         try:
-            run = llm.embed if architecture == "BertModel" else llm.classify
-            return [list(embedding) for embedding in run(prompts)]
+            if architecture == "BertModel":
+                return [list(embedding) for embedding in llm.embed(prompts)]
+            return [list(found.values()) for found in llm.classify(prompts)]
         finally:
             llm.close()
 

@@ -132,10 +132,15 @@ class Decoder(ServedModel):
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         """What checkpoint tensors fill, and endings of names that may be there without."""
         modules, harmless = {**self.names.modules, **SCORE_NAMES}, HARMLESS
-        # A tied head has no parameter of its own, but some checkpoints store a copy: not an error.
+        # A tied head has no weight of its own, but some checkpoints store a copy: not an error.
         if self.spec.vocabulary.tied or self.head is None:
-            harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
+            heads = [theirs for theirs, ours in modules.items() if ours == "head"]
             modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
+            harmless = (*harmless, *(f"{theirs}.weight" for theirs in heads))
+            if self.head is None:
+                harmless = (*harmless, *(f"{theirs}.bias" for theirs in heads))
+            else:
+                modules |= {f"{theirs}.bias": "head.bias" for theirs in heads}
         return find_targets(self, modules, self.spec.num_layers), harmless
 
     def find_narrowing(self) -> Narrowing | None:

@@ -8,7 +8,7 @@ from headrace.layers.names import UNGATED_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_decoder, read_mlp
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
@@ -21,7 +21,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="arcee",
-    architectures=("ArceeForCausalLM",),
+    architectures=decoder_architectures("Arcee"),
     read_config=read_config,
     names=CheckpointNames(UNGATED_NAMES),
 )

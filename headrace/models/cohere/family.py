@@ -15,7 +15,7 @@ from headrace.models.config_specs import (
     read_vocabulary,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625}
 
@@ -45,6 +45,6 @@ def _read_layers(fields: Fields, *, is_second: bool) -> tuple[LayerSpec, ...]:
 
 FAMILY = Family(
     name="cohere",
-    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
+    architectures=decoder_architectures("Cohere2", "Cohere"),
     read_config=read_config,
 )

@@ -17,7 +17,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_sigmoid_routing,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 SHARED_DEFAULTS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
 V2_DEFAULTS = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
@@ -71,7 +71,7 @@ def _v2_routing(fields: Fields) -> dict[str, Any]:
 
 FAMILY = Family(
     name="deepseek_v3",
-    architectures=tuple(f"{kind}ForCausalLM" for kind in DEFAULTS),
+    architectures=decoder_architectures(*DEFAULTS),
     read_config=read_config,
     names=CheckpointNames(
         LATENT_NAMES, renames={".self_attn.q_a_proj.": ".self_attn.q_proj."}, has_draft_layers=True,

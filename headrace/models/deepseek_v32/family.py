@@ -9,7 +9,7 @@ from __future__ import annotations
 from headrace.base.cache import add_cache_kind
 from headrace.layers.names import LATENT_NAMES, CheckpointNames
 from headrace.models.deepseek_v32.spec import HOSTED, ROWS, read_config
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 NAMES = {
     **LATENT_NAMES,
@@ -32,7 +32,7 @@ add_cache_kind(
 
 FAMILY = Family(
     name="deepseek_v32",
-    architectures=("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    architectures=decoder_architectures("DeepseekV32", "GlmMoeDsa"),
     read_config=read_config,
     names=CheckpointNames(
         NAMES, renames={".self_attn.q_a_proj.": ".self_attn.q_proj."}, has_draft_layers=True,

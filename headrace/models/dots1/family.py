@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_sliding,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "max_window_layers": 62}
 
@@ -36,7 +36,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="dots1",
-    architectures=("Dots1ForCausalLM",),
+    architectures=decoder_architectures("Dots1"),
     read_config=read_config,
     names=CheckpointNames({**SPLIT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}),
     tool_parser="hermes",

@@ -14,7 +14,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_vocabulary,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 
@@ -32,6 +32,6 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM",),
+    architectures=decoder_architectures("Ernie4_5"),
     read_config=read_config,
 )

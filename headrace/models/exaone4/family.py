@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_sliding,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -40,7 +40,7 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 FAMILY = Family(
     name="exaone4",
-    architectures=("Exaone4ForCausalLM",),
+    architectures=decoder_architectures("Exaone4"),
     read_config=read_config,
     names=CheckpointNames({
         **SPLIT_NAMES,

@@ -10,7 +10,7 @@ from headrace.layers.names import GgufNaming
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_decoder, read_mlp, read_vocabulary
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192}
@@ -36,7 +36,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="gemma",
-    architectures=("GemmaForCausalLM",),
+    architectures=decoder_architectures("Gemma"),
     read_config=read_config,
     gguf_architectures=("gemma",),
     gguf_config=partial(read_gguf_config, architecture="GemmaForCausalLM"),

@@ -17,7 +17,7 @@ from headrace.models.config_specs import (
     read_vocabulary,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {
@@ -62,7 +62,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="gemma2",
-    architectures=("Gemma2ForCausalLM",),
+    architectures=decoder_architectures("Gemma2"),
     read_config=read_config,
     names=CheckpointNames({
         **SPLIT_NAMES,

@@ -167,7 +167,7 @@ MODULES = {
 
 FAMILY = Family(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM", MULTIMODAL),
+    architectures=("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", "Gemma3TextModel", MULTIMODAL),
     read_config=read_config,
     names=CheckpointNames(
         MODULES,

@@ -9,7 +9,7 @@ from headrace.layers.names import SPLIT_NAMES, CheckpointNames, GgufNaming, with
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_rope
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True}
@@ -27,7 +27,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="glm4",
-    architectures=("Glm4ForCausalLM", "GlmForCausalLM"),
+    architectures=decoder_architectures("Glm4", "Glm"),
     read_config=read_config,
     names=CheckpointNames({
         **with_stacked_mlp(SPLIT_NAMES),

@@ -15,7 +15,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_sigmoid_routing,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
@@ -34,7 +34,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="glm4_moe",
-    architectures=("Glm4MoeForCausalLM",),
+    architectures=decoder_architectures("Glm4Moe"),
     read_config=read_config,
     names=CheckpointNames({**SPLIT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}, has_draft_layers=True),
     tool_parser="glm45",

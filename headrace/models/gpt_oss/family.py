@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_sliding,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 YARN = {
@@ -63,7 +63,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="gpt_oss",
-    architectures=("GptOssForCausalLM",),
+    architectures=decoder_architectures("GptOss"),
     read_config=read_config,
     names=CheckpointNames(
         {

@@ -11,7 +11,7 @@ from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointN
 from headrace.layers.spec import DecoderSpec, MlpKind
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_mlp, read_moe, read_vocabulary
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 GGUF_KEYS = {
@@ -45,7 +45,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="granite",
-    architectures=("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    architectures=decoder_architectures("Granite", "GraniteMoe", "GraniteMoeShared"),
     read_config=read_config,
     names=CheckpointNames(
         {

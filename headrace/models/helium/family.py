@@ -7,7 +7,7 @@ from typing import Any
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_rope
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-8}
 
@@ -21,6 +21,6 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="helium",
-    architectures=("HeliumForCausalLM",),
+    architectures=decoder_architectures("Helium"),
     read_config=read_config,
 )

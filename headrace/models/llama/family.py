@@ -8,7 +8,7 @@ from headrace.layers.names import GgufNaming
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_decoder, read_layers, read_rope, read_window
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 
@@ -29,9 +29,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    architectures=tuple(
-        kind + use for kind in ("Llama", "Mistral") for use in ("ForCausalLM", "Model", "ForSequenceClassification")
-    ),
+    architectures=decoder_architectures("Llama", "Mistral"),
     read_config=read_config,
     gguf_architectures=("llama",),
     gguf_config=gguf_config,

@@ -8,7 +8,7 @@ from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointN
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_moe, read_rope
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {
     "head_dim": 128, "num_key_value_heads": 8, "num_local_experts": 256, "num_experts_per_tok": 8,
@@ -32,7 +32,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="minimax_m2",
-    architectures=("MiniMaxM2ForCausalLM",),
+    architectures=decoder_architectures("MiniMaxM2"),
     read_config=read_config,
     names=CheckpointNames(
         {

@@ -8,7 +8,7 @@ from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointN
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_decoder, read_layers, read_moe, read_rope, read_window
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 
@@ -25,7 +25,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="mixtral",
-    architectures=("MixtralForCausalLM",),
+    architectures=decoder_architectures("Mixtral"),
     read_config=read_config,
     names=CheckpointNames(
         {**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER},

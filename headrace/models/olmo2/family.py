@@ -17,7 +17,7 @@ from headrace.models.config_specs import (
     read_sliding,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 
@@ -44,7 +44,7 @@ def _read_windowed(fields: Fields) -> tuple[LayerSpec, ...]:
 
 FAMILY = Family(
     name="olmo2",
-    architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    architectures=decoder_architectures("Olmo2", "Olmo3"),
     read_config=read_config,
     names=CheckpointNames({
         **SPLIT_NAMES,

@@ -9,7 +9,7 @@ from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointN
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_moe
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 DEFAULTS = {"num_experts": 64, "num_experts_per_tok": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
@@ -34,7 +34,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="olmoe",
-    architectures=("OlmoeForCausalLM",),
+    architectures=decoder_architectures("Olmoe"),
     read_config=read_config,
     names=CheckpointNames({**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER}),
     gguf_architectures=("olmoe",),

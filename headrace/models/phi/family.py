@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_vocabulary,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -37,7 +37,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="phi",
-    architectures=("PhiForCausalLM",),
+    architectures=decoder_architectures("Phi"),
     read_config=read_config,
     names=CheckpointNames(
         UNGATED_NAMES,

@@ -8,7 +8,7 @@ from headrace.layers.names import SPLIT_NAMES, CheckpointNames, with_stacked_mlp
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_rope, read_window
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
@@ -47,7 +47,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="phi3",
-    architectures=("Phi3ForCausalLM",),
+    architectures=decoder_architectures("Phi3"),
     read_config=read_config,
     names=CheckpointNames(with_stacked_qkv(with_stacked_mlp(SPLIT_NAMES))),
     gguf_architectures=("phi3",),

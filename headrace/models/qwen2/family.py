@@ -8,7 +8,7 @@ from typing import Any
 from headrace.layers.spec import DecoderSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_rope, read_windowed_layers
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 
@@ -21,7 +21,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
+    architectures=decoder_architectures("Qwen2"),
     read_config=read_config,
     gguf_architectures=("qwen2",),
     gguf_config=partial(read_gguf_config, architecture="Qwen2ForCausalLM"),

@@ -17,7 +17,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_windowed_layers,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {
     "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
@@ -43,7 +43,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="qwen2_moe",
-    architectures=("Qwen2MoeForCausalLM",),
+    architectures=decoder_architectures("Qwen2Moe"),
     read_config=read_config,
     names=CheckpointNames({
         **SPLIT_NAMES,

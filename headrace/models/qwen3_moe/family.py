@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_rope,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
@@ -43,7 +43,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
+    architectures=decoder_architectures("Qwen3Moe"),
     read_config=read_config,
     names=CheckpointNames({**SPLIT_NAMES, **EXPERT_NAMES, "model.layers.{i}.mlp.gate": ROUTER}),
     gguf_architectures=("qwen3moe",),

@@ -11,7 +11,7 @@ from headrace.layers.names import GgufNaming
 from headrace.layers.spec import DecoderSpec, LayerSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_decoder, read_rope, read_vocabulary, read_windowed_layers
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
 DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
@@ -41,7 +41,7 @@ def _leave_out(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec
 
 FAMILY = Family(
     name="smollm3",
-    architectures=("SmolLM3ForCausalLM",),
+    architectures=decoder_architectures("SmolLM3"),
     read_config=read_config,
     gguf_architectures=("smollm3",),
     gguf_config=partial(read_gguf_config, architecture="SmolLM3ForCausalLM"),

@@ -8,7 +8,7 @@ from headrace.base.errors import ConfigError
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import read_attention, read_decoder, read_layers, read_rope
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 DEFAULTS = {"max_position_embeddings": 4096}
 
@@ -31,6 +31,6 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="stablelm",
-    architectures=("StableLmForCausalLM",),
+    architectures=decoder_architectures("StableLm"),
     read_config=read_config,
 )

@@ -16,7 +16,7 @@ from headrace.models.config_specs import (
     read_vocabulary,
     read_window,
 )
-from headrace.models.family import Family
+from headrace.models.family import Family, decoder_architectures
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -34,7 +34,7 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="starcoder2",
-    architectures=("Starcoder2ForCausalLM",),
+    architectures=decoder_architectures("Starcoder2"),
     read_config=read_config,
     names=CheckpointNames(UNGATED_NAMES, renames={".c_fc.": ".up_proj.", ".c_proj.": ".down_proj."}),
 )
