@@ -47,7 +47,10 @@ class Targets(dict[str, torch.Tensor]):
             self.cuts[name] = cut
 
     def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What the target takes of a checkpoint's tensor; the tensor itself if its shape is not the expected one."""
+        """What the target takes of a checkpoint's tensor, which may have a leading dim of one; the tensor itself if its
+        shape is not the expected one."""
+        if isinstance(tensor, torch.Tensor) and tensor.shape == (1, *self[name].shape):
+            tensor = tensor[0]
         cut = self.cuts.get(name)
         if cut is None or tuple(tensor.shape) != cut.full_shape:
             return tensor

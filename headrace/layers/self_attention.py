@@ -101,6 +101,9 @@ class Attention(AttentionLayer):
             is_full = spec.qk_norm == "full"  # over all heads together, else per head with a shared weight [E]
             self.q_norm = RmsNorm(build, q_size if is_full else spec.head_dim, norm.eps, norm.offset)
             self.k_norm = RmsNorm(build, kv_size if is_full else spec.head_dim, norm.eps, norm.offset)
+        self._unit_weight: torch.Tensor | None = None
+        if spec.qk_norm == "rotated":
+            self._unit_weight = torch.full((spec.head_dim,), 1.0 - norm.offset, dtype=build.dtype, device=build.device)
         self._norm_over_ranks: NormOverRanks | None = None
         if spec.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None and not heads.is_whole:
             self._norm_over_ranks = NormOverRanks(self.q_norm, self.k_norm, kv_heads, build.tensor)
@@ -111,7 +114,11 @@ class Attention(AttentionLayer):
         spec, rope = self.spec, layer.rope
         weights = {}
         if self.q_norm is not None and self.k_norm is not None and self._norm_over_ranks is None:
-            weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
+            unit = self._unit_weight
+            weights = {
+                name: n.weight if unit is None else unit
+                for name, n in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
+            }
         shape = dict(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=spec.head_dim,
             rotary_dim=rope.rotary_dim if rope else 0
@@ -151,11 +158,21 @@ class Attention(AttentionLayer):
         # overwrite qkv.
         q = self._rope_write(qkv, positions, cos_sin, step.inputs.slots, pages.k, pages.v, **codes)
         q = batch.select_queries(q)
+        if self._unit_weight is not None:
+            q = q * self._rotated_weight()
         out = step.backend.attend(q, pages, self.params)
         if batch.media is not None and batch.media.blocks:
             for block in batch.media.blocks:
                 attend_block(out, q, block, pages, step.inputs.page_table, self.params)
         return out.flatten(1)
+
+    def _rotated_weight(self) -> torch.Tensor:
+        """[E]: what queries are multiplied by if norms follow the rotation. A rotation keeps the root mean square, so
+        dividing by it may come first. As only q.k counts, queries take the keys' weight too, and pages hold keys
+        without one."""
+        assert self.q_norm is not None and self.k_norm is not None
+        of_q, of_k = (norm.weight.float() + norm.offset for norm in (self.q_norm, self.k_norm))
+        return (of_q * of_k).to(self.q_norm.weight.dtype)
 
 
 def attend_block(

@@ -80,8 +80,8 @@ class MlpKind(Protocol):
 @dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys before rotation, per
-    head or over all heads together (``full``). ``sinks``: each head has a learned logit that takes part in its softmax
-    and has no value."""
+    head or over all heads together (``full``), or per head after it (``rotated``). ``sinks``: each head has a learned
+    logit that takes part in its softmax and has no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -90,7 +90,7 @@ class AttentionSpec:
     softcap: float = 0.0
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "full", "rotated"] = "none"
     sinks: bool = False
 
     branch: ClassVar[str] = "headrace.layers.self_attention:Attention"

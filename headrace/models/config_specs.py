@@ -97,7 +97,9 @@ def read_latent_attention(fields: Fields) -> LatentAttentionSpec:
 
 def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...] = (), **special: Any) -> DecoderSpec:
     """The usual decoder: all layers alike, RMS norms before the branches, a gated SiLU MLP, an untied head unless the
-    config says otherwise. ``layers`` and ``special`` replace fields of the result."""
+    config says otherwise. ``layers`` and ``special`` replace fields of the result. Raises `ConfigError` for attention
+    in both directions, which makes an encoder of a decoder."""
+    _check_causal(fields)
     layers = layers or read_layers(fields, read_rope(fields))
     usual: dict[str, Callable[[], Any]] = {
         "attention": lambda: read_attention(fields),
@@ -111,6 +113,14 @@ def read_decoder(fields: Fields, layers: tuple[LayerSpec, ...] = (), **special: 
         hidden_size=fields.integer("hidden_size"), max_model_len=_read_max_model_len(fields, layers), layers=layers,
         num_classes=_read_head(fields.config), **sections, **special,
     )
+
+
+def _check_causal(fields: Fields) -> None:
+    for name, wanted in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if fields.flag(name, wanted) is not wanted:
+            raise ConfigError(
+                f"config.json: {name} must be {str(wanted).lower()}; this family serves causal models", param=name
+            )
 
 
 def read_vocabulary(fields: Fields, *, tied: bool = False, **special: Any) -> VocabularySpec:
@@ -183,10 +193,15 @@ def add_sparse_steps(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
     """The longest context, in tokens: ``max_position_embeddings``. With YaRN at least ``original_max_position *
-    factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length."""
+    factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length. Where queries are
+    scaled by their positions (Ministral 3), the length up to which that changes nothing."""
+    longest = fields.integer("max_position_embeddings", 2048)
+    rope = Fields(read_rope_parameters(fields))
+    if rope.number("llama_4_scaling_beta", 0.0):  # from there on queries are multiplied, which is not done here
+        return min(longest, rope.integer("original_max_position_embeddings", longest))
     scalings = {layer.rope.scaling for layer in layers if layer.rope and layer.rope.scaling}
     stretched = [int(s.original_max_position * s.factor) for s in scalings if s.kind == "yarn"]
-    return max([fields.integer("max_position_embeddings", 2048), *stretched])
+    return max([longest, *stretched])
 
 
 def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tuple[LayerSpec, ...]:

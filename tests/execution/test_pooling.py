@@ -34,7 +34,8 @@ ENCODER = {
     "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3
 }
 CAUSAL: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {}, "PhiForCausalLM": {"partial_rotary_factor": 1.0},
+    "LlamaForCausalLM": {}, "GlmForCausalLM": {}, "Glm4ForCausalLM": {},
+    "PhiForCausalLM": {"partial_rotary_factor": 1.0},
     **{
         f"Deepseek{generation}ForCausalLM": {
             "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,

@@ -172,6 +172,10 @@ def test_gemma3_layers_and_cache_groups():
         ("LlamaForCausalLM", {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
         ("Gemma3ForCausalLM", {"layer_types": ["chunked"] * 7}, "layer_types"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal"),
+        ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func"),
+        ("DeepseekV2ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": [2, 1]}, "moe_topk"),
     ],
 )
 def test_values_that_cannot_be_served_are_named(architecture: str, options: dict[str, Any], named: str):
@@ -194,6 +198,13 @@ def test_a_stretch_that_was_added_to_a_newer_file_counts(architecture: str, kind
     }
     full = [layer.rope for layer in find_family(architecture).read_config(config).layers if not layer.window]
     assert full and all((rope.theta, rope.scaling.kind, rope.scaling.factor) == (4321.0, "yarn", 4.0) for rope in full)
+
+
+def test_a_context_ends_where_queries_would_be_scaled():
+    """As Ministral 3 has it: from ``original_max_position_embeddings`` on, by the logarithm of positions."""
+    rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
+    config = {**WIDE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 512, "rope_parameters": rope}
+    assert find_family("MistralForCausalLM").read_config(config).max_model_len == 32
 
 
 def test_window_as_long_as_the_context_is_no_window():

@@ -310,6 +310,31 @@ CASES |= {
             "attention_multiplier": 0.5, "tie_word_embeddings": True,
         },
     ),
+    "ministral": ("Ministral", {"num_hidden_layers": 3, "sliding_window": 6, "layer_types": TYPES, "head_dim": 16}),
+    "solar-open": (
+        "SolarOpen",
+        {
+            "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "attention_bias": True, "rope_scaling": SCALINGS["yarn"],
+        },
+    ),
+    "ernie4_5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24,
+            "moe_layer_end_index": 1, "use_bias": True,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1", {"head_dim": 12, "num_experts": 6, "moe_topk": [2, 2], "attention_bias": True},
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {

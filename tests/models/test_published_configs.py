@@ -130,6 +130,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "v_head_dim": 128, "vocab_size": 129280,
     },
+    "ernie-4.5-21b-a3b": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_act": "silu", "hidden_size": 2560,
+        "intermediate_size": 12288, "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+    },
+    "hunyuan-a13b": {
+        "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 3072, "max_position_embeddings": 32768, "mlp_bias": False,
+        "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True, "vocab_size": 128167,
+    },
     "deepseek-v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
         "hidden_act": "silu", "hidden_size": 2048,

@@ -206,7 +206,7 @@ def _describe_rotation(attention: Attention, norms: Norms) -> Rotation:
     if q_norm is not None and k_norm is not None:
         _require(
             attention.spec.qk_norm == "head" and _is_alike(q_norm, norms) and _is_alike(k_norm, norms),
-            "norms over all heads",
+            "norms other than of each head before rotation",
         )
         q_weight, k_weight = q_norm.weight.data, k_norm.weight.data
     rotary, rope = attention.rotary, attention.rope

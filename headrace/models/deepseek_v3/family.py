@@ -46,10 +46,23 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
     if types := config.get("mlp_layer_types"):
         named["first_k_dense_replace"] = _count_dense(types)
     fields = Fields({**named, **{name: value for name, value in config.items() if value is not None}})
+    _check_routing(fields, is_v3=is_v3)
     attention = read_latent_attention(fields)
     layers = read_layers(fields, read_rope(fields, interleaved=not is_v3 or fields.flag("rope_interleave", True)))
     routing = read_sigmoid_routing(fields) if is_v3 else _v2_routing(fields)
     return read_decoder(fields, add_experts(fields, layers, routing), attention=attention)
+
+
+def _check_routing(fields: Fields, *, is_v3: bool) -> None:
+    """Raises `ConfigError` for other scores and choices than the generation's, and for dense layers between."""
+    score = "sigmoid" if is_v3 else "softmax"
+    fields.choice("scoring_func", {score: score}, score)
+    if is_v3:
+        fields.choice("topk_method", {"noaux_tc": "noaux_tc"}, "noaux_tc")
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise ConfigError(
+            f"config.json: moe_layer_freq must be 1, got {fields.integer('moe_layer_freq')}", param="moe_layer_freq"
+        )
 
 
 def _count_dense(types: list[str]) -> int:

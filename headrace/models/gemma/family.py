@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from headrace.base.errors import ConfigError
 from headrace.layers.names import GgufNaming
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
@@ -17,14 +16,8 @@ DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """The activation is GELU by tanh also where ``hidden_act`` says ``gelu``: the first published files mean it so.
-    Raises `ConfigError` for the bidirectional variant, which is an encoder."""
+    """The activation is GELU by tanh also where ``hidden_act`` says ``gelu``: the first published files mean it so."""
     fields = Fields({**DEFAULTS, **config})
-    if fields.flag("use_bidirectional_attention", False):
-        raise ConfigError(
-            "config.json: use_bidirectional_attention must be false; this family serves causal models",
-            param="use_bidirectional_attention"
-        )
     if fields.config.get("hidden_act") == "gelu":
         fields.config["hidden_act"] = "gelu_pytorch_tanh"
     return read_decoder(

@@ -67,14 +67,8 @@ class PooledImageSpec:
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """A `MultimodalSpec` where the config has a vision part. ``attn_logit_softcapping`` is left over from Gemma 2: no
-    published config sets it, and transformers does not apply it. Raises `ConfigError` for the bidirectional variant,
-    which is an encoder."""
+    published config sets it, and transformers does not apply it."""
     fields = Fields({**DEFAULTS, **_text_part(config)})
-    if fields.flag("use_bidirectional_attention", False):
-        raise ConfigError(
-            "config.json: use_bidirectional_attention must be false; this family serves causal models",
-            param="use_bidirectional_attention"
-        )
     text = read_decoder(
         fields, _read_layers(fields),
         attention=read_attention(fields, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5, qk_norm="head"),

@@ -1,22 +1,29 @@
-"""Llama 1 to 3.x and models of the same architecture: Mistral (with or without sliding window), SmolLM2."""
+"""Llama 1 to 3.x and models of the same architecture: Mistral, Ministral (with or without sliding windows), SmolLM2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headrace.layers.names import GgufNaming
-from headrace.layers.spec import DecoderSpec
+from headrace.layers.spec import DecoderSpec, LayerSpec
 from headrace.models.config_fields import Fields
-from headrace.models.config_specs import read_decoder, read_layers, read_rope, read_window
+from headrace.models.config_specs import read_decoder, read_layers, read_rope, read_sliding, read_window
 from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
+WINDOWED = ("Mistral", "Ministral")
+
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Mistral has a sliding window, of 4096 tokens if its config does not state one; null means none."""
-    fields = Fields(config)
-    window = read_window(fields, 4096) if config["architectures"][0].startswith("Mistral") else 0
-    return read_decoder(fields, read_layers(fields, read_rope(fields), window=window))
+    """Mistral has a sliding window, of 4096 tokens if its config does not state one; null means none. Ministral's
+    ``layer_types`` say which layers have it."""
+    fields, architecture = Fields(config), config["architectures"][0]
+    rope, window = read_rope(fields), read_window(fields, 4096) if architecture.startswith(WINDOWED) else 0
+    layers = read_layers(fields, rope, window=window)
+    if architecture.startswith("Ministral"):
+        are_sliding = read_sliding(fields, lambda _: True)
+        layers = tuple(LayerSpec(window if is_sliding else 0, rope) for is_sliding in are_sliding)
+    return read_decoder(fields, layers)
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +36,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    architectures=decoder_architectures("Llama", "Mistral"),
+    architectures=decoder_architectures("Llama", "Mistral", "Ministral"),
     read_config=read_config,
     gguf_architectures=("llama",),
     gguf_config=gguf_config,
