@@ -67,7 +67,7 @@ class Arrivals:
 
     def _resume(self, request: Request) -> None:
         """Its prefix is complete: it goes on behind that."""
-        length, request.arriving_len = request.arriving_len or request.holding.capacity, 0
+        length = request.arriving_len
         self._tiers.num_hit_tokens += length - request.cached_len
         request.cached_len = request.computed_len = request.planned_len = length
         self._admission.note_start(request)
@@ -76,5 +76,5 @@ class Arrivals:
         self._sharing.update(request)
 
     def _give_up(self, request: Request) -> None:
-        request.skips_tiers, request.arriving_len = True, 0
+        request.skips_tiers = True
         self._lifecycle.retract(request)

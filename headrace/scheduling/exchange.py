@@ -200,8 +200,7 @@ class Exchange:
             holding.arriving[ticket] = group, begin, end
             request.tickets.add(ticket)
             lease.tickets.add(ticket)
-        request.arriving_len = request.prompt_len
-        request.awaits_until = self._clock() + LATE_S
+        request.arriving_len, request.awaits_until = request.prompt_len, self._clock() + LATE_S
         return True
 
     def _end_import(

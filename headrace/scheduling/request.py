@@ -116,7 +116,7 @@ class Request:
         self.hit_version = -1
         self.page_keys: list[bytes] = []  # names of its leading pages in tiers other than the device
         self.tickets: set[int] = set()  # page moves that it waits for
-        self.arriving_len = 0  # tokens of the prefix that they bring, where it is not whole pages
+        self.arriving_len = 0  # tokens of the prefix that is complete with them; of whole pages, or all of the prompt
         self.awaits_until = 0.0  # by the scheduler's clock: then it computes instead
         self.skips_tiers = False  # a copy has failed: it computes what the device does not have
 

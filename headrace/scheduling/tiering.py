@@ -150,7 +150,7 @@ class Tiers:
                 ticket = self.transfers.open(move, partial(self._end_reading, request, request.epoch, holding, keys))
                 holding.arriving[ticket] = group, begin, end
                 request.tickets.add(ticket)
-        request.awaits_until = self._clock() + LATE_S
+        request.arriving_len, request.awaits_until = holding.capacity, self._clock() + LATE_S
         return True
 
     def _end_reading(

@@ -152,9 +152,9 @@ class TransferGate:
             return
         match message:
             case Arrived():
-                held.agent_uses, held.engine_uses = False, True
-                if held.is_waiting:
-                    held.is_waiting = False
+                held.agent_uses = False
+                if held.is_waiting:  # else the request has ended, while this was on its way
+                    held.is_waiting, held.engine_uses = False, True
                     self.outcomes["received"] += 1
                     self._exchange.arrive(held.request.request_id, held.lease, message.first)
                     self._ready.append((held.request, None))
