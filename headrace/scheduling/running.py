@@ -39,7 +39,7 @@ class RunningSet:
         self._unfinished: Counter[tuple[str, ...]] = Counter()  # by client
         self.rewired: dict[Request, None] = {}  # with entries that the device has already, but that were replaced
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._newcomers: list[Request] = []
+        self._newcomers: dict[Request, None] = {}  # given a row since the last plan
         self._released: list[int] = []
 
     @property
@@ -77,7 +77,7 @@ class RunningSet:
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         self.prefilling[request] = None
-        self._newcomers.append(request)
+        self._newcomers[request] = None
         self.adapters.enter(request)
 
     def start_decoding(self, request: Request) -> None:
@@ -106,7 +106,10 @@ class RunningSet:
             self.encoders.leave(request)
             self._count_shares(request, -1)
             self._free_rows.append(request.row)
-            self._released.append(request.row)
+            if request in self._newcomers:  # the device never heard of it
+                del self._newcomers[request]
+            else:
+                self._released.append(request.row)
             self.adapters.leave(request)
         self.held.pop(request, None)
         self.adapters.waiting.pop(request, None)
@@ -140,7 +143,7 @@ class RunningSet:
 
     def take_changes(self) -> tuple[list[int], list[RowStart]]:
         """Rows released and started since the last plan. A request that was retracted and admitted again in
-        between is in ``starts`` with its new row."""
+        between is in both, with its new row among the starts."""
         starts = [
             RowStart(
                 request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,
@@ -149,7 +152,7 @@ class RunningSet:
             for request in self._newcomers
         ]
         released = self._released
-        self._newcomers, self._released = [], []
+        self._newcomers, self._released = {}, []
         return released, starts
 
     def free_rows(self) -> list[int]:

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.base.errors import HeadraceError, OutOfPages
+from headrace.scheduling.encoding import EncoderAccount, EncoderLimits
+from headrace.scheduling.request import Request, State
+from headrace.scheduling.running import RunningSet
 from tests.scheduling.fake_runner import FORCED, make_ask, make_engine, make_layout
 
 VOCAB = 23
@@ -168,3 +171,17 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
+
+
+def test_the_device_hears_nothing_of_a_request_that_leaves_before_its_plan():
+    running = RunningSet(2, EncoderAccount(None, EncoderLimits(1, 1, 1)))
+    request = Request(make_ask("a", [1, 2]), seq=0, max_model_len=64, deadline=None)
+    running.register(request)
+    for _ in range(2):  # retracted, and let in again
+        running.start_prefill(request)
+        running.leave(request, State.RETRACTED)
+    assert running.take_changes() == ([], [])
+    running.start_prefill(request)
+    assert [start.row for start in running.take_changes()[1]] == [request.row]
+    running.leave(request, State.FINISHED)
+    assert running.take_changes() == ([0], [])
