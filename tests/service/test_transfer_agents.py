@@ -34,6 +34,7 @@ from headrace.base.transfer import (
     Released,
 )
 from headrace.memory.transfer.contract import Region
+from headrace.service.transfer import line
 from headrace.service.transfer.line import AgentLine
 
 SIZE = 1 << 20
@@ -318,6 +319,28 @@ def test_a_stopped_agent_is_replaced(ends):
         time.sleep(0.02)
         assert time.monotonic() - began < LIMIT_S
     assert decode.line.num_restarts == 1
+
+
+def test_an_agent_that_cannot_be_started_again_costs_no_memory(ends, monkeypatch: pytest.MonkeyPatch):
+    prefill, decode, _ = ends()
+    os.kill(prefill.line.pid, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+        patch.setattr(line, "LEAST_LIFE_S", 0.0)
+        patch.setattr(line, "spawn_process", lambda *_: os.open("/nowhere", os.O_RDONLY))  # an `OSError`
+        deadline, num_open = time.monotonic() + LIMIT_S, psutil.Process().num_fds()
+        while prefill.line.num_restarts < 5:
+            prefill.poll()
+            assert time.monotonic() < deadline
+        assert psutil.Process().num_fds() <= num_open and prefill.line.descriptor is None
+    while not prefill.line.is_up:
+        prefill.poll()
+        assert time.monotonic() < deadline
+    fill(prefill, 0, 1000)
+    decode.line.send(fetch(1, "again", find_port(prefill.line.pid), 0, 1000))
+    prefill.line.send(Offer(1, "again", b"p", 0, 1000))
+    prefill.line.send(Filled(1, [(0, 1000)]))
+    prefill.line.send(Completed(1, FIRST))
+    decode.hear(Arrived, 1)
 
 
 def test_agents_end_with_their_engine(ends):

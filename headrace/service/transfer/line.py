@@ -134,6 +134,7 @@ class AgentLine:
             self._spawn()
         except (ConfigError, OSError) as error:  # no memory now: peers may still hold that of the last region
             logger.warning("the transfer agent cannot start yet: %s", error)
+            self.close()
 
     def _create_region(self) -> AnyRegion:
         size, device = self._options.num_bytes, self._options.device
