@@ -37,6 +37,8 @@ RESTART_PAUSE_S = 1.0
 WINDOW_S = 600.0
 WATCH_S = 0.5
 DRAIN_GRACE_S = 10.0
+USER_ERROR = 2
+"""The exit status of a command whose options are wrong."""
 NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {"disaggregate", "config", "drain_s"}
 """Options of the router, which alone is reached from outside."""
 
@@ -105,18 +107,24 @@ class PairServers:
         while True:
             for role in self.roles:
                 if role.process is not None and role.process.poll() is not None:
-                    starts, status = self._starts[role.url], role.process.returncode
-                    recent = [start for start in starts if time.monotonic() - start < WINDOW_S]
-                    if status == 2 or len(recent) > self._max_restarts:
-                        raise ConfigError(
-                            f"the {role.name} server {role.url} ended with status {status}; its last lines say why",
-                            param="disaggregate"
-                        )
-                    logger.warning("the %s server %s has ended (status %d) and is started again", role.name, role.url,
-                                   status)
+                    self._check_end(role, role.process.returncode)
                     await asyncio.sleep(RESTART_PAUSE_S)
-                    self._start(role)
+                    try:
+                        self._start(role)
+                    except OSError as error:  # no descriptors, memory or processes now; tried again
+                        logger.warning("the %s server %s cannot be started: %s", role.name, role.url, error)
             await asyncio.sleep(WATCH_S)
+
+    def _check_end(self, role: _Role, status: int) -> None:
+        starts = self._starts[role.url]
+        recent = [start for start in starts if time.monotonic() - start < WINDOW_S]
+        # Later than at first, a wrong option is one of the moment: another program has the port.
+        if (status == USER_ERROR and len(starts) == 1) or len(recent) > self._max_restarts:
+            raise ConfigError(
+                f"the {role.name} server {role.url} ended with status {status}; its last lines say why",
+                param="disaggregate"
+            )
+        logger.warning("the %s server %s has ended (status %d) and is started again", role.name, role.url, status)
 
     def close(self, drain_s: float) -> None:
         """End all, with time to finish what runs."""
@@ -132,8 +140,8 @@ class PairServers:
                 process.wait()
 
     def _start(self, role: _Role) -> None:
-        self._starts.setdefault(role.url, deque(maxlen=64)).append(time.monotonic())
         role.start()
+        self._starts.setdefault(role.url, deque(maxlen=64)).append(time.monotonic())
         logger.info("%s server %s: process %d", role.name, role.url, role.process.pid if role.process else 0)
 
 

@@ -1,0 +1,81 @@
+"""The servers of ``headrace serve --disaggregate``: which ends are final, and which are not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.base.config import EngineConfig, ServeConfig
+from headrace.base.disaggregation import DisaggregationConfig
+from headrace.base.errors import ConfigError
+from headrace.serving.router import pairs_on_host
+from headrace.serving.router.pairs_on_host import PairServers
+
+LIVES = """
+import pathlib, sys, time
+count = pathlib.Path(sys.argv[1])
+starts = int(count.read_text()) if count.exists() else 0
+count.write_text(str(starts + 1))
+if starts < len(sys.argv) - 2:
+    sys.exit(int(sys.argv[2 + starts]))
+time.sleep(600)
+"""
+"""A server whose first lives end with the statuses of its arguments, and whose next one stays."""
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairServers:
+    monkeypatch.setattr(pairs_on_host, "RESTART_PAUSE_S", 0.0)
+    monkeypatch.setattr(pairs_on_host, "WATCH_S", 0.01)
+    config = ServeConfig(engine=EngineConfig(disaggregation=DisaggregationConfig(disaggregate="1:1")))
+    made = PairServers(config, tmp_path)
+    del made.roles[1:]
+    return made
+
+
+def count_starts(folder: Path) -> str:
+    return (folder / "count").read_text() if (folder / "count").exists() else ""
+
+
+def set_lives(servers: PairServers, folder: Path, *statuses: int) -> None:
+    servers.roles[0].command = [sys.executable, "-c", LIVES, str(folder / "count"), *map(str, statuses)]
+
+
+async def test_a_server_is_started_again_though_its_port_or_memory_lacks_for_a_while(
+    servers: PairServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    set_lives(servers, tmp_path, 1, 2)
+    servers.start()
+    popen, lacks = subprocess.Popen, iter([OSError(12, "Cannot allocate memory")] * 8)
+
+    def start(*arguments, **options):
+        if error := next(lacks, None):
+            raise error
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(pairs_on_host.subprocess, "Popen", start)
+    watching = asyncio.create_task(servers.watch())
+    try:
+        while not watching.done() and count_starts(tmp_path) != "3":
+            await asyncio.sleep(0.01)
+        assert not watching.done(), watching.exception()
+        assert servers.roles[0].process.poll() is None
+    finally:
+        watching.cancel()
+        servers.close(0.0)
+
+
+@pytest.mark.parametrize("statuses", [[2], [1] * 9])
+async def test_wrong_options_and_too_many_ends_are_final(servers: PairServers, tmp_path: Path, statuses: list[int]):
+    set_lives(servers, tmp_path, *statuses)
+    servers.start()
+    try:
+        with pytest.raises(ConfigError, match=f"ended with status {statuses[0]}"):
+            await servers.watch()
+    finally:
+        servers.close(0.0)
+    assert count_starts(tmp_path) == ("1" if statuses == [2] else "6")
