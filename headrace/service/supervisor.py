@@ -115,16 +115,20 @@ class Listener(Protocol):
 
 class EngineProcess:
     """One run of the engine process and the channel to it. A thread waits for the exit code (`Popen.wait` blocks) and
-    passes it to the event loop."""
+    passes it to the event loop. Raises `OSError` where no thread can be started."""
 
     def __init__(self, spawned: SpawnedEngine, channel: ClientChannel):
         self.channel, self.board = channel, spawned.board
         # Set in the event loop alone, through `_tell`: futures of asyncio are not thread-safe.
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = spawned.process
-        threading.Thread(
+        watch = threading.Thread(
             target=self._watch, args=(asyncio.get_running_loop(),), name="engine-watch", daemon=True
-        ).start()
+        )
+        try:
+            watch.start()
+        except RuntimeError as error:  # Python's word for what the system calls EAGAIN
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def pid(self) -> int:
@@ -305,7 +309,9 @@ class Supervisor:
                 spawned, self._spawned = self._spawned or self._spawn(), None
                 with contextlib.ExitStack() as undo:
                     undo.callback(spawned.end)
-                    process = EngineProcess(spawned, await ClientChannel.open(spawned.line, self._take))
+                    channel = await ClientChannel.open(spawned.line, self._take)
+                    undo.callback(channel.close)
+                    process = EngineProcess(spawned, channel)
                     undo.pop_all()
                     return process
             except OSError as error:

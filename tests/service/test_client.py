@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from functools import partialmethod
@@ -301,7 +302,7 @@ async def test_an_engine_is_replaced_without_a_descriptor_left(start_client: Cal
 
 async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog):
     client = await start_client(max_restarts=1)
-    shortages, real = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM], replica.spawn_engine
+    shortages, real = [errno.EMFILE, errno.ENOMEM], replica.spawn_engine
 
     def spawn(builder: str) -> SpawnedEngine:
         if shortages:
@@ -309,11 +310,19 @@ async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pyt
             raise OSError(number, os.strerror(number))
         return real(builder)
 
+    def start(thread: threading.Thread, begin: Callable = threading.Thread.start) -> None:
+        if thread.name == "engine-watch" and threads:
+            raise RuntimeError(threads.pop())
+        begin(thread)
+
+    threads = ["can't start new thread"]
     monkeypatch.setattr(replica, "spawn_engine", spawn)
+    monkeypatch.setattr(threading.Thread, "start", start)
     await read(client.submit([FakeExecutor.DIE], greedy()))
     assert client.state == "restarting"
     await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
-    assert not shortages and client.num_restarts == 1 and "Too many open files; next try in 2.0 s" in caplog.text
+    assert not shortages and client.num_restarts == 1 and "Too many open files; next try in 1.0 s" in caplog.text
+    assert not threads and "can't start new thread; next try in 2.0 s" in caplog.text
     assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
 
 
