@@ -128,6 +128,24 @@ def test_a_full_disk_costs_one_line_and_is_tried_again_later(
     assert store.put(["a-0-11"], [page(1)]) == [True]
 
 
+def test_files_that_cannot_be_deleted_count_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    size = disk._HEADER.size + len(page(0))
+    store = open_disk(tmp_path, capacity=2 * size)
+    assert store.put(["a-0-11", "a-0-22"], [page(1), page(2)]) == [True, True]
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "PAUSE_S", 0.0)
+        patch.setattr(Path, "unlink", refuse)
+        for _ in range(3):
+            assert store.put(["a-0-33"], [page(3)]) == [False]
+    assert store.exists(["a-0-11", "a-0-22", "a-0-33"]) == [True, True, False]
+    assert store.put(["a-0-33"], [page(3)]) == [True] and store.exists(["a-0-11"]) == [False]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.page")) == 2 * size
+
+
 def test_two_servers_cannot_share_a_folder(tmp_path: Path):
     store = open_disk(tmp_path)
     with pytest.raises(ConfigError, match="in use by another server"):

@@ -139,14 +139,16 @@ class DiskStore:
             while self._num_bytes + size > self._capacity:
                 victim, taken = self._files.popitem(last=False)
                 self._num_bytes -= taken
-                victims.append(victim)
+                victims.append((victim, taken))
             self._num_bytes += size
             self._num_writing += size
         path = self._path(name)
         partial = path.with_suffix(f".{threading.get_ident()}.part")
         try:
-            for victim in victims:
-                self._path(victim).unlink(missing_ok=True)
+            while victims:
+                with contextlib.suppress(IsADirectoryError):  # by somebody else
+                    self._path(victims[0][0]).unlink(missing_ok=True)
+                del victims[0]
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb", buffering=0) as file:
                 header = _HEADER.pack(FORMAT, VERSION, zlib.crc32(buffer), len(buffer))
@@ -159,6 +161,10 @@ class DiskStore:
             with self._mutex:
                 self._num_bytes -= size
                 self._num_writing -= size
+                for victim, taken in reversed(victims):  # still there
+                    self._num_bytes += taken - self._files.pop(victim, 0)
+                    self._files[victim] = taken
+                    self._files.move_to_end(victim, last=False)
                 self._paused_until = time.monotonic() + PAUSE_S
             self._complain(f"{path} cannot be written, and the page is not kept: {error}")
             return False
