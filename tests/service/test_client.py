@@ -21,6 +21,7 @@ from fakes import PATIENCE_S, FakeExecutor, continuation
 
 from headrace.base.config import engine_config
 from headrace.base.errors import EngineUnavailable, ModelError, RequestError
+from headrace.base.messages import EngineStats
 from headrace.base.sampling import SamplingParams
 from headrace.service import supervisor
 from headrace.service.client import replica
@@ -298,6 +299,15 @@ async def test_an_engine_is_replaced_without_a_descriptor_left(start_client: Cal
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
         assert client.num_restarts == count
     assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
+
+
+async def test_an_engine_that_died_has_no_requests_and_pages(start_client: Callable):
+    client = await start_client()
+    await read(client.submit([3], greedy(3)))
+    await client.stats()
+    assert client.last_stats.num_pages > 0
+    await read(client.submit([FakeExecutor.DIE], greedy()))
+    assert client.state == "restarting" and client.last_stats == EngineStats()
 
 
 async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog):

@@ -217,7 +217,7 @@ class Replica:
         """The engine process is gone; called by the supervisor."""
         self.state = "stopped" if is_final else "restarting"
         self.failure = error if is_final else None
-        self.progress = ("starting", 0.0)
+        self.progress, self.last_stats = ("starting", 0.0), EngineStats()
         self.fail_all(EngineUnavailable(
             f"{self.name} stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S
         ))
