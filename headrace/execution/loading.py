@@ -191,8 +191,8 @@ def load_model(
             experts=ranks.experts or ExpertRanks(group if config.parallel.enable_expert_parallel else Group()),
             all2all_backend=config.parallel.all2all_backend, moves_experts=config.parallel.enable_eplb, stage=stage,
             scales_cache=resolved == torch.float8_e4m3fn,
-            # beside weights of 8 or 4 bits, additions in float32 would be read for longer than they are worth
-            adapters=choose_banks(config, torch.bfloat16 if rounds_inputs and device.type == "cpu" else None),
+            # beside weights of 8 or 4 bits, additions in more would be read for longer than they are worth
+            adapters=choose_banks(config, is_coded=rounds_inputs and device.type == "cpu"),
         )
         with deferred_matrices():
             model = family.build_model(spec, build)
@@ -229,9 +229,9 @@ def _check_experts(model: ServedModel, name: str) -> None:
         )
 
 
-def choose_banks(config: EngineConfig, dtype: torch.dtype | None = None) -> BankSizes | None:
-    """What layers make room for, in that dtype if not in that of weights; raises `ConfigError` where adapters cannot be
-    served."""
+def choose_banks(config: EngineConfig, *, is_coded: bool = False) -> BankSizes | None:
+    """What layers make room for, in 8 bits and elsewhere in bfloat16 if ``is_coded``, else in the dtype of weights;
+    raises `ConfigError` where adapters cannot be served."""
     adapters, parallel = config.adapters, config.parallel
     if not adapters.enable_lora:
         return None
@@ -244,7 +244,8 @@ def choose_banks(config: EngineConfig, dtype: torch.dtype | None = None) -> Bank
         raise ConfigError(
             "adapters are not served where experts move; leave out enable_eplb or enable_lora", param="enable_lora"
         )
-    return BankSizes(adapters.max_loras, adapters.max_lora_rank, dtype)
+    dtype = torch.bfloat16 if is_coded else None
+    return BankSizes(adapters.max_loras, adapters.max_lora_rank, dtype, is_coded)
 
 
 def find_banks(model: ServedModel, build: Build, family: Family) -> AdapterBanks | None:

@@ -125,8 +125,9 @@ class LatentAttention(AttentionLayer):
         for slot, first, count in rows.segments:
             rank = int(bank.ranks[slot, 0])
             if rank:
-                b = bank.b[slot, :rank].float().unflatten(1, (self.num_heads, -1))
-                yield rows.order[first : first + count], bank.a[slot, 0, :rank].float(), b
+                a, b = bank.factors(slot)
+                by_head = b[:rank].float().unflatten(1, (self.num_heads, -1))
+                yield rows.order[first : first + count], a[0, :rank].float(), by_head
 
     def _attend_expanded(self, q: torch.Tensor, pages: KvPages, inputs: AttentionInputs) -> torch.Tensor:
         """``q`` [T, H, N + E] to [T, H * V], over the page rows [T, L + E] that this step has written: these hold the

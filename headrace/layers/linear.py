@@ -15,7 +15,7 @@ from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_S
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
-from headrace.layers.lora.bank import Adaptation, LinearBank
+from headrace.layers.lora.bank import Adaptation, CodedLinearBank, LinearBank
 from headrace.layers.lora.extended import ExtendedWeight, count_spare
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
@@ -59,7 +59,8 @@ class Linear(StorableLayer):
         self.bias = build.parameter(outputs) if bias else None
         self.lora: LinearBank | None = None
         if build.adapters is not None:
-            self.lora = LinearBank(
+            bank = CodedLinearBank if build.adapters.is_coded and is_storable else LinearBank
+            self.lora = bank(
                 self, self.shares, columns, query, sizes=build.adapters, find_rows=build.find_adapter_rows,
                 group=self.group, bias=self.bias,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import peft_rig as rig
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, PhiConfig, Qwen2Config
+
+from headrace.base.errors import HeadraceError
+from headrace.models.adapters.config import parse_config
 
 pytest.importorskip("peft")
 
@@ -32,6 +37,15 @@ def check(model: Any, folder: Path, *, is_tied: bool = False, changes: bool = Tr
     if changes:
         assert (found - rig.outputs_of(model)).abs().max() > 1e-2
     return weights
+
+
+def test_every_field_of_peft_is_applied_or_refused_by_name():
+    """Those that a later version adds are found here first."""
+    for field in fields_of(__import__("peft").LoraConfig):
+        try:
+            parse_config(json.dumps({"r": 4, field.name: True}))
+        except HeadraceError as error:
+            assert field.name in error.message and "is not known here" not in error.message
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +119,14 @@ def test_biases(tmp_path: Path, bias: str):
 )
 def test_a_head_that_is_the_embedding(tied: Any, tmp_path: Path, fields: dict[str, Any]):
     check(tied, tmp_path, is_tied=True, **fields)
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only"])
+def test_the_bias_of_a_head_with_an_addition(tmp_path: Path, bias: str):
+    """PEFT saves the base's beside the head's weight; it is another one only where biases are trained."""
+    model = rig.make_model(PhiConfig(**rig.LLAMA))
+    weights = check(model, tmp_path, target_modules=["embed_tokens", "lm_head"], bias=bias)
+    assert any(part.bias is not None for part in weights.parts) == (bias == "lora_only")
 
 
 MOE: dict[str, Any] = {

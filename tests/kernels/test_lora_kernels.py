@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from cpu_isas import isa  # noqa: F401
 from devices import DEVICES, relative_error
 
 from headrace.kernels.linear import Norm
@@ -21,8 +23,10 @@ from headrace.kernels.lora import (
     Reduced,
     SlotRows,
     make_tiles,
+    reference,
 )
 from headrace.kernels.lora import triton as triton_solution
+from headrace.kernels.lora.codes import CodedBank, encode, make_coded_bank
 from headrace.layers.lora.rows import RowsLayout
 
 INPUTS, WIDTHS, MOST_RANKS, SLOTS = 200, (130, 24, 40), 32, 5
@@ -77,6 +81,47 @@ BATCHES = (
 @pytest.mark.parametrize("solution", ["reference", "cpu"])
 def test_cpu_solutions(solution: str, dtype: torch.dtype, slots: list[int]):
     check(solution, "cpu", dtype, 1e-5 if dtype == torch.float32 else 1e-2, slots, room=0)
+
+
+def encode_bank(bank: LowRankBank) -> CodedBank:
+    coded = make_coded_bank(SLOTS, MOST_RANKS, INPUTS, bank.ends, bank.ranks)
+    for slot, ranks in enumerate(RANKS):
+        for part, (rank, (begin, end)) in enumerate(zip(ranks, pairwise((0, *bank.ends)), strict=True)):
+            if rank:
+                coded.put(slot, part, encode(bank.a[slot, part, :rank], bank.b[slot, :rank, begin:end]))
+    return coded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_additions_in_8_bits(isa: str, dtype: torch.dtype):  # noqa: F811
+    """Near the exact sums; rows without an adapter do not change, and a row has the same bits alone as in a batch."""
+    plain = make_bank("cpu", torch.float32)
+    bank, expand, generator = encode_bank(plain), EXPAND.load("cpu"), torch.Generator().manual_seed(9)
+    for slots in BATCHES:
+        x, rows = torch.randn(len(slots), INPUTS, generator=generator).to(dtype), make_rows(slots, "cpu")
+        before = torch.randn(len(slots), plain.ends[-1], generator=generator).to(dtype)
+        together, decoded = before.clone(), before.clone()
+        expand(x, together, bank, rows)
+        reference.expand(reference.shrink(x, bank, rows), decoded, bank, rows)
+        expected = expected_of(x, before, plain, slots)
+        assert relative_error(together, expected) < 0.015 and relative_error(decoded, expected) < 0.015
+        for row, slot in enumerate(slots):
+            alone = before[row : row + 1].clone()
+            expand(x[row : row + 1], alone, bank, make_rows([slot], "cpu"))
+            assert torch.equal(alone[0], together[row] if slot >= 0 else before[row])
+
+
+@pytest.mark.parametrize("powers", [(0, 0), (-30, 0), (0, -30), (30, -60), (-90, 60)], ids=str)
+def test_factors_of_any_magnitude_keep_their_product(powers: tuple[int, int]):
+    """Scales of few bits: a trained ``b`` may be tiny beside its ``a``, or the other way round."""
+    generator, ends = torch.Generator().manual_seed(6), (20, 51)
+    a, b = torch.randn(9, INPUTS, generator=generator), torch.randn(9, 31, generator=generator)
+    bank = make_coded_bank(2, 16, INPUTS, ends, torch.tensor([[0, 0], [0, 9]]))
+    bank.put(1, 1, encode(a * 2.0 ** powers[0], b * 2.0 ** powers[1]), torch.full((31,), 3.0))
+    found_a, found_b = bank.factors(1)
+    product = found_b[:9, 20:].double().T @ found_a[1, :9].double()
+    assert relative_error(product, 3.0 * b.double().T @ a.double() * 2.0 ** sum(powers)) < 0.015
+    assert not found_a[1, 9:].any() and not found_b[:, :20].any()
 
 
 @pytest.mark.parametrize("room", [0, 64])

@@ -13,6 +13,7 @@
 #include "bind_experts.h"
 #include "bind_rope.h"
 #include "bind_rows.h"
+#include "lora_work.h"
 #include "route.h"
 
 namespace headrace {
@@ -43,13 +44,14 @@ struct Reals {
 };
 constexpr int64_t kReals = sizeof(Reals) / sizeof(double);
 struct Bank {  // one row of `banks`: the additions to one product of a layer, see lora.h
-  int64_t a, b, ranks, ends, parts, most_ranks, inputs, outputs, is_bfloat16;
+  int64_t a, b, ranks, ends, parts, most_ranks, inputs, outputs, form;
 };
 constexpr int kBanks = 4;  // of a layer: qkv, output, gate_up, down
 struct Adapters {          // banks of all layers; rows with an adapter, and their slots
   const Bank* banks;
   const int64_t *order, *slots;
   int64_t count;
+  std::vector<LowRankChunk> chunks;
 };
 struct Group {  // one row of `groups`: addresses of a cache group's slots [M] int64 and page table [R, *] int32
   int64_t slots, page_table, table_stride;
@@ -158,8 +160,9 @@ class Step {
     const size_t buffer_bytes = 2 * row_bytes(in.hidden_size) + Arena::rounded(bytes) + 2 * scale_bytes;
     const size_t shared_bytes =
         std::max<size_t>({attention_bytes, Arena::rounded(gate_bytes) + buffers_.size() * row_bytes(hidden), routes});
+    const size_t reduced_bytes = Arena::rounded(most_reduced() * 4);
     static thread_local Arena arena;
-    arena.reserve(buffers_.size() * buffer_bytes + shared_bytes);
+    arena.reserve(buffers_.size() * buffer_bytes + shared_bytes + reduced_bytes);
     for (Buffers& buffers : buffers_) {
       char* const own = &buffers == buffers_.data() ? residual : arena.take(row_bytes(in.hidden_size));
       buffers = {own, arena.take(row_bytes(in.hidden_size)), arena.take(bytes), nullptr, nullptr, nullptr};
@@ -167,6 +170,7 @@ class Step {
       buffers.sums = reinterpret_cast<float*>(arena.take(scale_bytes));
     }
     qkv_ = gates_ = arena.take(shared_bytes);  // shared: attention is over when the MLP begins
+    reduced_ = reinterpret_cast<float*>(arena.take(reduced_bytes));
     q_ = qkv_ + row_bytes(qkv), attended_ = q_ + row_bytes(heads);
     for (size_t i = 0; i < buffers_.size(); ++i)
       buffers_[i].hidden = gates_ + Arena::rounded(gate_bytes) + i * row_bytes(hidden);
@@ -252,24 +256,21 @@ class Step {
     const Reals& reals = reals_[i];
     const Buffers& own = buffers(member);
     enter(member, layer.attention_norm, reals, i > 0, layer.qkv);
-    multiply(member, layer.qkv, own.normed, qkv_);
-    adapt(member, i, 0, own.normed, qkv_);
+    multiply_adapted(member, i, 0, layer.qkv, own.normed, qkv_);
     const RopeRows rope = rope_of(layer, reals);
     member.share_rows([&](int64_t begin, int64_t end) { best_rope_kernels().rope_write(rope, begin, end); });
     if (in_.places && i == num_layers_ - 1) narrow(member, layer.num_heads * layer.head_dim * size_);
     if (member.rows == 0) return;
     attend(member.team, attentions_[i], *works_[i]);
     prepare(member, layer.output, attended_);
-    multiply(member, layer.output, attended_, branch_);
-    adapt(member, i, 1, attended_, branch_);
+    multiply_adapted(member, i, 1, layer.output, attended_, branch_);
     leave(member, layer.attention_post, reals);
     enter(member, layer.mlp_norm, reals, true, layer.num_experts ? layer.router : layer.gate_up);
     if (layer.num_experts) {
       mix(member, layer, reals);
     } else {
       gate(member, i);
-      multiply(member, layer.down, own.hidden, branch_);
-      adapt(member, i, 3, own.hidden, branch_);
+      multiply_adapted(member, i, 3, layer.down, own.hidden, branch_);
     }
     leave(member, layer.mlp_post, reals);
   }
@@ -289,8 +290,7 @@ class Step {
       });
       return prepare(member, layer.down, own.hidden);
     }
-    multiply(member, layer.gate_up, own.normed, gates_);
-    adapt(member, i, 2, own.normed, gates_);
+    multiply_adapted(member, i, 2, layer.gate_up, own.normed, gates_);
     const int64_t size = weight.outputs / 2;  // intermediate size
     const GatedRows gated{gates_, 2 * size, own.hidden, size, activation};
     over_rows(member, [&](int64_t begin, int64_t end) {
@@ -299,19 +299,31 @@ class Step {
     });
   }
 
-  // What adapters add to product `which` of layer i.
-  void adapt(const Member& member, int64_t i, int which, const char* x, char* out) const {
-    if (!in_.adapters) return;
+  // Numbers that adapters reduce their rows to, for one product.
+  int64_t most_reduced() const {
+    int64_t most = 0;
+    for (int64_t i = 0; in_.adapters && i < num_layers_ * kBanks; ++i)
+      most = std::max(most, in_.adapters->banks[i].parts * in_.adapters->banks[i].most_ranks);
+    return most ? most * in_.adapters->count : 0;
+  }
+
+  // A product, and what adapters add to it: `which` of layer i. Members reduce inputs before their share of the
+  // product, which evens out who has more of that, and expand behind the wait at its end.
+  void multiply_adapted(const Member& member, int64_t i, int which, const Product& product, const char* x, char* out) {
+    if (!in_.adapters) return multiply(member, product, x, out);
     const Adapters& adapters = *in_.adapters;
     const Bank& bank = adapters.banks[i * kBanks + which];
-    const LowRankRows rows{{at(bank.a), at(bank.b), at<int64_t>(bank.ranks), at<int64_t>(bank.ends), bank.parts,
-                            bank.most_ranks, bank.inputs, bank.outputs, bank.is_bfloat16 != 0},
-                           x, bank.inputs, out, bank.outputs, false, adapters.order, adapters.slots};
-    // rows of one adapter share the reading of it, as long as every member has some
-    const int64_t each = (adapters.count + member.team.size() - 1) / member.team.size();
-    member.share_parts(adapters.count, std::min<int64_t>(4, each), [&](int64_t begin, int64_t end) {
-      best_low_rank_kernels().add(in_.type, rows, begin, end);
-    });
+    const LowRankWork work{
+        in_.type,
+        {{at(bank.a), at(bank.b), at<int64_t>(bank.ranks), at<int64_t>(bank.ends), bank.parts, bank.most_ranks,
+          bank.inputs, bank.outputs, static_cast<BankForm>(bank.form)},
+         x, bank.inputs, out, bank.outputs, false, adapters.order, adapters.slots, reduced_},
+        adapters.chunks};
+    const int64_t chunks = adapters.chunks.size(), panels = work.num_panels();
+    work.shrink(member.team.part_begin(chunks, member.index), member.team.part_begin(chunks, member.index + 1));
+    multiply(member, product, x, out);
+    member.share_parts(panels, 1 + panels / (Member::kPieces * member.team.size()),
+                       [&](int64_t begin, int64_t end) { work.expand(begin, end); });
   }
 
   // Scratch of a router: logits [M, X] float32, then ids [M, k] int64 and weights [M, k] float32.
@@ -464,6 +476,7 @@ class Step {
   int64_t size_, num_members_ = 1;
   bool is_apart_ = false;  // each member has buffers of its own
   char *branch_, *qkv_, *q_, *attended_, *gates_;
+  float* reduced_;  // of the rows with an adapter
   std::vector<Buffers> buffers_;
   std::deque<Attention> attentions_;
   std::vector<std::shared_ptr<AttentionWork>> works_;
@@ -488,7 +501,7 @@ inline Adapters adapters_of(const std::optional<Tensor>& banks, const Tensor& ro
   const int64_t *order = pointer<int64_t>(rows), *slots = order + rows.size(1);
   for (int64_t i = 0; i < rows.size(1); ++i)
     STD_TORCH_CHECK(order[i] >= 0 && order[i] < count && slots[i] >= 0, "no such row or slot");
-  return {pointer<Bank>(*banks), order, slots, rows.size(1)};
+  return {pointer<Bank>(*banks), order, slots, rows.size(1), chunks_of(slots, rows.size(1))};
 }
 
 }  // namespace layers

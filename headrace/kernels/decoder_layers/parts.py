@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.kernels.lora import LowRankBank
+from headrace.kernels.lora.codes import CodedBank
 from headrace.kernels.moe import Gate, RouteShape
 from headrace.kernels.packed_linear.layout import PackedMatrix
 
@@ -106,7 +107,7 @@ class LayerParts:
     heads: Heads
     rotation: Rotation
     pages: Pages
-    banks: tuple[LowRankBank, ...] = ()
+    banks: tuple[LowRankBank | CodedBank, ...] = ()
     """What adapters add to qkv, output, gate_up and down; empty where none are served."""
 
 

@@ -12,10 +12,13 @@ import torch
 
 from headrace.kernels.decoder_layers.parts import EndParts, Heads, LayerParts, Mixture, Pages, Product, Rotation
 from headrace.kernels.lora import LowRankBank
+from headrace.kernels.lora.codes import CodedBank
 from headrace.kernels.moe.cpu import SCORES
 from headrace.kernels.native import NATIVE
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
+BANK_CODES = 2
+"""The native kernels' number of a bank in 8 bits."""
 ALL_ROWS = (None,) * 4
 """``wanted`` of `LayerTable.run` where no row is pruned."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -86,11 +89,12 @@ class LayerTable:
         numbers, reals = self._mixture(layer.mlp) if isinstance(layer.mlp, Mixture) else NO_MIXTURE
         return [*row, *numbers], [norms.eps, norms.offset, layer.heads.scale, layer.heads.softcap, *reals]
 
-    def _bank(self, bank: LowRankBank) -> list[int]:
+    def _bank(self, bank: LowRankBank | CodedBank) -> list[int]:
         """The fields of `Bank`, in their order."""
-        _, parts, most_ranks, inputs = bank.a.shape
-        addresses = [self._address(tensor) for tensor in (bank.a, bank.b, bank.ranks, torch.tensor(bank.ends))]
-        return [*addresses, parts, most_ranks, inputs, bank.b.shape[2], int(bank.b.dtype == torch.bfloat16)]
+        factors = (bank.codes, None) if isinstance(bank, CodedBank) else (bank.a, bank.b)
+        addresses = [self._address(tensor) for tensor in (*factors, bank.ranks, torch.tensor(bank.ends))]
+        form = BANK_CODES if isinstance(bank, CodedBank) else int(bank.b.dtype == torch.bfloat16)
+        return [*addresses, len(bank.ends), bank.most_ranks, bank.inputs, bank.ends[-1], form]
 
     def _mixture(self, mixture: Mixture) -> tuple[list[int], list[float]]:
         shape, router = mixture.shape, mixture.router

@@ -66,6 +66,20 @@ class LowRankBank:
     extended: torch.Tensor | None = None
 
     @property
+    def inputs(self) -> int:
+        """I."""
+        return self.a.shape[3]
+
+    @property
+    def most_ranks(self) -> int:
+        """R."""
+        return self.a.shape[2]
+
+    def factors(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``a`` [P, R, I] and ``b`` [R, O] of a slot."""
+        return self.a[slot], self.b[slot]
+
+    @property
     def slot_rows(self) -> int:
         """P * R."""
         return self.a.shape[1] * self.a.shape[2]
@@ -103,7 +117,9 @@ has the adapter in slot s, in whatever form. It does not need the product, which
 EXPAND = Operation("LoRA kernel after a product")
 """``expand(reduced, out [T, O], bank, rows)`` adds ``b[s]' (a[s] x[t])`` to row t of ``out`` in place, for each row t
 that has the adapter in slot s: of each part its own outputs. Other rows are neither read nor written. ``out`` is in x's
-dtype or float32; what is added is computed in float32 from operands in the bank's dtype."""
+dtype or float32; what is added is computed in float32 from operands in the bank's dtype. Solutions on a CPU take a
+`headrace.kernels.lora.codes.CodedBank`, too; the native one then rounds ``x`` to 8 or 15 bits, as products with
+weights of 8 bits do, and sums of a rank to 15."""
 
 EXPAND_GATED = Operation("LoRA kernel before an activation")
 """``expand_gated(reduced, x [T, 2F], bank, rows, activation) -> [T, F]``: the same for a product that stacks gate and

@@ -9,17 +9,18 @@ import torch.nn.functional as F
 
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
+from headrace.kernels.lora.codes import CodedBank
 from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, SILU_MUL
 
 
-def shrink(x: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> torch.Tensor:
+def shrink(x: torch.Tensor, bank: LowRankBank | CodedBank, rows: SlotRows) -> torch.Tensor:
     """See `SHRINK`; [T, P * R] float32, of which only what `expand` reads is defined."""
-    num_parts, most_ranks = bank.a.shape[1:3]
+    num_parts, most_ranks = _parts_of(bank)
     reduced = torch.zeros((len(x), num_parts, most_ranks), dtype=torch.float32, device=x.device)
     for slot, own in _segments(rows):
-        inputs = x.index_select(0, own).float()
+        inputs, a = x.index_select(0, own).float(), bank.factors(slot)[0]
         for part, rank in enumerate(_read(bank.ranks[slot])):
-            reduced[own, part, :rank] = inputs @ bank.a[slot, part, :rank].float().t()
+            reduced[own, part, :rank] = inputs @ a[part, :rank].float().t()
     return reduced.flatten(1)
 
 
@@ -30,13 +31,13 @@ def linear_shrink(
     return F.linear(x, weight, bias), shrink(x, bank, rows)
 
 
-def expand(reduced: torch.Tensor | Reduced, out: torch.Tensor, bank: LowRankBank, rows: SlotRows) -> None:
+def expand(reduced: torch.Tensor | Reduced, out: torch.Tensor, bank: LowRankBank | CodedBank, rows: SlotRows) -> None:
     """See `EXPAND`."""
     for slot, own in _segments(rows):
-        begin, sums = 0, _sums_of(reduced, bank, slot, own)
+        begin, sums, b = 0, _sums_of(reduced, bank, slot, own), bank.factors(slot)[1]
         for part, (rank, end) in enumerate(zip(_read(bank.ranks[slot]), bank.ends, strict=True)):
             if rank:
-                added = sums[:, part, :rank] @ bank.b[slot, :rank, begin:end].float()
+                added = sums[:, part, :rank] @ b[:rank, begin:end].float()
                 out[:, begin:end].index_add_(0, own, added.to(out.dtype))
             begin = end
 
@@ -72,13 +73,20 @@ def adapted_norm(
     return normed, total, None if following is None else shrink(normed, following, rows)
 
 
-def _sums_of(reduced: torch.Tensor | Reduced, bank: LowRankBank, slot: int, own: torch.Tensor) -> torch.Tensor:
+def _sums_of(
+    reduced: torch.Tensor | Reduced, bank: LowRankBank | CodedBank, slot: int, own: torch.Tensor
+) -> torch.Tensor:
     """[n, P, R] float32 of the rows ``own`` [n] of a slot."""
-    parts = bank.a.shape[1:3]
+    parts = _parts_of(bank)
     if not isinstance(reduced, Reduced):
         return reduced[own].unflatten(1, parts)
     assert reduced.is_dense, "by places they are for kernels of a GPU"
     return reduced.sums.float().sum(0)[own].unflatten(1, (-1, *parts))[:, slot]
+
+
+def _parts_of(bank: LowRankBank | CodedBank) -> tuple[int, int]:
+    """P and R."""
+    return len(bank.ends), bank.most_ranks
 
 
 def _segments(rows: SlotRows) -> list[tuple[int, torch.Tensor]]:

@@ -27,6 +27,7 @@ from headrace.kernels.decoder_layers.parts import (
 )
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.kernels.lora import LowRankBank
+from headrace.kernels.lora.codes import CodedBank
 from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
@@ -130,7 +131,7 @@ def describe_layer(layer: Any) -> LayerParts:
     )
 
 
-def _describe_banks(attention: Attention, mlp: GatedMlp | MoeMlp) -> tuple[LowRankBank, ...]:
+def _describe_banks(attention: Attention, mlp: GatedMlp | MoeMlp) -> tuple[LowRankBank | CodedBank, ...]:
     """Empty where no adapters are served, or the kernel does not add what they have."""
     if isinstance(mlp, MoeMlp):
         return ()

@@ -29,6 +29,7 @@ from headrace.kernels.lora import (
     fits_norm,
     make_tiles,
 )
+from headrace.kernels.lora.codes import CodedBank, encode, make_coded_bank
 from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.layers.lora.contract import AdaptedPart, SiteKind
 from headrace.layers.lora.extended import ExtendedWeight
@@ -81,6 +82,11 @@ class AdapterBank(nn.Module):
         raise NotImplementedError
 
 
+def make_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Buffer:
+    """Zeros that are no part of checkpoints."""
+    return nn.Buffer(torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+
 class LinearBank(AdapterBank):
     """The bank of a product, which calls `begin` before it and `finish` behind it. ``shares``: this rank's outputs by
     part; ``columns``: its inputs, of which the ranks of ``group`` have some each. ``find_rows``: which rows of the step
@@ -96,24 +102,16 @@ class LinearBank(AdapterBank):
         super().__init__()
         self._group, self._find_rows = group, find_rows
         self.shares, self.columns, self.part_names = dict(shares), columns, frozenset(shares)
-        weight, widths = layer.weight, [share.length for share in shares.values()]
-        self._weight_dtype, dtype = weight.dtype, sizes.dtype or weight.dtype
+        device, widths = layer.weight.device, [share.length for share in shares.values()]
+        self._weight_dtype = layer.weight.dtype
         self.ends = tuple(accumulate(widths))
-        padded = sizes.padded_rank
-
-        def make(*shape: int, dtype: torch.dtype = dtype) -> nn.Buffer:
-            return nn.Buffer(torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
-
-        self.a = make(sizes.num_slots, len(widths), padded, columns.length)
-        self.b = make(sizes.num_slots, padded, self.ends[-1])
-        self.ranks = make(sizes.num_slots, len(widths), dtype=torch.int64)
-        self.tiles = nn.Buffer(make_tiles(self.ends, weight.device), persistent=False)
+        self.ranks = make_buffer(sizes.num_slots, len(widths), dtype=torch.int64, device=device)
+        self._make_factors(sizes)
         self.is_low_rank_only = not layer.is_storable  # something besides the layer reads its weight
         self.is_capturable = True  # unset where something besides the layer adds by `SlotRows.segments`
         self._extras: dict[int, Extras] = {}
         self._used: set[int] = set()  # slots with a low-rank addition
         self._slot_ranks: dict[int, list[int]] = {}  # what ``ranks`` says of slots that were ever used
-        self._tensors: LowRankBank | None = None
         self.extended: ExtendedWeight | None = None
         self._extras_maker = ExtrasMaker(layer, bias, group, (self.ends[-1], columns.length))
         self._shrink, self._expand = SHRINK.choose(query), EXPAND.choose(query)
@@ -121,6 +119,15 @@ class LinearBank(AdapterBank):
         self._expand_add_norm = choose_fused(EXPAND_ADD_NORM, query)
         self._linear_shrink = choose_fused(LINEAR_SHRINK, query)
         self._adapted_norm = choose_fused(ADAPTED_NORM, query)
+
+    def _make_factors(self, sizes: BankSizes) -> None:
+        """Set aside the memory of low-rank additions."""
+        device, dtype, padded = self.ranks.device, sizes.dtype or self._weight_dtype, sizes.padded_rank
+        shape = sizes.num_slots, len(self.ends), padded, self.columns.length
+        self.a = make_buffer(*shape, dtype=dtype, device=device)
+        self.b = make_buffer(sizes.num_slots, padded, self.ends[-1], dtype=dtype, device=device)
+        self.tiles = nn.Buffer(make_tiles(self.ends, device), persistent=False)
+        self._tensors: LowRankBank | None = None
 
     def sizes(self, part: str) -> tuple[int, int]:
         """See `AdapterBank`."""
@@ -132,7 +139,7 @@ class LinearBank(AdapterBank):
         return slot in self._extras or (slot in self._used and not self.is_capturable)
 
     @property
-    def tensors(self) -> LowRankBank:
+    def tensors(self) -> LowRankBank | CodedBank:
         """The buffers, for kernels."""
         known = self._tensors
         if known is None or known.a is not self.a:  # buffers are replaced when the model moves to another device
@@ -187,51 +194,61 @@ class LinearBank(AdapterBank):
         return starts
 
     def _narrow(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:
-        inputs, dtype = slice(self.columns.start, self.columns.stop), self.b.dtype
+        inputs = slice(self.columns.start, self.columns.stop)
+        if part.magnitude is not None:
+            found.magnitude = self._keep(part.magnitude[rows].float())
         if part.a is not None and part.b is not None:
             b = part.b[rows].t() if part.scale == 1.0 else (part.b[rows].float() * part.scale).t()
-            found.a = _keep(part.a[:, inputs].to(dtype), self.a)
-            found.b = _keep(b.float() if part.magnitude is not None else b.to(dtype), self.a)
-        if part.magnitude is not None:
-            found.magnitude = _keep(part.magnitude[rows].float(), self.a)
+            self._prepare_factors(found, part.a[:, inputs], b)
         if part.bias is not None:
-            found.bias = _keep(part.bias[rows].float(), self.a)
+            found.bias = self._keep(part.bias[rows].float())
         if part.weight is not None:
-            found.weight = _keep(part.weight[rows, inputs].to(self._weight_dtype), self.a)
+            found.weight = self._keep(part.weight[rows, inputs].to(self._weight_dtype))
         if part.token_ids is not None and part.token_rows is not None:
             is_own = (part.token_ids >= rows.start) & (part.token_ids < rows.stop)
-            found.token_ids = _keep(part.token_ids[is_own] - rows.start, self.a)
-            found.token_rows = _keep(part.token_rows[is_own][:, inputs].to(self._weight_dtype), self.a)
+            found.token_ids = self._keep(part.token_ids[is_own] - rows.start)
+            found.token_rows = self._keep(part.token_rows[is_own][:, inputs].to(self._weight_dtype))
         return found
+
+    def _prepare_factors(self, found: PreparedPart, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Keep ``a`` [r, I] and ``b`` [r, O] of this rank's share as `_put` takes them."""
+        found.rank, found.a = len(a), self._keep(a.to(self.b.dtype))
+        found.b = self._keep(b.float() if found.magnitude is not None else b.to(self.b.dtype))
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In memory of its own; for a GPU `gather_parts` sees to that."""
+        return tensor if self.ranks.is_cuda else tensor.clone(memory_format=torch.contiguous_format)
 
     def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
         """See `AdapterBank`."""
         self._extras.pop(slot, None)
         self._used.discard(slot)
         ranks = [0] * len(self.ends)
-        extras = self._extras_maker.make(parts, self.b.device) if any(part.has_extras for part in parts) else None
+        extras = self._extras_maker.make(parts, self.ranks.device) if any(part.has_extras for part in parts) else None
         if extras is not None:
             self._extras[slot] = extras
         for part in parts:
-            if part.a is None or part.b is None:
-                continue
-            rank = ranks[part.index] = len(part.a)
-            padded, stop = -(-rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
-            b = part.b
-            if extras is not None and extras.gain is not None:
-                b = b.to(self.b.device, non_blocking=True) * extras.gain[part.start : stop]
-            # an adapter has hundreds of parts, and each call takes microseconds of the engine's thread
-            self.a[slot, part.index, :rank].copy_(part.a, non_blocking=True)
-            self.b[slot, :rank, part.start : stop].copy_(b, non_blocking=True)
-            if rank < padded:
-                self.a[slot, part.index, rank:padded].zero_()
-                self.b[slot, rank:padded, part.start : stop].zero_()
+            if part.rank:
+                ranks[part.index] = part.rank
+                self._put(slot, part, None if extras is None else extras.gain)
         if ranks != self._slot_ranks.get(slot):
             on_host = torch.tensor(ranks)
             self.ranks[slot].copy_(on_host.pin_memory() if self.ranks.is_cuda else on_host, non_blocking=True)
             self._slot_ranks[slot] = ranks
         if any(ranks):
             self._used.add(slot)
+
+    def _put(self, slot: int, part: PreparedPart, gain: torch.Tensor | None) -> None:
+        """Take the low-rank addition of a part into a slot, all outputs of the layer multiplied by ``gain`` [O]."""
+        assert part.a is not None and part.b is not None
+        padded, stop = -(-part.rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
+        b = part.b if gain is None else part.b.to(gain.device, non_blocking=True) * gain[part.start : stop]
+        # an adapter has hundreds of parts, and each call takes microseconds of the engine's thread
+        self.a[slot, part.index, : part.rank].copy_(part.a, non_blocking=True)
+        self.b[slot, : part.rank, part.start : stop].copy_(b, non_blocking=True)
+        if part.rank < padded:
+            self.a[slot, part.index, part.rank : padded].zero_()
+            self.b[slot, part.rank : padded, part.start : stop].zero_()
 
     def begin(self, x: torch.Tensor, *, before_norm: bool = False) -> Adaptation | None:
         """Begin what adapters of the rows of ``x`` [T, I] change, before the product or beside it; None where no row
@@ -315,6 +332,32 @@ class LinearBank(AdapterBank):
         return self._extras_maker.count_bytes(parts)
 
 
+class CodedLinearBank(LinearBank):
+    """As `LinearBank`, for a CPU: additions are kept in 8 bits, as weights beside them are. They are rounded when they
+    are prepared, beside the steps that run."""
+
+    def _make_factors(self, sizes: BankSizes) -> None:
+        shape = sizes.num_slots, sizes.padded_rank, self.columns.length
+        self._coded = make_coded_bank(*shape, self.ends, self.ranks)
+        self.codes = nn.Buffer(self._coded.codes.to(self.ranks.device), persistent=False)
+
+    @property
+    def tensors(self) -> CodedBank:
+        """The buffers, for kernels."""
+        self._coded.codes, self._coded.ranks = self.codes, self.ranks  # replaced when the model moves
+        return self._coded
+
+    def _prepare_factors(self, found: PreparedPart, a: torch.Tensor, b: torch.Tensor) -> None:
+        found.rank, found.coded = len(a), encode(a.contiguous(), b)
+        if found.magnitude is not None:
+            found.a, found.b = self._keep(a.to(self._weight_dtype)), self._keep(b.float())
+
+    def _put(self, slot: int, part: PreparedPart, gain: torch.Tensor | None) -> None:
+        assert part.coded is not None
+        own = None if gain is None else gain[part.start : part.start + part.coded.num_outputs]
+        self.tensors.put(slot, part.index, part.coded, own)
+
+
 class HeadBank(LinearBank):
     """The bank of a head, whose rows are sampled or pooled ones."""
 
@@ -322,12 +365,5 @@ class HeadBank(LinearBank):
 
     def has_extras(self, slot: int) -> bool:
         """See `AdapterBank`. The native call for decodes on a CPU adds to layers alone."""
-        is_native = not self.b.is_cuda and slot in self._used
+        is_native = not self.ranks.is_cuda and slot in self._used
         return is_native or super().has_extras(slot)
-
-
-def _keep(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """In memory of its own; for a GPU `gather_parts` sees to that."""
-    return tensor if beside.is_cuda else tensor.clone(memory_format=torch.contiguous_format)
-
-

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from headrace.base.errors import UnsupportedFeature
+from headrace.kernels.lora.codes import CodedFactors
 
 TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
 """Those of a `PreparedPart`."""
@@ -29,11 +30,13 @@ thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles tha
 @dataclass(frozen=True)
 class BankSizes:
     """How many adapters there is room for on the device, and of which rank at most. ``dtype``: of low-rank additions,
-    where it is not that of weights."""
+    where it is not that of weights. ``is_coded``: those to linears whose weight may be stored otherwise are kept in 8
+    bits; on a CPU alone."""
 
     num_slots: int
     max_rank: int
     dtype: torch.dtype | None = None
+    is_coded: bool = False
 
     @property
     def padded_rank(self) -> int:
@@ -49,7 +52,8 @@ class BankSizes:
 @dataclass(slots=True)
 class PreparedPart:
     """An `AdaptedPart` in host memory as a rank copies it to one part of its bank: ``a`` [r, I] and ``b`` [r, O of the
-    part], with the scale multiplied in; ``b`` is float32 where a magnitude is still to be. ``start``: the first of its
+    part], with the scale multiplied in; ``b`` is float32 where a magnitude is still to be. ``coded``: instead of both,
+    or beside them where the sum's norms are needed. ``rank``: r, 0 without an addition. ``start``: the first of its
     outputs. The others are as in `AdaptedPart`, narrowed to this rank."""
 
     index: int
@@ -61,6 +65,8 @@ class PreparedPart:
     weight: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
     token_rows: torch.Tensor | None = None
+    rank: int = 0
+    coded: CodedFactors | None = None
 
     @property
     def has_extras(self) -> bool:

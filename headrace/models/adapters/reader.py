@@ -169,6 +169,8 @@ class _PeftReader:
 
     def _read_module(self, module: str, site: AdapterSite, names: dict[str, str]) -> list[AdaptedPart]:
         part = AdaptedPart(site.module, site.part, site.expert)
+        if self._config.bias == "none" and site.kind == "head" and names.get("bias", "").endswith(".base_layer.bias"):
+            del names["bias"]  # the base's own, which PEFT saves beside its weight where the embedding has LoRA
         self._check_named(module, site, names)
         if LOW_RANK & names.keys():
             self._read_low_rank(module, site, names, part)
