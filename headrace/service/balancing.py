@@ -10,9 +10,10 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from headrace.base.registry import Registry
 
@@ -30,8 +31,7 @@ LOAD_SHARE = 0.5
 prompt in its cache; in proportion less for one that has a part of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
+class ReplicaState(msgspec.Struct, frozen=True):
     """The load of one engine. ``prefill_tokens``: prompt tokens that are not computed yet; ``running_tokens``: prompt
     and output tokens of the choices that are past their prompts, which each step reads. ``kv_usage``: share of its KV
     pages that requests hold. ``num_kv_tokens``: what its cache has room for, 0 if unknown. ``name``: stays the
@@ -52,10 +52,10 @@ class ReplicaState:
         return self.prefill_tokens + self.running_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
-    """What policies see of a request. ``namespace``: see `headrace.base.messages.EngineRequest`. ``affinity``: names
-    the conversation, if the client does."""
+class RoutedRequest(msgspec.Struct, frozen=True):
+    """What policies see of a request. ``token_ids`` that one policy gets are all arrays of one type, or none of them
+    is. ``namespace``: see `headrace.base.messages.EngineRequest`. ``affinity``: names the conversation, if the client
+    does."""
 
     token_ids: Sequence[int]
     namespace: str = ""
@@ -158,7 +158,10 @@ class LeastLoaded:
 def prefix_keys(request: RoutedRequest) -> list[int]:
     """A key for each prefix of whole blocks, shortest first. Python's hash of bytes is keyed by a secret of the process
     (SipHash), so that nobody can make prompts that collide."""
-    packed, size = array("q", request.token_ids).tobytes(), BLOCK * array("q").itemsize
+    ids = request.token_ids
+    if not isinstance(ids, array):  # copying from one type to another takes five times as long as all the rest
+        ids = array("q", ids)
+    packed, size = ids.tobytes(), BLOCK * ids.itemsize
     keys, key = [], hash(request.namespace)
     for begin in range(0, len(packed) - size + 1, size):
         key = hash((key, packed[begin : begin + size]))
@@ -183,6 +186,10 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[int]) -> int:
         """How many of the keys, from the first on, are known."""
+        if not keys or keys[0] not in self._keys:
+            return 0
+        if keys[-1] in self._keys:
+            return len(keys)
         return bisect_left(keys, True, key=lambda key: key not in self._keys)
 
     def note(self, keys: Sequence[int]) -> None:
@@ -220,9 +227,11 @@ class CacheAware:
         best, most = least, 0
         for replica in replicas:
             gain = matches[replica.index] - matches[least.index]
+            if gain <= 0:
+                continue
             slack = TOKENS_PER_SAVED * gain + LOAD_SHARE * least.load * gain / max(1, len(request.token_ids))
             is_better = gain > most or (gain == most and replica.load < best.load)
-            if gain > 0 and is_better and replica.load <= least.load + slack:
+            if is_better and replica.load <= least.load + slack:
                 best, most = replica, gain
         self._seen[best.index].note(keys)
         self._last = best.index

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.base.errors import PluginError
 from headrace.service import balancing
