@@ -36,6 +36,8 @@ IDLE_S = 2.0
 fails."""
 MAX_KEPT = 512
 """Idle connections that are kept."""
+MAX_BARE_BYTES = 128 << 10
+"""Of a response's head, or between two parts of its body; the parser would keep any number of them."""
 
 
 class BrokenExchange(ConnectionError):
@@ -52,29 +54,24 @@ class ResponseSink(Protocol):
     status: int
     is_complete: bool
 
-    def connected(self, transport: asyncio.Transport) -> None:
-        """The request is sent there next; reading may be paused, and aborting it breaks the exchange."""
-
     def begin(self, status: int, headers: RawHeaders) -> None:
         """The final head; names of headers are lower case."""
 
     def take(self, now: float, piece: bytes) -> None:
-        """A piece of the body, which arrived at ``now`` (`time.perf_counter`). Raises `ValueError` for too much."""
+        """The part of the body that one read of the socket gave, at ``now`` (`time.perf_counter`). Raises `ValueError`
+        for too much."""
 
 
 @dataclass
 class HttpResponse:
     """A response that is collected. ``pieces``: the body in ``(arrival time, bytes)`` pairs, times in
-    `time.perf_counter` seconds; pieces of one socket read share one time. ``on_piece`` is called after each piece."""
+    `time.perf_counter` seconds, one for each read of the socket. ``on_piece`` is called after each piece."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list, repr=False)
     is_complete: bool = False
     on_piece: Callable[[], object] | None = field(default=None, repr=False)
     _num_bytes: int = field(default=0, repr=False)
-
-    def connected(self, transport: asyncio.Transport) -> None:
-        """See `ResponseSink`."""
 
     def begin(self, status: int, headers: RawHeaders) -> None:
         """See `ResponseSink`."""
@@ -113,89 +110,162 @@ class EventSplitter:
         self._pending.append(rest)
 
 
+class Exchange:
+    """A request that `HttpClient.start` has sent, or sends when it is connected. ``on_end`` is called once: with None
+    when the response is complete, else with what broke it."""
+
+    __slots__ = ("_on_end", "connecting", "connection", "is_aborted", "request", "response")
+
+    def __init__(self, request: bytes, response: ResponseSink, on_end: Callable[[Exception | None], None]):
+        self.request, self.response = request, response
+        self.is_aborted = False
+        self.connecting: asyncio.Task[None] | None = None
+        self.connection: _Connection | None = None
+        self._on_end: Callable[[Exception | None], None] | None = on_end
+
+    def end(self, error: Exception | None) -> None:
+        """Tell the end, unless it was told."""
+        on_end, self._on_end = self._on_end, None
+        self.connection = self.connecting = None
+        if on_end is not None:
+            on_end(error)
+
+    def abort(self) -> None:
+        """Give it up, as if its connection had broken; nothing once it has ended."""
+        if self._on_end is None:
+            return
+        self.is_aborted = True
+        if self.connecting is not None:
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.fail(BrokenExchange("given up"))
+        else:
+            self.end(BrokenExchange("given up"))
+
+    def pause_reading(self) -> None:
+        """Let the server wait: nothing more is taken from its connection."""
+        if self.connection is not None:
+            self.connection.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """The opposite of `pause_reading`."""
+        if self.connection is not None:
+            self.connection.transport.resume_reading()
+
+
 class _Connection(asyncio.Protocol):
     """One connection, one exchange at a time; parsing happens inside `data_received`, without a task. httptools
-    calls the ``on_`` methods from `feed_data`. ``idle_since`` is in `time.perf_counter` seconds."""
+    calls the ``on_`` methods from `feed_data`. ``idle_since`` is in `time.perf_counter` seconds; ``is_kept``: it had
+    an exchange before this one. ``finish`` is told of each end."""
 
-    def __init__(self) -> None:
-        self.is_open = True
+    def __init__(self, finish: Callable[[Exchange, _Connection, Exception | None], None]) -> None:
+        self.is_open, self.is_kept = True, False
         self.idle_since = 0.0
-        self._transport: Any = None
-        self._now = 0.0  # when the data that is being parsed arrived
+        self.transport: Any = None
+        self._finish = finish
+        self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._response: ResponseSink | None = None
-        self._ended: asyncio.Future[None] | None = None
         self._headers: RawHeaders = []
+        self._pieces: list[bytes] = []  # of the body, from the data that is being parsed
+        self._num_bare = 0  # bytes since the last of a body
+        self._is_in_head = True
         self._is_measured = False  # has a length or is chunked; otherwise the end of the connection ends the body
+        self._is_whole = False  # the response is complete; what follows belongs to nothing
 
-    async def exchange(self, request: bytes, response: ResponseSink) -> None:
-        """Send a request and fill ``response``; raises `BrokenExchange`, or the `ValueError` of the sink."""
-        self._response, self._ended = response, asyncio.get_running_loop().create_future()
-        response.connected(self._transport)
-        self._transport.write(request)
-        try:
-            await self._ended
-        finally:
-            # After a timeout or an error the rest of this response would be read as the next one.
-            if not response.is_complete:
-                self.close()
-            self._response = None
+    def start(self, exchange: Exchange) -> None:
+        """Send a request, and read its response."""
+        self._exchange, exchange.connection = exchange, self
+        self._is_whole = self._is_measured = False
+        self._num_bare = 0
+        self.transport.write(exchange.request)
 
     def close(self) -> None:
         """Drop the connection."""
         self.is_open = False
-        self._transport.abort()
+        self.transport.abort()
+
+    def fail(self, error: Exception) -> None:
+        """End the exchange without its response, and the connection: the rest would be read as the next response."""
+        self.close()
+        self._end(error)
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        # An orderly close ends a body without declared length (RFC 9112, section 6.3). `_fail` then does nothing.
-        if self._response is not None and self._response.status and not self._is_measured and error is None:
-            self.on_message_complete()
-        self._fail(BrokenExchange(str(error or "the server closed the connection")))
+        if self._exchange is None:
+            return
+        # An orderly close ends a body without declared length (RFC 9112, section 6.3).
+        if self._exchange.response.status and not self._is_measured and error is None:
+            self._end(None)
+        else:
+            self._end(BrokenExchange(str(error or "the server closed the connection")))
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
+        exchange, now = self._exchange, time.perf_counter()
+        if exchange is None:  # nobody asked
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(BrokenExchange(f"not HTTP: {error}"))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._is_whole:
+                self.fail(BrokenExchange(f"not HTTP: {error}"))
+                return
+            self.is_open = False
+        self._num_bare += len(data)
+        if self._pieces:
+            piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces.clear()
+            self._num_bare = 0
+            try:
+                exchange.response.take(now, piece)
+            except ValueError as error:
+                self.fail(error)
+                return
+        if self._is_whole:
+            self.idle_since = now
+            self._end(None)
+        elif self._num_bare > MAX_BARE_BYTES:
+            self.fail(BrokenExchange(f"more than {MAX_BARE_BYTES} bytes that are of no body"))
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        if self._is_whole:
+            self.is_open = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:  # of a trailer
+            return
         name = name.lower()
         self._headers.append((name, value))
         self._is_measured |= name in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        status, headers = self._parser.get_status_code(), self._headers
-        self._headers = []
-        if self._response is not None and status >= 200:  # 1xx: the final head follows
-            self._response.begin(status, headers)
+        status, headers, exchange = self._parser.get_status_code(), self._headers, self._exchange
+        self._headers, self._is_in_head = [], False
+        if exchange is None or self._is_whole or status < 200:  # 1xx: the final head follows
+            return
+        exchange.response.begin(status, headers)
+        if exchange.request.startswith(b"HEAD "):  # its length is that of another response, and the parser waits for it
+            self._is_whole, self.is_open = True, False
 
     def on_body(self, piece: bytes) -> None:
-        if self._response is None:
-            return
-        try:
-            self._response.take(self._now, piece)
-        except ValueError as error:
-            self._fail(error)
+        if not self._is_whole:
+            self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        response, ended = self._response, self._ended
-        if response is None or ended is None or response.status == 0:  # the end of an interim response
-            return
-        response.is_complete = True
-        self.is_open = self.is_open and self._parser.should_keep_alive()
-        self.idle_since = self._now
-        self._is_measured = False
-        if not ended.done():
-            ended.set_result(None)
+        # A status of 0: the end of an interim response.
+        if self._exchange is not None and self._exchange.response.status and not self._is_whole:
+            self._is_whole = True
+            self.is_open = self.is_open and self._parser.should_keep_alive()
 
-    def _fail(self, error: Exception) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(error)
+    def _end(self, error: Exception | None) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.response.is_complete = error is None
+            self._finish(exchange, self, error)
 
 
 class HttpClient:
@@ -223,6 +293,7 @@ class HttpClient:
         self._headers = {"Host": url.netloc.rpartition("@")[2], "Accept": "*/*"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._prefix, self._netloc = self._path.encode(), self._headers["Host"].encode()
         self._timeout_s, self._idle_s = timeout_s, idle_s
         self._kept: list[_Connection] = []
 
@@ -253,22 +324,34 @@ class HttpClient:
             + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         )
         async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
-            await self._exchange(head.encode() + b"\r\n" + (body or b""), response)
+            ended = _Ended()
+            exchange = Exchange(head.encode() + b"\r\n" + (body or b""), response, ended)
+            self._start(exchange)
+            await ended.wait(exchange)
         return response
+
+    def start(
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes, response: ResponseSink,
+        on_end: Callable[[Exception | None], None]
+    ) -> Exchange:
+        """Send a request of somebody else: ``headers`` without those of this connection (``Host``, lengths), and
+        ``target`` as it came. Without a time limit."""
+        length = b"content-length: %d\r\n" % len(body) if body or method == "POST" else b""
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        exchange = Exchange(
+            b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n%b"
+            % (method.encode(), self._prefix, target, self._netloc, lines, length, body),
+            response, on_end
+        )
+        self._start(exchange)
+        return exchange
 
     async def forward(
         self, method: str, target: bytes, headers: RawHeaders, body: bytes, response: ResponseSink
     ) -> None:
-        """Send a request of somebody else: ``headers`` without those of this connection (``Host``, lengths), and
-        ``target`` as it came. Without a time limit; raises as `send` does."""
-        lines = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
-            method.encode(), self._path.encode(), target, self._headers["Host"].encode()
-        )]
-        lines += [b"%b: %b\r\n" % header for header in headers]
-        if body or method == "POST":
-            lines.append(b"content-length: %d\r\n" % len(body))
-        lines += [b"\r\n", body]
-        await self._exchange(b"".join(lines), response)
+        """As `start`, until the response is complete. Raises as `send` does."""
+        ended = _Ended()
+        await ended.wait(self.start(method, target, headers, body, response, ended))
 
     async def stream(self, method: str, route: str, body: bytes, response: HttpResponse) -> AsyncGenerator[bytes, None]:
         """As `send`, but yields the pieces of the body as they arrive, with ``response.status`` known. A reader that
@@ -292,23 +375,29 @@ class HttpClient:
             await asyncio.wait([sending])
             await asyncio.sleep(0)  # an aborted connection is closed in the next round of the event loop
 
-    async def _exchange(self, request: bytes, response: ResponseSink) -> None:
+    def _start(self, exchange: Exchange) -> None:
         connection = self._kept_connection()
-        is_kept = connection is not None
-        connection = connection or await self._connect()
-        try:
-            await connection.exchange(request, response)
-        except BrokenExchange:
-            # Sent again only on a kept connection, and before the head of a response: the server most likely closed the
-            # connection before it read the request.
-            if not is_kept or response.status:
-                raise
-            connection = await self._connect()  # the server was closing it, as llama.cpp's does after streams
-            await connection.exchange(request, response)
-        if connection.is_open:  # the server may have closed it with its response
+        if connection is None:
+            exchange.connecting = asyncio.get_running_loop().create_task(self._connect(exchange))
+        else:
+            connection.is_kept = True
+            connection.start(exchange)
+
+    def _finish(self, exchange: Exchange, connection: _Connection, error: Exception | None) -> None:
+        if connection.is_open:
             self._kept.append(connection)
             if len(self._kept) > MAX_KEPT:
                 self._kept.pop(0).close()
+        elif error is None:
+            connection.close()  # the server closes it with its response, or has sent more than that
+        # Sent again only on a kept connection, and before the head of a response: the server most likely closed the
+        # connection before it read the request, as llama.cpp's does after streams.
+        is_stale = isinstance(error, BrokenExchange) and connection.is_kept and not exchange.response.status
+        if is_stale and not exchange.is_aborted:
+            exchange.connection = None
+            exchange.connecting = asyncio.get_running_loop().create_task(self._connect(exchange))
+        else:
+            exchange.end(error)
 
     def _kept_connection(self) -> _Connection | None:
         oldest = time.perf_counter() - self._idle_s
@@ -319,8 +408,37 @@ class HttpClient:
             connection.close()
         return None
 
-    async def _connect(self) -> _Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, self._address, self._port, ssl=self._tls, server_hostname=self._host if self._tls else None
-        )
-        return connection
+    async def _connect(self, exchange: Exchange) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self._finish), self._address, self._port, ssl=self._tls,
+                server_hostname=self._host if self._tls else None
+            )
+        except (OSError, ValueError) as error:
+            exchange.end(error)
+            return
+        exchange.connecting = None
+        connection.start(exchange)
+
+
+class _Ended:
+    """The ``on_end`` of an exchange that a task waits for."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, error: Exception | None) -> None:
+        if self._future.done():  # cancelled
+            return
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    async def wait(self, exchange: Exchange) -> None:
+        """Until it has ended; who is cancelled meanwhile gives it up."""
+        try:
+            await self._future
+        finally:
+            exchange.abort()

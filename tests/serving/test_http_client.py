@@ -155,3 +155,48 @@ def test_addresses_that_are_none(address: str):
 ])
 def test_roots(address: str, root: str):
     assert HttpClient(address).root == root
+
+
+async def test_what_follows_a_response_belongs_to_no_other():
+    trailed = CHUNKED.removesuffix(b"\r\n") + b"X-Trailer: 1\r\n\r\n"
+    script = Script(trailed, SIZED + b"HTTP/1.1 500 No\r\nContent-Length: 1\r\n\r\n!", SIZED + b"junk", SIZED)
+    async with talking_to(script) as client:
+        for num_connections in (1, 1, 2, 3):
+            answer, names = HttpResponse(), []
+            answer.begin = lambda status, headers, a=answer, n=names: (setattr(a, "status", status), n.extend(headers))
+            await client.send("GET", "/", response=answer)
+            assert (answer.status, answer.body) == (200, b"hello world")
+            assert [name for name, _ in names if name == b"x-trailer"] == [] and len(names) == 1
+            assert script.num_connections == num_connections
+
+
+async def test_a_connection_that_talks_unasked_is_not_used_again():
+    script = Script(SIZED, SIZED)
+    writers: list[asyncio.StreamWriter] = []
+    serve = script.serve
+    script.serve = lambda reader, writer: (writers.append(writer), serve(reader, writer))[1]
+    async with talking_to(script) as client:
+        await client.send("GET", "/")
+        writers[0].write(SIZED)
+        async with asyncio.timeout(5):
+            while any(connection.is_open for connection in client._kept):
+                await asyncio.sleep(0.005)
+        assert (await client.send("GET", "/")).body == b"hello world"
+    assert script.num_connections == 2
+
+
+async def test_the_head_of_a_body_that_does_not_come():
+    async with talking_to(Script(OK + b"Content-Length: 11\r\n\r\n", SIZED), timeout_s=5) as client:
+        assert (await client.send("HEAD", "/")).body == b""
+        assert (await client.send("GET", "/")).body == b"hello world"
+
+
+@pytest.mark.parametrize("endless", [
+    OK + b"X-Long: " + b"a" * 300_000, OK + b"X: y\r\n" * 60_000,
+    OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n" + b"X-Trailer: y\r\n" * 30_000,
+    b"HTTP/1.1 101 Go\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\nwhat?",
+])
+async def test_heads_and_trailers_without_end_and_upgrades_are_refused(endless: bytes):
+    async with talking_to(Script(endless), timeout_s=5) as client:
+        with pytest.raises(BrokenExchange, match=r"of no body|not HTTP"):
+            await client.send("GET", "/")

@@ -29,13 +29,10 @@ from headrace.serving.http.routes import (
 )
 from headrace.serving.http.transport.access import (
     OPEN_PATHS,
-    AdminGate,
-    HostGate,
-    KeyGate,
+    Gates,
     Prefix,
     RequestLedger,
-    check_key,
-    is_loopback,
+    open_gates,
     read_proxies,
 )
 from headrace.serving.http.transport.errors import install_handlers
@@ -69,19 +66,16 @@ def create_app(client: EngineClient, server: ServerConfig, operations: Operation
 def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) -> None:
     """Add middleware; ``pages`` are the paths of the pages' files. Starlette wraps the application with each, so the
     last one added sees a request first. The order matters: `Recorder` is inside the gates, so refused requests are not
-    recorded; `AdminGate` is outside `KeyGate`, which relies on its ``is_admin``; CORS is outside both, as browsers send
-    preflights without a key; `RequestLedger` also counts refused requests and preflights, and logs the client's
-    address, which the proxies' headers tell; `Prefix` sets the root path that `path_of` needs in all others."""
+    recorded; CORS is outside the gates, as browsers send preflights without a key; `RequestLedger` also counts refused
+    requests and preflights, and logs the client's address, which the proxies' headers tell; `Prefix` sets the root path
+    that `path_of` needs in all others."""
     server = context.server
     routes = frozenset({"/openapi.json", *pages, *(e.path for e in ENDPOINTS)})
     sinks: list[Sink] = [sink for sink in (context.dump, open_log(context.operations)) if sink is not None]
     if sinks:
         app.add_middleware(Recorder, sinks=sinks, paths=frozenset(e.path for e in ENDPOINTS if not e.is_admin))
-    if server.api_key is not None:
-        app.add_middleware(KeyGate, key=check_key(server.api_key), open_paths=OPEN_PATHS | pages)
-    if server.api_key is None and is_loopback(server.host):
-        app.add_middleware(HostGate, server=server)
-    app.add_middleware(AdminGate, server=server, paths=frozenset(e.path for e in ENDPOINTS if e.is_admin))
+    admin_paths = frozenset(e.path for e in ENDPOINTS if e.is_admin)
+    app.add_middleware(Gates, gates=open_gates(server, admin_paths, OPEN_PATHS | pages))
     origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
     if origins:
         app.add_middleware(

@@ -19,13 +19,10 @@ from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError, 
 from headrace.serving.http.app import ENDPOINTS
 from headrace.serving.http.transport.access import (
     OPEN_PATHS,
-    AdminGate,
-    HostGate,
-    KeyGate,
+    Gates,
     RequestLedger,
-    check_key,
     client_of,
-    is_loopback,
+    open_gates,
     read_proxies,
 )
 from headrace.serving.http.transport.errors import (
@@ -134,7 +131,7 @@ class Router:
                     answer = await self._forwarder.broadcast(scope, body)
                     await EncodedResponse(answer or b"{}")(scope, receive, send)
                 else:
-                    await self._forwarder.forward(path, body, scope, receive, send)
+                    await self._forwarder.forward(path, body, scope, send)
         except ClientDisconnect:  # while it sent its request
             return
         finally:
@@ -211,12 +208,7 @@ class Router:
 
 def create_app(router: Router, options: RouterOptions) -> ASGIApp:
     """The router behind its gates; see `headrace.serving.http.app` for their order."""
-    app: ASGIApp = router
-    if options.api_key is not None:
-        app = KeyGate(app, check_key(options.api_key), OPEN_PATHS)
-    elif is_loopback(options.host):
-        app = HostGate(app, options)
-    app = AdminGate(app, options, frozenset({"/workers"}))
+    app: ASGIApp = Gates(router, open_gates(options, frozenset({"/workers"}), OPEN_PATHS))
     origins = [origin.strip() for origin in options.cors_origins.split(",") if origin.strip()]
     if origins:
         app = CORSMiddleware(

@@ -92,9 +92,8 @@ class Fleet:
         workers = [worker for worker in workers if not worker.models or worker.lists(model)] or workers
         if not workers:
             raise EngineUnavailable(self._describe_lack(tried), retry_after=RETRY_AFTER_S)
-        by_index = {worker.index: worker for worker in workers}
         choice = self._policy.choose(request, [worker.state for worker in workers])
-        return by_index[choice.replica], choice
+        return next(worker for worker in workers if worker.index == choice.replica), choice
 
     def models(self) -> Iterable[dict[str, object]]:
         """What ready workers list, each id once."""

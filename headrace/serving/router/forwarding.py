@@ -8,18 +8,20 @@ import re
 import time
 from collections import OrderedDict
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from headrace.base.errors import EngineUnavailable
 from headrace.service.balancing import RoutedRequest
+from headrace.serving.http.transport.connection import body_writer
 from headrace.serving.http.transport.errors import end_of_stream
 from headrace.serving.http_client import HttpResponse, RawHeaders
 from headrace.serving.router.fleet import RETRY_AFTER_S, Fleet
 from headrace.serving.router.metrics import RouterMetrics
-from headrace.serving.router.pairing import Exchange, Pair, Pairing
+from headrace.serving.router.pairing import Pairing
 from headrace.serving.router.prompt_view import PromptView, pack_hint, text_of, view_prompt
-from headrace.serving.router.relay import Relay, end_to_end
-from headrace.serving.router.workers import FAILURE_STATUSES, Worker
+from headrace.serving.router.relay import HOP_BY_HOP, Relay, end_to_end
+from headrace.serving.router.sending import Sender, WorkerRequest
+from headrace.serving.router.workers import Worker
 
 LOST = "the worker was lost while this request ran; try again"
 RESPONSES = "/v1/responses"
@@ -29,8 +31,9 @@ OUTPUT_TOKENS = 256
 MAX_STORED = 1 << 16
 """Stored responses whose worker is remembered."""
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
-OWN_HEADERS = frozenset({b"host", b"content-length", b"expect"})
+OWN_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 """Headers of the connection to the router, or set anew for the worker."""
+FORWARDED_FOR = b"x-forwarded-for"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 SESSION_HEADERS = frozenset({b"x-session-id", b"x-affinity-key"})
 """Name a conversation, for the policy consistent-hash."""
@@ -42,55 +45,54 @@ class Forwarder:
 
     def __init__(self, fleet: Fleet, metrics: RouterMetrics, pairing: Pairing | None = None):
         self._fleet, self._metrics, self._pairing = fleet, metrics, pairing
+        self._sender = Sender(fleet, metrics)
         self._max_tries, self._key = fleet.options.max_tries, fleet.options.worker_api_key
+        self._dropped = OWN_HEADERS if self._key is None else OWN_HEADERS | KEY_HEADERS
         self._stored: OrderedDict[str, str] = OrderedDict()  # id of a response: URL of its worker
 
-    async def forward(self, path: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def forward(self, path: str, body: bytes, scope: Scope, send: Send) -> None:
         """Answer a request. Raises `HeadraceError` while nothing was sent."""
-        begin, view = time.perf_counter(), view_prompt(body)
+        begin, view, writer = time.perf_counter(), view_prompt(body), body_writer(scope)
+        assert writer is not None, "the router runs on a server with `BoundedHttp`"
         hint = pack_hint(view.hint)
-        exchange = Exchange(
+        request = WorkerRequest(
             scope["method"], _target_of(scope), self._headers_for_worker(scope), body, len(hint) + OUTPUT_TOKENS
         )
         if self._pairing is not None:
-            exchange = self._pairing.strip(path, exchange)
-        request = RoutedRequest(hint, _namespace(view), _affinity(view, scope))
+            request = self._pairing.strip(path, request)
+        routed = RoutedRequest(hint, _namespace(view), _affinity(view, scope))
         self._metrics.prompt_tokens.inc(len(hint))
         tried: list[Worker] = []
-        relay = None
-        client = asyncio.get_running_loop().create_task(_await_end(receive))
+        relay: Relay | None = None
         try:
             for num_left in reversed(range(self._max_tries)):
                 try:
-                    worker = self._choose(path, view, request, tried)
+                    worker = self._choose(path, view, routed, tried)
                 except EngineUnavailable:
                     if relay is None or not relay.is_complete:
                         raise
                     break  # what the last one said tells the client more
                 tried.append(worker)
-                relay = Relay(scope, send, may_retry=num_left > 0)
-                pair = self._begin_pair(path, exchange, request, view)
-                try:
-                    await self._exchange(exchange if pair is None else pair.exchange, worker, relay, client)
-                finally:
-                    if pair is not None:
-                        pair.end(is_answered=relay.is_complete)
-                if not relay.is_complete and client.done():
-                    return
-                if not relay.is_complete and relay.has_begun:
-                    await _end_stream(relay, scope, send)
-                    return
-                if relay.is_complete and not relay.is_held:
+                relay = Relay(scope, send, writer, may_retry=num_left > 0)
+                writer.watch(relay.abort)
+                await self._exchange(path, request, routed, view, worker, relay)
+                if relay.has_begun or writer.is_lost or (relay.is_complete and not relay.is_held):
                     break
                 if num_left:
                     self._metrics.retries.inc()
-            if relay is None or not relay.is_complete:
-                raise EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
-            self._metrics.first_byte.observe(relay.begun_at - begin)
-            self._note_stored(path, relay, tried[-1])
-            await relay.finish()
         finally:
-            client.cancel()
+            writer.watch(None)
+        assert relay is not None
+        if writer.is_lost:
+            return
+        if not relay.is_complete:
+            if not relay.has_begun:
+                raise EngineUnavailable(LOST, retry_after=RETRY_AFTER_S)
+            await _end_lost(relay, scope)
+            return
+        self._metrics.first_byte.observe(relay.begun_at - begin)
+        self._note_stored(path, relay, tried[-1])
+        await relay.finish()
 
     async def broadcast(self, scope: Scope, body: bytes) -> bytes:
         """Send a request to all workers that can be reached; returns the body of a successful response, if any."""
@@ -110,56 +112,41 @@ class Forwarder:
         return max(answers, key=len, default=b"")
 
     async def _exchange(
-        self, exchange: Exchange, worker: Worker, relay: Relay, client: asyncio.Task[None]
+        self, path: str, request: WorkerRequest, routed: RoutedRequest, view: PromptView, worker: Worker, relay: Relay
     ) -> None:
-        """Give a request to one worker; its response is complete, whatever its status, or the worker was lost."""
-        def leave(_: object) -> None:
-            relay.abort()
-
-        client.add_done_callback(leave)  # called soon if the client has left already
-        worker.relays.add(relay)
-        worker.load += exchange.tokens
+        """Give a request to one worker, and to a prefill worker where there are any; the response is complete, whatever
+        its status, or the worker was lost."""
+        pair = None
+        if self._pairing is not None:
+            pair = self._pairing.begin(path, request, routed, text_of(view.model))
+        sent = request if pair is None else pair.request
         try:
-            await worker.client.forward(exchange.method, exchange.target, exchange.headers, exchange.body, relay)
-        except (OSError, ValueError) as error:
-            await relay.flush()
-            if not client.done():
-                worker.note_lost(str(error) or type(error).__name__)
+            await relay.pass_on(lambda on_end: self._sender.send(worker, sent, relay, on_end))
         finally:
-            client.remove_done_callback(leave)
-            worker.relays.discard(relay)
-            worker.load -= exchange.tokens
-            if relay.is_complete or not client.done():
-                worker.note_outcome(failed=not relay.is_complete or relay.status in FAILURE_STATUSES)
-                self._metrics.requests.labels(worker.url, str(relay.status) if relay.is_complete else "lost").inc()
-            self._fleet.drop_if_drained(worker)
+            if pair is not None:
+                pair.end(is_answered=relay.is_complete)
 
-    def _begin_pair(
-        self, path: str, exchange: Exchange, request: RoutedRequest, view: PromptView
-    ) -> Pair | None:
-        """Send the request to a prefill worker too, where there are any."""
-        if self._pairing is None:
-            return None
-        return self._pairing.begin(path, exchange, request, text_of(view.model))
-
-    def _choose(self, path: str, view: PromptView, request: RoutedRequest, tried: list[Worker]) -> Worker:
+    def _choose(self, path: str, view: PromptView, routed: RoutedRequest, tried: list[Worker]) -> Worker:
         home = self._stored.get(_stored_id(path, view)) if self._stored else None
         for worker in self._fleet if home is not None else ():
             if worker.url == home and worker.takes_requests and worker not in tried:
                 return worker
-        worker, choice = self._fleet.choose(request, text_of(view.model), tried)
+        worker, choice = self._fleet.choose(routed, text_of(view.model), tried)
         self._metrics.cached_tokens.inc(choice.cached_len)
         return worker
 
     def _headers_for_worker(self, scope: Scope) -> RawHeaders:
-        headers = end_to_end(scope["headers"], OWN_HEADERS if self._key is None else OWN_HEADERS | KEY_HEADERS)
+        headers = end_to_end(scope["headers"], self._dropped)
         if self._key is not None:
             headers.append((b"authorization", b"Bearer " + self._key.encode()))
-        address = str((scope.get("client") or ("", 0))[0]).encode()
-        if address:
-            earlier = [value for name, value in headers if name == b"x-forwarded-for"]
-            headers = [header for header in headers if header[0] != b"x-forwarded-for"]
-            headers.append((b"x-forwarded-for", b", ".join([*earlier, address])))
+        hops = [value for name, value in headers if name == FORWARDED_FOR]
+        if hops:
+            headers = [header for header in headers if header[0] != FORWARDED_FOR]
+        client = scope.get("client")
+        if client:
+            hops.append(client[0].encode())
+        if hops:
+            headers.append((FORWARDED_FOR, b", ".join(hops)))
         return headers
 
     def _note_stored(self, path: str, relay: Relay, worker: Worker) -> None:
@@ -196,15 +183,11 @@ def _stored_id(path: str, view: PromptView) -> str:
     return path.removeprefix(RESPONSES + "/").partition("/")[0] if path.startswith(RESPONSES) else ""
 
 
-async def _await_end(receive: Receive) -> None:
-    """Return when the client has left, or has its response."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _end_stream(relay: Relay, scope: Scope, send: Send) -> None:
+async def _end_lost(relay: Relay, scope: Scope) -> None:
     """A worker was lost in the middle of its response: say so where the body has a place for it; otherwise the
     connection is closed, which the client notices, as the body is not complete."""
     last = end_of_stream(EngineUnavailable(LOST, retry_after=RETRY_AFTER_S), scope, relay.media_type)
-    if last is not None:
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+    if last is None:
+        await relay.break_off()
+    else:
+        await relay.finish(last)

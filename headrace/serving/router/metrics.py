@@ -46,6 +46,7 @@ class RouterMetrics:
             "headrace_router_requests", "Requests sent to workers, by the status that came back; lost: no response.",
             ("worker", "status"), registry=self.registry
         )
+        self._counts: dict[tuple[str, str], Counter] = {}  # by labels
         self.retries = Counter(
             "headrace_router_retries", "Requests given to another worker.", registry=self.registry
         )
@@ -60,6 +61,13 @@ class RouterMetrics:
             "headrace_router_first_byte_seconds", "From a request's arrival to the head of its response.",
             registry=self.registry, buckets=LATENCY_S
         )
+
+    def count(self, worker: str, status: str) -> None:
+        """A request to a worker has ended."""
+        count = self._counts.get((worker, status))
+        if count is None:
+            count = self._counts[worker, status] = self.requests.labels(worker, status)
+        count.inc()
 
     def render(self) -> bytes:
         """In Prometheus text format."""

@@ -75,11 +75,13 @@ class Worker:
 
     def lists(self, model: str) -> bool:
         """Whether it serves a model: by its id, or an adapter as ``parent:id``."""
+        if model in self.models:
+            return True
         parent, _, name = model.partition(":")
         while name and not (name in self.models and self.models[name].get("parent") == parent):
             rest, _, name = name.partition(":")  # either may have colons
             parent = f"{parent}:{rest}"
-        return model in self.models or bool(name)
+        return bool(name)
 
     @property
     def takes_requests(self) -> bool:

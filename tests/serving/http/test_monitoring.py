@@ -25,7 +25,7 @@ def known_series() -> dict[str, set[str]]:
     metrics, series = Metrics(), {}
     metrics.finished.labels("stop").inc()
     metrics.engine.stats = EngineStats(adapters=AdapterStats(running={"a": 1}))
-    metrics.http.requests.labels("GET", "/health", "200").inc()
+    metrics.http.count("GET", "/health", 200)
     for family in metrics.registry.collect():
         for sample in family.samples:
             if not sample.name.endswith("_created"):

@@ -7,8 +7,11 @@ import hmac
 import ipaddress
 import logging
 import re
+import secrets
 import time
-import uuid
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -88,6 +91,7 @@ def owner_of(headers: Headers) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
+@lru_cache(maxsize=64)  # most requests name the same few hosts
 def _name_in(netloc: str) -> str:
     """The lower-case host name of ``name:port``; empty if there is none."""
     try:
@@ -181,24 +185,56 @@ def check_form_origin(headers: Headers, server: AccessConfig) -> None:
         raise Forbidden(f"Origin {origin[:100]!r} is not this server's; allow it with --cors-origins")
 
 
+class Gate(Protocol):
+    """Decides from a request's head whether it may pass."""
+
+    def refuse(self, scope: Scope) -> HeadraceError | None:
+        """Why it may not; None if it may."""
+
+
+class Gates:
+    """Answers with the first refusal of its gates, in their order."""
+
+    def __init__(self, app: ASGIApp, gates: Sequence[Gate]):
+        self._app, self._gates = app, gates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            for gate in self._gates:
+                refusal = gate.refuse(scope)
+                if refusal is not None:
+                    await respond_error(refusal, scope)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def open_gates(server: AccessConfig, admin_paths: frozenset[str], open_paths: frozenset[str]) -> list[Gate]:
+    """The gates of a server. `AdminGate` comes first: the others rely on its ``is_admin``."""
+    gates: list[Gate] = [AdminGate(server, admin_paths)]
+    if server.api_key is not None:
+        gates.append(KeyGate(check_key(server.api_key), open_paths))
+    elif is_loopback(server.host):
+        gates.append(HostGate(server))
+    return gates
+
+
 class HostGate:
     """Refuses requests that a page of another site may have sent by DNS rebinding, on every route. For servers on a
     loopback address without keys, where nothing else tells such a page from the machine's own user."""
 
-    def __init__(self, app: ASGIApp, server: AccessConfig):
-        self._app, self._names = app, OwnNames(server)
+    def __init__(self, server: AccessConfig):
+        self._names = OwnNames(server)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_checked = scope["type"] == "http" and not scope.get("is_admin")  # no page has the admin key
-        hosts = Headers(scope=scope).getlist("host") if is_checked else []
-        foreign = next(filter(self._names.is_rebound, hosts), None)
-        if foreign is None:
-            await self._app(scope, receive, send)
-            return
-        refusal = Forbidden(
-            f"Host {foreign[:100]!r} is not this server's; allow its name with --allowed-hosts, or set an API key"
-        )
-        await respond_error(refusal, scope)(scope, receive, send)
+    def refuse(self, scope: Scope) -> HeadraceError | None:
+        """See `Gate`."""
+        if scope.get("is_admin"):  # no page has the admin key
+            return None
+        for name, value in scope["headers"]:
+            if name == b"host" and self._names.is_rebound(host := value.decode("latin-1")):
+                return Forbidden(
+                    f"Host {host[:100]!r} is not this server's; allow its name with --allowed-hosts, or set an API key"
+                )
+        return None
 
 
 class AdminGate:
@@ -206,23 +242,21 @@ class AdminGate:
     they are closed, unless the server listens on a loopback address; then requests from pages of other sites are
     refused, see `OwnNames`. A body must be declared as JSON, which such pages cannot do without being asked for."""
 
-    def __init__(self, app: ASGIApp, server: AccessConfig, paths: frozenset[str]):
-        self._app, self._paths = app, paths
+    def __init__(self, server: AccessConfig, paths: frozenset[str]):
+        self._paths = paths
         key = server.admin_api_key
         self._key = None if key is None else check_key(key, "admin_api_key").strip().encode()
         self._names = OwnNames(server) if is_loopback(server.host) else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or path_of(scope) not in self._paths:
-            await self._app(scope, receive, send)
-            return
+    def refuse(self, scope: Scope) -> HeadraceError | None:
+        """See `Gate`."""
+        if path_of(scope) not in self._paths:
+            return None
         headers = Headers(scope=scope)
         refusal = self._refusal(headers) or _refuse_media_type(headers)
-        if refusal is not None:
-            await respond_error(refusal, scope)(scope, receive, send)
-        else:
+        if refusal is None:
             scope["is_admin"] = self._key is not None
-            await self._app(scope, receive, send)
+        return refusal
 
     def _refusal(self, headers: Headers) -> HeadraceError | None:
         if self._key is not None:
@@ -249,20 +283,18 @@ class KeyGate:
     """Requires the API key except on ``open_paths``; requests that passed `AdminGate` with the admin key need no
     other."""
 
-    def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str]):
-        self._app = app
+    def __init__(self, key: str, open_paths: frozenset[str]):
         self._key = key.strip().encode()  # stripped like the keys in headers
         self._open_paths = open_paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def refuse(self, scope: Scope) -> HeadraceError | None:
+        """See `Gate`."""
         if (
-            scope["type"] != "http" or path_of(scope) in self._open_paths or scope.get("is_admin")
+            path_of(scope) in self._open_paths or scope.get("is_admin")
             or _has_key(Headers(scope=scope), self._key)
         ):
-            await self._app(scope, receive, send)
-            return
-        refusal = Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY")
-        await respond_error(refusal, scope)(scope, receive, send)
+            return None
+        return Unauthorized("the API key is missing or wrong; send Authorization: Bearer KEY")
 
 
 def read_request_id(header: str | None) -> str | None:
@@ -300,7 +332,7 @@ class RequestLedger:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # Read when the response starts: `open_generation` may have set it since.
-                state["request_id"] = state["request_id"] or f"req_{uuid.uuid4().hex}"
+                state["request_id"] = state["request_id"] or f"req_{secrets.token_hex(16)}"
                 added = [(b"x-request-id", state["request_id"].encode())]
                 if "anthropic-version" in headers:
                     added.append((b"request-id", added[0][1]))
@@ -309,13 +341,13 @@ class RequestLedger:
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
-        self._metrics.active.inc()
+        self._metrics.num_active += 1
         try:
             await self._app(scope, receive, note_status)
         finally:
-            self._metrics.active.dec()
+            self._metrics.num_active -= 1
             route = route_of(path_of(scope), self._routes)
-            self._metrics.requests.labels(method_of(scope), route, str(status)).inc()
+            self._metrics.count(method_of(scope), route, status)
             if self._has_log:
                 client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
                 seconds, name = time.perf_counter() - begin, state["request_id"] or "-"

@@ -34,7 +34,7 @@ CHECK_S, FIRST_PROBE_S, LAST_PROBE_S = 0.25, 1.0, 8.0
 """Seconds between two looks at a half-closed connection; until its first probe; most between two probes."""
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 KEEPALIVE_S = 15
-UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r\n]*")
 
 
 class BurstWriter:
@@ -55,6 +55,14 @@ class BurstWriter:
             self._loop.call_soon(self.flush)
         # The scheduled flush runs in the next turn. The transport's high-water mark does not count `_pending`.
         self._pending.append(data)
+
+    def write_at_once(self, data: bytes) -> None:
+        """Write what is queued, and bytes, now."""
+        if self._pending or self.is_closing():
+            self._pending.append(data)
+            self.flush()
+        else:
+            self._transport.write(data)
 
     def close(self) -> None:
         """Flush, then close."""
@@ -92,12 +100,13 @@ def _refusal(status: int, message: str) -> bytes:
 
 class BodyWriter:
     """Writes pieces of a response body directly, without the awaits and wrappers of ``send``, which are most of the
-    cost of a streamed token."""
+    cost of a streamed token; and tells when the client has left, without a task that waits for it."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_protocol", "on_lost")
 
-    def __init__(self, cycle: RequestResponseCycle):
-        self._cycle = cycle
+    def __init__(self, cycle: RequestResponseCycle, protocol: BoundedHttp):
+        self._cycle, self._protocol = cycle, protocol
+        self.on_lost: Callable[[], None] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -107,10 +116,30 @@ class BodyWriter:
         is_open = cycle.response_started and not cycle.response_complete and cycle.chunked_encoding is True
         return is_open and not cycle.disconnected and not cycle.flow.write_paused
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client has left."""
+        return self._cycle.disconnected
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Call ``on_lost`` if the client leaves from now on. None: no longer."""
+        self.on_lost = on_lost
+        self._protocol.watched = None if on_lost is None else self
+
+    def lose(self) -> None:
+        """The client has left."""
+        self._cycle.disconnected = True  # uvicorn sees to the last one of pipelined requests only
+        if self.on_lost is not None:
+            self.on_lost()
+
     def write(self, piece: bytes) -> None:
         """Send a non-empty piece as one chunk."""
         # One chunk of RFC 9112, section 7.1: size in hex, CRLF, data, CRLF. An empty one would end the body.
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def write_at_once(self, piece: bytes) -> None:
+        """As `write`, in this turn of the event loop: for whoever has one piece a turn."""
+        cast("BurstWriter", self._cycle.transport).write_at_once(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
@@ -224,6 +253,7 @@ class BoundedHttp(HttpToolsProtocol):
     _num_dropped = 0
     _timer: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
+    watched: BodyWriter | None = None
 
     def connection_made(self, transport: Any) -> None:
         writer = LingeringWriter(transport, self._drop_rest)
@@ -235,6 +265,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._half_closed is not None:
             self._half_closed.cancel()
         super().connection_lost(exc)
+        if self.watched is not None:
+            self.watched.lose()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes always
         """Keep the connection until the complete requests that came are answered; close it if there are none."""
@@ -280,7 +312,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         # False when uvicorn made no cycle for this head.
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle)}}
+            self.scope["extensions"] = {EXTENSION: {"writer": BodyWriter(self.cycle, self)}}
             if self.parser.get_http_version() < "1.1":
                 # The cycle's task starts in the loop's next turn; uvicorn has no hook for its ``send``.
                 self.cycle.send = UnframedResponse(self.cycle).send  # type: ignore[method-assign,assignment]

@@ -238,15 +238,26 @@ class LoopHistogram(Collector):
 
 
 class HttpMetrics:
-    """What `RequestLedger` counts."""
+    """What `RequestLedger` counts. ``num_active``: HTTP requests in progress, streams included."""
 
     def __init__(self, registry: CollectorRegistry):
-        self.requests = Counter(
+        self.num_active = 0
+        self._requests = Counter(
             "headrace_http_requests", "HTTP requests completed.", ("method", "route", "status"), registry=registry
         )
-        self.active = Gauge(
+        self._counts: dict[tuple[str, str, int], Counter] = {}  # finding one by its labels takes 3 us
+        active = Gauge(
             "headrace_http_requests_active", "HTTP requests in progress, streams included.", registry=registry
         )
+        active.set_function(lambda: self.num_active)
+
+    def count(self, method: str, route: str, status: int) -> None:
+        """A request has ended."""
+        key = (method, route, status)
+        count = self._counts.get(key)
+        if count is None:
+            count = self._counts[key] = self._requests.labels(method, route, str(status))
+        count.inc()
 
 
 class Metrics:

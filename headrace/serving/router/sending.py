@@ -1,0 +1,63 @@
+"""`Sender`: gives requests to the workers of a fleet, and keeps the accounts of each: load, failures, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.serving.http_client import Exchange, RawHeaders, ResponseSink
+from headrace.serving.router.fleet import Fleet
+from headrace.serving.router.metrics import RouterMetrics
+from headrace.serving.router.workers import FAILURE_STATUSES, Worker
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """What is sent to a worker. ``tokens``: its load there."""
+
+    method: str
+    target: bytes
+    headers: RawHeaders
+    body: bytes
+    tokens: int
+
+
+class WorkerSink(ResponseSink, Protocol):
+    """Takes the response of a worker. When it is not wanted any more, the worker is not blamed for its loss."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody waits for it."""
+
+    def abort(self) -> None:
+        """Give it up, as if its connection had broken."""
+
+
+class Sender:
+    """Sends to workers of one fleet."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics):
+        self.fleet, self._metrics = fleet, metrics
+
+    def send(
+        self, worker: Worker, request: WorkerRequest, sink: WorkerSink, on_end: Callable[[], None] | None = None
+    ) -> Exchange:
+        """Begin an exchange; ``on_end`` is called when its response is complete, or the worker was lost."""
+        def end(error: Exception | None) -> None:
+            worker.relays.discard(sink)
+            worker.load -= request.tokens
+            if error is None:
+                self._metrics.count(worker.url, str(sink.status))
+                worker.note_outcome(failed=sink.status in FAILURE_STATUSES)
+            elif sink.is_wanted:
+                worker.note_lost(str(error) or type(error).__name__)
+                self._metrics.count(worker.url, "lost")
+                worker.note_outcome(failed=True)
+            self.fleet.drop_if_drained(worker)
+            if on_end is not None:
+                on_end()
+
+        worker.relays.add(sink)
+        worker.load += request.tokens
+        return worker.client.start(request.method, request.target, request.headers, request.body, sink, end)
