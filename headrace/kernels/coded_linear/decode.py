@@ -1,7 +1,8 @@
 """Codes to numbers in registers, for Triton kernels: the steps that products with coded weights share.
 
-Fast paths are PTX for compute capability 9.0 and bfloat16; they give the same numbers as the plain path, which runs
-everywhere. R rows of a weight, W codes of each.
+Fast paths are PTX for bfloat16, from compute capability 8.0 on: of its arithmetic that has only fma, where adding -0
+and multiplying by 1 change nothing. They give the same numbers as the plain path, which runs everywhere. R rows of a
+weight, W codes of each.
 """
 
 import triton
@@ -25,39 +26,42 @@ INTEGER_BASE = tl.constexpr(128.0)
 # are spread to the 16-bit halves of a register, multiplied by 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the
 # sign at bit 15 and the rest at bits 8 to 6, and cleared of other bits.
 _SPREAD_E2M1 = tl.constexpr("""{
-.reg .b32 a, b;
+.reg .b32 a, b, nothing;
+mov.b32 nothing, 0x80008000;
 cvt.u32.u16 a, $2;
 prmt.b32 a, a, 0, 0x4140;
 and.b32 b, a, 0x000F000F;
 mul.lo.u32 b, b, 0x1040;
 and.b32 b, b, 0x81C081C0;
-mul.rn.bf16x2 $0, b, $3;
+fma.rn.bf16x2 $0, b, $3, nothing;
 and.b32 b, a, 0x00F000F0;
 mul.lo.u32 b, b, 0x0104;
 and.b32 b, b, 0x81C081C0;
-mul.rn.bf16x2 $1, b, $5;
+fma.rn.bf16x2 $1, b, $5, nothing;
 }""")
-# Two bytes of two integers each, and bfloat16 zero points plus 128 of low and high ones, to their differences.
+# Two bytes of two integers each, and bfloat16 zero points of low and high ones taken from -128, to their differences.
 _SPREAD_INT4 = tl.constexpr("""{
-.reg .b32 a, b;
+.reg .b32 a, b, one;
+mov.b32 one, 0x3F803F80;
 cvt.u32.u16 a, $2;
 prmt.b32 a, a, 0, 0x4140;
 lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 $0, b, $3;
+fma.rn.bf16x2 $0, b, one, $3;
 shr.b32 a, a, 4;
 lop3.b32 b, a, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 $1, b, $4;
+fma.rn.bf16x2 $1, b, one, $4;
 }""")
 # Two e4m3 bytes to bfloat16: the byte to bits 15 to 8, all but its sign 4 places down, times 2**120.
 _SPREAD_E4M3 = tl.constexpr("""{
-.reg .b32 a, b, lift;
+.reg .b32 a, b, lift, nothing;
 mov.b32 lift, 0x7B807B80;
+mov.b32 nothing, 0x80008000;
 cvt.u32.u16 a, $1;
 prmt.b32 a, a, 0, 0x1404;
 shr.b32 b, a, 4;
 and.b32 b, b, 0x07F007F0;
 lop3.b32 b, a, 0x80008000, b, 0xEA;
-mul.rn.bf16x2 $0, b, lift;
+fma.rn.bf16x2 $0, b, lift, nothing;
 }""")
 
 
@@ -124,8 +128,8 @@ def subtract_pairs(
     ``packed``), to two tiles in DTYPE. Where FAST, codes are integers and zero points whole numbers below 128, so that
     differences are exact."""
     if FAST:
-        low_zero = tl.broadcast_to((low_zero + INTEGER_BASE).to(tl.bfloat16), packed.shape)
-        high_zero = tl.broadcast_to((high_zero + INTEGER_BASE).to(tl.bfloat16), packed.shape)
+        low_zero = tl.broadcast_to((-(low_zero + INTEGER_BASE)).to(tl.bfloat16), packed.shape)
+        high_zero = tl.broadcast_to((-(high_zero + INTEGER_BASE)).to(tl.bfloat16), packed.shape)
         return tl.inline_asm_elementwise(
             _SPREAD_INT4, "=r,=r,h,r,r", [packed, low_zero, high_zero],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
