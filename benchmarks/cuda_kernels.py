@@ -312,8 +312,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
             from headrace.kernels.attention import triton as attention
 
             backend._plan = attention.plan_prefill(
-                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, width=model.dim,
-                dtype=BF16, tile=tile)
+                starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, tile=tile)
         q, pages, params = (
             randn(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
         )

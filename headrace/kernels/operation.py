@@ -26,11 +26,27 @@ class Operation(Registry[Callable[..., Any]]):
     nothing is looked up on the hot path."""
 
 
+LARGE_BLOCK = 227 << 10
+"""Shared memory that a block may have on Hopper and on data centres' Blackwell, in bytes."""
+SMALL_BLOCK = 99 << 10
+"""The same on GPUs for desktops, of all generations: the least from compute capability 8.0 on."""
+BLOCK_BYTES: dict[tuple[int, int] | int, int] = {
+    (8, 0): 163 << 10, (8, 7): 163 << 10, 9: LARGE_BLOCK, 10: LARGE_BLOCK
+}
+"""By compute capability, or by its major number: table "technical specifications" of the CUDA programming guide."""
+
+
+def count_block_bytes(capability: tuple[int, int]) -> int:
+    """The most shared memory of a block, in bytes. Not "the more the later": 12.0 has less than 8.0."""
+    return BLOCK_BYTES.get(capability, BLOCK_BYTES.get(capability[0], SMALL_BLOCK))
+
+
 def requires(
-    *, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0)
+    *, device: str | None = None, dtypes: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0),
+    block_bytes: int = 0,
 ) -> Callable[[KernelQuery], str | None]:
     """A ``supports`` predicate for the common cases: it returns the reason against a query, or None. ``capability`` is
-    the least CUDA compute capability."""
+    the least CUDA compute capability, ``block_bytes`` the shared memory that a block needs."""
 
     def reason_against(query: KernelQuery) -> str | None:
         if device is not None and query.device != device:
@@ -39,6 +55,8 @@ def requires(
             return f"takes {', '.join(dtypes)}, not {query.dtype}"
         if query.device == "cuda" and query.capability < capability:
             return f"needs compute capability {capability[0]}.{capability[1]}"
+        if query.device == "cuda" and count_block_bytes(query.capability) < block_bytes:
+            return f"needs {block_bytes >> 10} KiB of shared memory for a block"
         return None
 
     return reason_against

@@ -37,6 +37,7 @@ class PretendedDriver:
     def __init__(self) -> None:
         self.launched: list[tuple[int, ...]] = []
         self.launchers: list[str] = []
+        self.shared_bytes: dict[str, int] = {}
         self.utils = self
 
     def get_current_target(self) -> GPUTarget:
@@ -57,6 +58,7 @@ class PretendedDriver:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
         assert binary[:4] == b"\x7fELF"
+        self.shared_bytes[name] = shared
         return object(), object(), 0, 0, 1024
 
 
@@ -308,3 +310,34 @@ def test_a_kernel_that_does_not_compile_hurts_no_other(
 
 def test_there_is_nothing_to_do_on_a_cpu():
     assert precompile(lambda: pytest.fail("called"), "a model", torch.device("cpu")) == 0
+
+
+def test_prefill_of_large_heads_fits_the_shared_memory_of_desktops(
+    gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+):
+    from headrace.kernels.attention.triton import Head, plan_prefill, prefill, prefill_tile
+
+    room = 99 << 10
+    monkeypatch.setattr(gpu, "get_current_target", lambda: GPUTarget("cuda", 89, 32))
+    starts, pages = torch.tensor([0, 9], dtype=torch.int32), torch.zeros(2, 16, 1, 256, dtype=torch.bfloat16)
+    q, table = torch.zeros(9, 2, 256, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int32)
+    plan = plan_prefill(starts, [9], first=0, group=2, tile=prefill_tile(256, 2, room))
+    prefill(q, (pages, pages), torch.empty_like(q), plan, Head(0.1), (starts, starts[1:], table))
+    assert 0 < gpu.shared_bytes["_prefill_kernel"] <= room
+
+
+def test_codes_become_operands_from_ampere_on(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch):
+    """Its bfloat16 arithmetic is fma alone: the assembler refuses any other."""
+    from headrace.kernels.coded_linear import pieces
+    from headrace.kernels.coded_linear.device_codes import pack_for_device
+    from headrace.kernels.coded_linear.quantise import quantise_fp4, quantise_integer
+    from headrace.kernels.coded_linear.triton import skinny
+
+    monkeypatch.setattr(gpu, "get_current_target", lambda: GPUTarget("cuda", 80, 32))
+    monkeypatch.setattr(pieces, "has_fast_path", lambda weight, dtype: True)  # as on a GPU
+    plain, x = torch.randn(64, 256), torch.zeros(9, 256, dtype=torch.bfloat16)
+    for matrix in (quantise_integer(plain, 4, 128), quantise_fp4(plain)):
+        weight = pack_for_device(matrix)
+        assert weight is not None
+        skinny(x, weight, None, 1)
+    assert gpu.launchers == ["_skinny_kernel"] * 2

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.operation import LARGE_BLOCK, count_block_bytes
 
 LOG2_E = 1.4426950408889634
 COMBINED_VALUES = 16384
@@ -40,13 +41,16 @@ class Tile:
     num_stages: int
 
 
-def prefill_tile(width: int, element_size: int) -> Tile:
-    """Sized for 227 KiB of shared memory: queries plus ``num_stages`` blocks of keys and values. ``width`` is the
-    padded head dim, ``element_size`` in bytes."""
+def prefill_tile(width: int, element_size: int, block_bytes: int = LARGE_BLOCK) -> Tile:
+    """Sized for ``block_bytes`` of shared memory: queries plus ``num_stages`` blocks of keys and values. ``width`` is
+    the padded head dim, ``element_size`` in bytes."""
     if element_size > 2:
         return Tile(64, 32, 4, 1) if width <= 128 else Tile(32, 16, 4, 1)
     if width <= 64:
         return Tile(128, 64, 4, 4)
+    if width > 128 and block_bytes < 144 << 10:
+        return Tile(64, 32, 4, 2)
+    # without wgmma 128 wide takes 96 KiB, 256 wide 144 KiB; with it,
     # 128 wide: 32 KiB of queries + 5 * 32 KiB; 256 wide: 64 KiB + 2 * 64 KiB
     return Tile(128, 64, 8, 5) if width <= 128 else Tile(128, 64, 8, 2)
 
@@ -76,8 +80,6 @@ request and head."""
 OTHER_RULES = (SplitRule(1.5, 3, 5),)
 MOST_PROGRAMS = 4
 """The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""
-ROOMY_CAPABILITIES = (9, 10)
-"""Compute capabilities with 227 KiB of shared memory per block: pipelines may be deeper than `decode_tile`'s."""
 
 
 def plan_splits(
@@ -469,12 +471,11 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, width: int, dtype: torch.dtype,
-    tile: Tile | None = None
+    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, tile: Tile
 ) -> PrefillPlan:
     """Plan requests ``first`` and later. ``query_start`` [R + 1] int32 is on the device, ``query_lens`` are the same
     lengths on the host, so that the grid is known without a synchronisation."""
-    tile, tokens = _query_tile(group, width, dtype, tile)
+    tile, tokens = _query_tile(group, tile)
     num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
     blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
     _deal_blocks(query_start, blocks, first, len(query_lens) - first, tokens, least=1)
@@ -482,11 +483,11 @@ def plan_prefill(
 
 
 def plan_open_prefill(
-    query_start: torch.Tensor, num_tokens: int, *, group: int, width: int, dtype: torch.dtype
+    query_start: torch.Tensor, num_tokens: int, *, group: int, tile: Tile
 ) -> PrefillPlan:
     """Plan requests of two tokens or more whose number and lengths only the device knows. Launches as many programs as
     ``num_tokens`` tokens can need; those without work return at once. May be captured."""
-    tile, tokens = _query_tile(group, width, dtype, None)
+    tile, tokens = _query_tile(group, tile)
     num_requests = query_start.shape[0] - 1
     # sum of ceil(n / tokens) <= num_tokens // tokens + requests, of which at most num_tokens // 2 have two tokens
     num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
@@ -495,9 +496,8 @@ def plan_open_prefill(
     return PrefillPlan(blocks, tile, tokens)
 
 
-def _query_tile(group: int, width: int, dtype: torch.dtype, tile: Tile | None) -> tuple[Tile, int]:
+def _query_tile(group: int, tile: Tile) -> tuple[Tile, int]:
     """The tile, and how many tokens it holds, each with all ``group`` query heads of a kv head."""
-    tile = tile or prefill_tile(width, dtype.itemsize)
     if group > tile.rows:  # at least one token must fit
         tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
     return tile, tile.rows // group
@@ -534,8 +534,9 @@ def prefill(
     )
 
 
-def _is_roomy(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in ROOMY_CAPABILITIES
+def find_block_bytes(device: torch.device) -> int:
+    """See `count_block_bytes`; of the interpreter as of Hopper."""
+    return count_block_bytes(torch.cuda.get_device_capability(device)) if device.type == "cuda" else LARGE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -560,7 +561,8 @@ class DecodeWorkspace:
         partial = torch.empty(programs * group * value_dim, dtype=torch.float32, device=device)
         stats = torch.empty(programs * group * 2, dtype=torch.float32, device=device)
         return cls(
-            partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors, _is_roomy(device)
+            partial, stats, torch.zeros(programs, dtype=torch.int32, device=device), processors,
+            find_block_bytes(device) >= LARGE_BLOCK
         )
 
 

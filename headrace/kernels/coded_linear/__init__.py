@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
 
 CODED_LINEAR = Operation("coded linear kernel")
 """``coded_linear(x [T, I], weight: DeviceCodes [O, I], bias [O] | None) -> [T, O]`` in x's dtype.
@@ -19,6 +19,7 @@ CODED_LINEAR.add(
 _half_on_gpu = requires(device="cuda", dtypes=("float16", "bfloat16"))
 _with_fp8 = requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 9))
 _with_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
+_with_large_blocks = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0), block_bytes=LARGE_BLOCK)
 MOST_GEMV_ROWS = 2
 MOST_SKINNY_ROWS = 512
 MOST_CUDA_ROWS = 8
@@ -70,7 +71,7 @@ def reason_against_cuda(query: KernelQuery) -> str | None:
         return "takes inputs in steps of 16"
     if rows > MOST_CUDA_ROWS or rows * inputs > MOST_CUDA_INPUTS:
         return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_CUDA_INPUTS} inputs of all together"
-    return _with_hopper(query)
+    return _with_large_blocks(query)
 
 
 def _reason_against_tiles(query: KernelQuery) -> str | None:
@@ -80,7 +81,7 @@ def _reason_against_tiles(query: KernelQuery) -> str | None:
     rows = shape.get("num_rows", 1)
     if rows > MOST_CUDA_ROWS or rows * shape.get("in_features", 0) > MOST_TILE_INPUTS:
         return f"takes at most {MOST_CUDA_ROWS} rows and {MOST_TILE_INPUTS} inputs of all together"
-    return _with_hopper(query)
+    return _with_large_blocks(query)
 
 
 def _reason_against_tile_block(query: KernelQuery) -> str | None:
@@ -89,7 +90,7 @@ def _reason_against_tile_block(query: KernelQuery) -> str | None:
         return "takes integers in tiles"
     if not LEAST_BLOCK_ROWS <= shape.get("num_rows", LEAST_BLOCK_ROWS) <= MOST_BLOCK_ROWS:
         return f"takes {LEAST_BLOCK_ROWS} to {MOST_BLOCK_ROWS} rows"
-    return _with_hopper(query)
+    return _with_large_blocks(query)
 
 
 def _reason_against_scaled(query: KernelQuery) -> str | None:

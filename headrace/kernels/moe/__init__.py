@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
 
 if TYPE_CHECKING:
     import torch
@@ -178,17 +178,15 @@ PACKED_EXPERTS.add(
 )
 
 _on_hopper = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0))
+_with_large_blocks = requires(device="cuda", dtypes=("bfloat16",), capability=(9, 0), block_bytes=LARGE_BLOCK)
+_with_large_tiles = requires(
+    device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0), block_bytes=160 << 10
+)
 _MOST_EXPERTS = 1024
 
 
 def _reason_against_hopper(query: KernelQuery) -> str | None:
     return _on_hopper(query) or (None if query.capability[0] == 9 else "needs Hopper's tensor cores")
-
-
-def _reason_against_large_tiles(query: KernelQuery) -> str | None:
-    if query.device == "cuda" and query.capability[0] not in (9, 10):
-        return "needs the shared memory of Hopper or Blackwell, 160 KiB a program"
-    return requires(device="cuda", dtypes=("float16", "bfloat16"))(query)
 
 
 def _reason_against_route(query: KernelQuery) -> str | None:
@@ -220,7 +218,7 @@ HASH_ROUTE.add(
     priority=15, doc="with dependent launch",
 )
 RUN_EXPERTS.add(
-    "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_reason_against_large_tiles, priority=15,
+    "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_with_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",
 )
 CODED_EXPERTS.add(
@@ -234,7 +232,7 @@ CODED_EXPERTS.add(
     doc="the same, with dependent launch",
 )
 CODED_EXPERTS.add(
-    "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_on_hopper, priority=20,
+    "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_with_large_blocks, priority=20,
     doc="own CUDA C++ for up to four tokens with MXFP4, one with FP8: two kernels; beyond as gluon_pdl on Hopper, else "
     "as triton_pdl",
 )
@@ -248,10 +246,13 @@ MANY_CODED_EXPERTS.add(
 )
 
 
-def _reason_against_widths(query: KernelQuery) -> str | None:
+def _reason_against_torch(query: KernelQuery) -> str | None:
+    # on others torch multiplies an expert at a time and waits for the row counts, which no captured graph may
+    if query.capability[0] not in (9, 10):
+        return "torch has it for compute capabilities 9.0 and 10.0"
     if any(query.shape.get(name, 0) % 8 for name in ("in_features", "out_features")):
         return "takes widths in steps of 8"
-    return None
+    return _on_hopper(query)
 
 
 GROUPED_LINEAR.add(
@@ -261,7 +262,7 @@ GROUPED_LINEAR.add(
 )
 GROUPED_LINEAR.add(
     "cutlass", "headrace.kernels.moe.reference:grouped_mm",
-    supports=lambda q: _on_hopper(q) or _reason_against_widths(q), priority=10,
+    supports=_reason_against_torch, priority=10,
     doc="torch's grouped GEMM; row counts stay on the device",
 )
 GROUP_PAIRS.add(

@@ -115,7 +115,10 @@ def _reason_against_rows(query: KernelQuery) -> str | None:
     rest = query.shape.get("row_dim", 0) - value_dim
     if value_dim & (value_dim - 1) or rest & (rest - 1) or not 32 <= value_dim <= 512 or not 16 <= rest <= 256:
         return f"takes powers of two, 32 to 512 dims of a value and 16 to 256 more of a key, not {value_dim} and {rest}"
-    return requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 0))(query)
+    block_bytes = 112 << 10 if value_dim > 256 else 0
+    return requires(
+        device="cuda", dtypes=("float16", "bfloat16"), capability=(8, 0), block_bytes=block_bytes
+    )(query)
 
 
 def _reason_against_dependent_rows(query: KernelQuery) -> str | None:

@@ -11,9 +11,11 @@ from headrace.kernels.attention.triton import (
     PrefillPlan,
     block_dim,
     decode,
+    find_block_bytes,
     plan_open_prefill,
     plan_prefill,
     prefill,
+    prefill_tile,
 )
 from headrace.layers.attention.contract import (
     AttentionBackend,
@@ -34,8 +36,10 @@ class TritonAttention(AttentionBackend):
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
         # off CUDA the kernels run in Triton's interpreter, where any small number will do
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self._geometry = geometry
         self._group = geometry.num_heads // geometry.num_kv_heads
+        self._tile = prefill_tile(
+            block_dim(geometry.head_dim), getattr(torch, geometry.dtype).itemsize, find_block_bytes(device)
+        )
         self._workspace = DecodeWorkspace.allocate(processors, self._group, geometry.value_dim, device)
         self.inputs: AttentionInputs | None = None
         self._plan: PrefillPlan | None = None
@@ -43,13 +47,13 @@ class TritonAttention(AttentionBackend):
     def prepare(self, inputs: AttentionInputs) -> None:
         """Launch a small kernel that assigns prefill chunks to programs; decodes need no plan."""
         self.inputs, self._plan = inputs, None
-        tile = dict(
-            group=self._group, width=block_dim(self._geometry.head_dim), dtype=getattr(torch, self._geometry.dtype)
-        )
+        group, tile, starts = self._group, self._tile, inputs.query_start
         if inputs.has_dynamic_lengths:
-            self._plan = plan_open_prefill(inputs.query_start, inputs.num_tokens, **tile)
+            self._plan = plan_open_prefill(starts, inputs.num_tokens, group=group, tile=tile)
         elif inputs.num_decodes < inputs.num_requests:
-            self._plan = plan_prefill(inputs.query_start, inputs.query_lens_cpu, first=inputs.num_decodes, **tile)
+            self._plan = plan_prefill(
+                starts, inputs.query_lens_cpu, first=inputs.num_decodes, group=group, tile=tile
+            )
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
