@@ -126,9 +126,8 @@ def _reason_against_blocks(query: KernelQuery) -> str | None:
 def _reason_against_few(query: KernelQuery) -> str | None:
     shape, rows = query.shape, query.shape.get("num_rows", 1)
     inputs, outputs = shape.get("in_features", 0), shape.get("out_features", 0)
-    # Odd numbers of blocks: one row of 128 inputs gave NaN after the norm on an H200, and why is not known yet.
-    if shape.get("group") not in (128, inputs) or inputs % 256:
-        return "takes inputs in steps of 256 and scales of 128 or all"
+    if shape.get("group") not in (128, inputs) or inputs % 128:
+        return "takes inputs in steps of 128 and scales of 128 or all"
     if query.capability[0] != 9:
         return "needs Hopper's tensor cores, compute capability 9.0"
     if rows > MOST_WGMMA_ROWS or rows * inputs > MOST_WGMMA_INPUTS:
