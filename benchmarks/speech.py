@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.vision import run, time_encoder
 from headrace.base.config import engine_config
-from headrace.base.media import MediaArray, MediaItem, MediaPlace, WindowFrames, digest_of
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.media_facts import WindowFrames
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.build import build_engine

@@ -12,7 +12,8 @@ import msgspec
 
 from headrace.base.adapters import AdapterStats
 from headrace.base.errors import HeadraceError, error_from_kind
-from headrace.base.media import MediaFacts, MediaItem, give_data, take_data
+from headrace.base.media import MediaItem, give_data, take_data
+from headrace.base.media_facts import MediaFacts
 from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.step import TokenLogprobs

@@ -18,7 +18,7 @@ from torch import nn
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.kernels.coded_linear.choice import CodedChoice

@@ -6,6 +6,7 @@ serves the architecture. Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -14,8 +15,8 @@ from headrace.base.registry import Registry
 from headrace.models.family import Family, decoder_architectures
 
 ENTRY_POINT_GROUP = "headrace.families"
-BESIDE_TEXT = "ForConditionalGeneration"
-"""How names of architectures end that take media beside text, all but a few."""
+BESIDE_TEXT = re.compile(".*ForConditionalGeneration|.*Multimodal.*")
+"""Names of architectures that take media beside text, all but a few."""
 
 DECODERS = {
     "Arcee": "arcee",
@@ -80,6 +81,7 @@ ARCHITECTURES = {
     "LlavaNextForConditionalGeneration": "llava",
     "LlavaOnevisionForConditionalGeneration": "llava",
     "Mistral3ForConditionalGeneration": "mistral3",
+    "Phi4MultimodalForCausalLM": "phi4_multimodal",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
     "Qwen2VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
@@ -154,7 +156,7 @@ def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], t
     # failures are reported too: the family the user wants may be the one that could not be loaded
     near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
     reasons = [f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures]
-    if "Multimodal" in architecture or architecture.endswith(BESIDE_TEXT):
-        able = sorted({name for known_one, name in known.items() if known_one.endswith(BESIDE_TEXT)})
+    if BESIDE_TEXT.fullmatch(architecture):
+        able = sorted({name for known_one, name in known.items() if BESIDE_TEXT.fullmatch(known_one)})
         reasons.insert(1, f"families with models for images or sound are {', '.join(able)}")
     raise UnknownArchitecture("; ".join(reasons))

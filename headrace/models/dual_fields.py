@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.layers.media_spec import DualSpec, VisionSpec
 from headrace.layers.spec import NormSpec
 from headrace.models.config_fields import Fields

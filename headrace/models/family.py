@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.base.registry import PLUGIN_API, load_target
 from headrace.layers.media_spec import MultimodalSpec
 from headrace.layers.names import CheckpointNames, GgufNaming
@@ -40,10 +40,12 @@ def decoder_architectures(*kinds: str) -> tuple[str, ...]:
 class FamilyMedia:
     """``facts(config)`` says what media a model of that config.json takes, None for text alone; ``read_config`` gives a
     `headrace.layers.media_spec.MultimodalSpec` for the others. ``names`` map checkpoints of these, where they are not
-    the family's."""
+    the family's. ``outputs`` is given where a processor has words of its own: it turns what the processor makes of one
+    item, by name, into what processors of other families make."""
 
     facts: Callable[[dict[str, Any]], MediaFacts | None]
     names: CheckpointNames | None = None
+    outputs: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import ImagePixels, MediaFacts, PatchPixels, SizedPixels
+from headrace.base.media_facts import ImagePixels, MediaFacts, PatchPixels, SizedPixels
 from headrace.layers.media_spec import ImageSpec, SizedImageSpec, VisionSpec
 from headrace.layers.spec import DecoderSpec, MlpSpec, NormSpec
 from headrace.models.config_fields import Fields

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaFacts, MediaPlace, check_media
+from headrace.base.media import MediaPlace
+from headrace.base.media_facts import MediaFacts, check_media
 from headrace.base.step import Encode, MediaPlan, MediaUse
 from headrace.scheduling.request import Request
 

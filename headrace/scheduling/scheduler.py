@@ -19,7 +19,7 @@ from headrace.base.cache import CacheLayout
 from headrace.base.config import DEVICE_DEFAULTS, CacheConfig, SchedulerConfig
 from headrace.base.errors import DeadlineExceeded, HeadraceError, RequestError, StepFailed
 from headrace.base.hooks import Hooks
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.base.messages import EngineRequest, EngineStats, ErrorInfo, Finish, RequestOutput, TransferStats
 from headrace.base.step import StepPlan, StepResult
 from headrace.scheduling.admission import Admission, QueueLimits

@@ -25,7 +25,8 @@ from typing import Any
 from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, HeadraceError, ModelError, PluginError
-from headrace.base.media import MediaItem, make_silence
+from headrace.base.media import MediaItem
+from headrace.base.media_facts import make_silence
 from headrace.base.messages import (
     Abort,
     EngineRequest,

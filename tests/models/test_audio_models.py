@@ -24,7 +24,7 @@ from media_rig import (
 
 from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError, RequestError
-from headrace.base.media import SpeechFacts, WindowFrames
+from headrace.base.media_facts import SpeechFacts, WindowFrames
 from headrace.base.messages import EngineRequest
 from headrace.base.pooling import Alignment, PoolingSpec, unpack_floats
 from headrace.base.sampling import LogitRules, SamplingSpec, StopSpec, TimestampRules

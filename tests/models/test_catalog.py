@@ -41,7 +41,7 @@ def test_unknown_architecture_lists_the_nearest():
         catalog.find_gguf_family("gemma3n")
 
 
-@pytest.mark.parametrize("architecture", ["Phi4MultimodalForCausalLM", "Idefics3ForConditionalGeneration"])
+@pytest.mark.parametrize("architecture", ["Emu3MultimodalForCausalLM", "Idefics3ForConditionalGeneration"])
 def test_unknown_models_of_media_are_told_which_families_there_are(architecture: str):
     with pytest.raises(UnknownArchitecture, match=r"images or sound are gemma3, .*qwen2_5_vl.*whisper"):
         catalog.find_family(architecture)

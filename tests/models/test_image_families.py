@@ -25,7 +25,7 @@ from media_rig import (
 )
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import TiledPixels
+from headrace.base.media_facts import TiledPixels
 from headrace.models.llava.family import NEXT, read_media
 
 TEXT = {

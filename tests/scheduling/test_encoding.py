@@ -9,19 +9,8 @@ import msgspec
 import pytest
 
 from headrace.base.errors import RequestError
-from headrace.base.media import (
-    ImagePixels,
-    MediaArray,
-    MediaFacts,
-    MediaItem,
-    MediaPlace,
-    PatchPixels,
-    PixelLayout,
-    SizedPixels,
-    check_media,
-    digest_of,
-    find_runs,
-)
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of, find_runs
+from headrace.base.media_facts import ImagePixels, MediaFacts, PatchPixels, PixelLayout, SizedPixels, check_media
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import Encode, MediaPlan

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
 from headrace.base.config import CacheConfig, SchedulerConfig
-from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace, digest_of
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.media_facts import MediaFacts
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.step import StepPlan, StepResult

@@ -14,8 +14,9 @@ from tiny_vision import looked_up, mark_id, write_qwen
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import MediaError, RequestError
-from headrace.base.media import LEVELS, MediaArray, MediaItem, check_media
+from headrace.base.media import LEVELS, MediaArray, MediaItem
 from headrace.base.media_config import MediaConfig
+from headrace.base.media_facts import check_media
 from headrace.base.messages import ModelFacts
 from headrace.models.catalog import find_family
 from headrace.models.source import resolve_source

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ModelError
-from headrace.base.media import MediaFacts, TiledPixels, check_media
 from headrace.base.media_config import MediaConfig
+from headrace.base.media_facts import MediaFacts, TiledPixels, check_media
 from headrace.base.messages import ModelFacts
+from headrace.models.family import FamilyMedia
 from headrace.models.source import ModelSource
 from headrace.service.client.media import place_items
 from headrace.service.media import preparing as module
@@ -76,7 +77,7 @@ CASES = {
 }
 SPECIAL = (
     "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<image>",
-    "<video>", "<img>", "</img>", "<IMG_CONTEXT>",
+    "<video>", "<img>", "</img>", "<IMG_CONTEXT>", "<|image|>", "<|audio|>",
 )
 
 
@@ -112,7 +113,7 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
     media = MediaFacts({"image": token_id}, {"image": case.mark}, vector_size=64)
     monkeypatch.setattr(module, "resolve_source", lambda config: source)
     monkeypatch.setattr(module, "find_family", lambda architecture: SimpleNamespace(
-        media=SimpleNamespace(facts=lambda config: media)
+        media=FamilyMedia(lambda config: media)
     ))
     if name == "rows" and not find_spec("torchvision"):
         with pytest.raises(ModelError, match=r"needs torchvision.*pip install 'headrace\[video\]'"):
@@ -145,3 +146,46 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
         joined = np.concatenate(ours)
         flat = np.stack(whole).reshape(-1)
         assert joined.size <= flat.size and (joined.size < flat.size or (joined == flat).all())
+
+
+def test_a_processor_with_words_of_its_own(tmp_path, monkeypatch):
+    """Phi-4-multimodal's: its sound under the names of all families, and in the company of an image another item."""
+    from transformers import Phi4MultimodalFeatureExtractor
+
+    marks = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
+    own = {"feature_extractor_type": "Phi4MultimodalFeatureExtractor"}
+    case = Case("Phi4MultimodalProcessor", own, "", "", {}, marks)
+    source = write(tmp_path, case)
+    tokenizer = load_tokenizer(source)
+    ids = {name: tokenizer.encode(mark, add_special_tokens=False)[0] for name, mark in marks.items()}
+    config = {
+        "architectures": ["Phi4MultimodalForCausalLM"], "model_type": "phi4_multimodal",
+        "vision_config": {"image_token_id": ids["image_token"]}, "audio_config": {"audio_token_id": ids["audio_token"]},
+    }
+    source = replace(source, config=config)
+    load = module._load_part  # the image processor needs torchvision
+    monkeypatch.setattr(module, "_load_part", lambda library, name, folder: (
+        None if name == "image_processor" else load(library, name, folder)
+    ))
+    monkeypatch.setattr(module, "resolve_source", lambda config: source)
+    preparer = Preparer(Setup(ModelConfig(), MediaConfig()))
+    samples = np.sin(np.arange(16_077, dtype=np.float32) / 9)
+    sound = preparer.prepare_value("audio", samples, "here")
+    expected = Phi4MultimodalFeatureExtractor()(samples, sampling_rate=16000)
+    values = sound.item.arrays["input_features"]
+    assert values.data == np.asarray(expected["audio_input_features"]).tobytes()
+    assert sound.item.place.num_tokens == int(expected["audio_embed_sizes"][0]) == 13
+    made = {
+        "input_ids": [[ids["image_token"]] * 545], "image_pixel_values": np.zeros((1, 2, 3, 448, 448), np.float32),
+        "image_attention_mask": np.ones((1, 2, 32, 32)), "image_sizes": [[448, 448]],
+    }
+    image = preparer._item("image", preparer._rename(made), made["input_ids"][0], bytes(32), "here")
+    facts = SimpleNamespace(media=preparer._facts, max_model_len=4096)
+    alone = place_items("<|audio|>?", [sound], tokenizer, facts, add_special_tokens=False)
+    both = place_items("<|image|><|audio|>?", [sound, image], tokenizer, facts, add_special_tokens=False)
+    for placed in (alone, both):
+        check_media(placed.items, placed.token_ids, preparer._facts)
+    seen, heard = both.items
+    assert seen.place.digest == image.item.place.digest and not seen.place.is_in_company
+    assert heard.place.is_in_company and not alone.items[0].place.is_in_company
+    assert heard.place.digest != alone.items[0].place.digest == sound.item.place.digest

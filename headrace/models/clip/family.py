@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.layers.media_spec import DualSpec
 from headrace.layers.names import CheckpointNames
 from headrace.models.dual_fields import DUAL_NAMES, DUAL_RENAMES, MODEL, dual_cache_specs, dual_media, read_dual

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MOST_SIDE, MediaFacts, PixelLayout, TiledPixels
+from headrace.base.media import MOST_SIDE
+from headrace.base.media_facts import MediaFacts, PixelLayout, TiledPixels
 from headrace.layers.media_spec import ImageSpec, MultimodalSpec, SizedImageSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import Activation

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.layers.media_spec import MultimodalSpec, SizedImageSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import Activation

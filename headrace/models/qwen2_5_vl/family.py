@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace.base.media import MediaFacts, PatchPixels
+from headrace.base.media_facts import MediaFacts, PatchPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import ClipFrames, MediaFacts
+from headrace.base.media_facts import ClipFrames, MediaFacts
 from headrace.layers.media_spec import AudioSpec, MultimodalSpec
 from headrace.layers.names import SPLIT_NAMES, CheckpointNames
 from headrace.models.audio_fields import audio_names, read_audio_encoder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts, PatchPixels
+from headrace.base.media_facts import MediaFacts, PatchPixels
 from headrace.layers.media_spec import MultimodalSpec, VisionSpec
 from headrace.layers.names import EXPERT_NAMES, ROUTER, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec

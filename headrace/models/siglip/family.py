@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts
+from headrace.base.media_facts import MediaFacts
 from headrace.layers.media_spec import DualSpec
 from headrace.layers.names import CheckpointNames
 from headrace.models.config_fields import Fields

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
-from headrace.base.media import MediaFacts, SpeechFacts, WindowFrames
+from headrace.base.media_facts import MediaFacts, SpeechFacts, WindowFrames
 from headrace.layers.media_spec import AudioSpec
 from headrace.layers.names import CheckpointNames
 from headrace.layers.spec import MlpSpec, NormSpec

@@ -13,7 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaFacts, MediaItem, check_media, find_runs
+from headrace.base.media import MediaItem, find_runs, join_company
+from headrace.base.media_facts import MediaFacts, check_media
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.service.client.prompts import encode_prompt, require_tokenizer
 from headrace.service.media.wire import PreparedItem
@@ -65,6 +66,8 @@ def place_items(
             for each, places in zip(own, runs, strict=True)
         ]
     placed.sort(key=lambda item: item.place.offset)
+    places = join_company([item.place for item in placed], media.company)
+    placed = [msgspec.structs.replace(item, place=place) for item, place in zip(placed, places, strict=True)]
     return MediaPrompt(ids, placed, prompt if isinstance(prompt, str) else None)
 
 

@@ -21,14 +21,13 @@ from headrace.base.media import (
     DTYPES,
     LEVELS,
     MediaArray,
-    MediaFacts,
     MediaItem,
     MediaKind,
     MediaPlace,
-    WindowFrames,
     digest_of,
     find_runs,
 )
+from headrace.base.media_facts import MediaFacts, WindowFrames
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.service.media.audio import open_audio
@@ -42,10 +41,10 @@ logger = logging.getLogger(__name__)
 INSTALL = "pip install 'headrace[vision]'"
 TORCHVISION = "pip install 'headrace[video]'"
 _PARTS = {
-    "image": ("image_processor", INSTALL), "video": ("video_processor", TORCHVISION),
-    "audio": ("feature_extractor", "pip install 'headrace[audio]'"),
+    "image": (("image_processor",), INSTALL), "video": (("video_processor",), TORCHVISION),
+    "audio": (("feature_extractor", "audio_processor"), "pip install 'headrace[audio]'"),
 }
-"""The part of a processor that a kind needs, and what brings its libraries."""
+"""The part of a processor that a kind needs, by its names, and what brings its libraries."""
 LOW_DETAIL = 512
 """Pixels of the longer side of an image with ``detail`` "low"."""
 VIDEO_FPS, VIDEO_FRAMES = 2.0, 64
@@ -62,12 +61,13 @@ class Preparer:
 
     def __init__(self, setup: Setup):
         source = resolve_source(setup.model)
-        family = find_family(source.architecture)
-        facts = family.media.facts(source.config) if family.media is not None else None
-        if facts is None:
+        media = find_family(source.architecture).media
+        facts = media.facts(source.config) if media is not None else None
+        if media is None or facts is None:
             raise ModelError(f"{source.architecture} takes text alone")
         self._facts: MediaFacts = facts
         self._bounds = setup.media
+        self._rename = media.outputs
         self._processor: Any = ImagesAlone(source, facts) if facts.is_alone else load_processor(source)
         self._tokenizer = self._processor.tokenizer
         self._settings = _describe(self._processor)
@@ -107,8 +107,8 @@ class Preparer:
         return self._process(kind, samples, digest, param)
 
     def _require_part(self, kind: MediaKind, param: str) -> None:
-        name, install = _PARTS[kind]
-        if vars(self._processor).get(name) is None:
+        names, install = _PARTS[kind]
+        if all(vars(self._processor).get(name) is None for name in names):
             raise MediaError(
                 f"{param}: libraries that prepare {kind} for this model are not installed here: {install}", param=param
             )
@@ -130,8 +130,13 @@ class Preparer:
             )
         return open_audio(job.data, job.param, self._rate())
 
+    @property
+    def _extractor(self) -> Any:
+        parts = vars(self._processor)
+        return next(parts[name] for name in _PARTS["audio"][0] if parts.get(name) is not None)
+
     def _rate(self) -> int:
-        return int(self._processor.feature_extractor.sampling_rate)
+        return int(self._extractor.sampling_rate)
 
     def _as_image(self, value: Any, param: str) -> Any:
         pillow = import_pillow()
@@ -177,7 +182,7 @@ class Preparer:
             self._check_length(value, param)
             options |= {"audio": [value], "audio_kwargs": {"sampling_rate": self._rate()}}
         try:
-            made = self._run(kind, options)
+            made = self._rename(self._run(kind, options))
         except (ValueError, TypeError, ArithmeticError, IndexError) as error:  # sizes that the processor refuses
             raise MediaError(f"{param} cannot be prepared for this model: {str(error)[:200]}", param=param) from error
         token_ids = [int(token_id) for token_id in made["input_ids"][0]]
@@ -205,7 +210,7 @@ class Preparer:
     @property
     def _hop(self) -> int:
         """Samples of a frame."""
-        return int(self._processor.feature_extractor.hop_length)
+        return int(self._extractor.hop_length)
 
     def _listen(
         self, samples: Any, window: WindowFrames, digest: bytes, param: str, *, is_whole: bool = False
@@ -216,7 +221,7 @@ class Preparer:
             self._check_length(samples, param)
         length = window.frames * self._hop
         padded = np.pad(samples, (0, length if is_whole else length - len(samples)))
-        made = self._processor.feature_extractor(
+        made = self._extractor(
             padded, sampling_rate=self._rate(), padding="do_not_pad", truncation=False, return_tensors="np"
         )
         found = np.ascontiguousarray(made["input_features"][0].T, dtype=np.float32)
@@ -326,6 +331,7 @@ def _load_part(transformers: Any, name: str, folder: Path) -> Any:
         "image_processor": (transformers.AutoImageProcessor, {"backend": "pil"}),
         "video_processor": (transformers.AutoVideoProcessor, {}),
         "feature_extractor": (transformers.AutoFeatureExtractor, {}),
+        "audio_processor": (transformers.AutoFeatureExtractor, {}),
         "tokenizer": (transformers.AutoTokenizer, {}),
     }
     loader, options = loaders[name]

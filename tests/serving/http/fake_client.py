@@ -14,7 +14,8 @@ from headrace.base.adapters import AdapterInfo, ListAdapters, LoadAdapter, Unloa
 from headrace.base.admin import VITAL_PARTS, AcquireMemory, ReleaseMemory, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ContextLengthExceeded, EngineUnavailable, HeadraceError, RequestError
-from headrace.base.media import MediaFacts, MediaItem, check_media
+from headrace.base.media import MediaItem
+from headrace.base.media_facts import MediaFacts, check_media
 from headrace.base.messages import (
     Abort,
     EngineRequest,

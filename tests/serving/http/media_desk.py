@@ -8,7 +8,8 @@ import hashlib
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import MediaError
-from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace
+from headrace.base.media import MediaArray, MediaItem, MediaPlace
+from headrace.base.media_facts import MediaFacts
 from headrace.service.media.wire import Job, PreparedItem
 from headrace.serving.media.intake import MediaIntake
 

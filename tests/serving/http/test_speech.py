@@ -14,7 +14,8 @@ from starlette.requests import Request
 
 from headrace.base.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.base.errors import Conflict, EngineUnavailable, MediaError, QueueFull, RequestError
-from headrace.base.media import MediaArray, MediaFacts, MediaItem, MediaPlace, SpeechFacts, WindowFrames
+from headrace.base.media import MediaArray, MediaItem, MediaPlace
+from headrace.base.media_facts import MediaFacts, SpeechFacts, WindowFrames
 from headrace.base.messages import ErrorInfo
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs

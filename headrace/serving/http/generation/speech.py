@@ -14,7 +14,8 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import Conflict, MediaError, QueueFull, RequestError, UnsupportedFeature
-from headrace.base.media import MediaArray, MediaItem, MediaPlace, SpeechFacts, WindowFrames, digest_of
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.media_facts import SpeechFacts, WindowFrames
 from headrace.base.pooling import Alignment, PoolingSpec
 from headrace.base.sampling import SamplingParams, SpeechRules, TimestampRules
 from headrace.base.step import TokenLogprobs
