@@ -238,6 +238,9 @@ def test_a_video_comes_with_the_times_of_its_frames(preparer, monkeypatch):
             raise ValueError("seen")
 
     monkeypatch.setattr(preparer, "_processor", Recorder())
+    for wrong in (picture(64, 48), [], "film", None, np.zeros((4, 4), np.uint8), np.zeros((0, 4, 4, 3), np.uint8)):
+        with pytest.raises(MediaError, match="here must be images in a list"):
+            preparer.prepare_value("video", wrong, "here")
     with pytest.raises(MediaError, match="seen"):
         preparer.prepare_value("video", [picture(64, 48)] * 4, "here")
     about = given["videos_kwargs"]["video_metadata"][0]

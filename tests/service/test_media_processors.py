@@ -17,7 +17,7 @@ from tiny_vision import byte_tokenizer, looked_up
 from tokenizers import AddedToken, Tokenizer
 
 from headrace.base.config import ModelConfig
-from headrace.base.errors import ModelError
+from headrace.base.errors import MediaError, ModelError
 from headrace.base.media_config import MediaConfig
 from headrace.base.media_facts import MediaFacts, TiledPixels, check_media
 from headrace.base.messages import ModelFacts
@@ -175,6 +175,10 @@ def test_a_processor_with_words_of_its_own(tmp_path, monkeypatch):
     values = sound.item.arrays["input_features"]
     assert values.data == np.asarray(expected["audio_input_features"]).tobytes()
     assert sound.item.place.num_tokens == int(expected["audio_embed_sizes"][0]) == 13
+    for wrong in ((samples, 0), (samples, -5), (samples, "x"), (samples, float("nan")), (samples, 1e12), (), "x", None,
+                  samples[None], samples[:0], samples * np.nan, (samples, 16000, 1), [[1.0], [1.0, 2.0]], object()):
+        with pytest.raises(MediaError, match="here"):
+            preparer.prepare_value("audio", wrong, "here")
     made = {
         "input_ids": [[ids["image_token"]] * 545], "image_pixel_values": np.zeros((1, 2, 3, 448, 448), np.float32),
         "image_attention_mask": np.ones((1, 2, 32, 32)), "image_sizes": [[448, 448]],

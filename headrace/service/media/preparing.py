@@ -30,7 +30,7 @@ from headrace.base.media import (
 from headrace.base.media_facts import MediaFacts, WindowFrames
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
-from headrace.service.media.audio import open_audio
+from headrace.service.media.audio import check_clip, open_audio, resample
 from headrace.service.media.images import check_size, import_pillow, open_image, to_rgb, upright
 from headrace.service.media.pixel_bytes import RAW, PixelBytes, to_bytes
 from headrace.service.media.video import Frames, open_video
@@ -95,9 +95,13 @@ class Preparer:
             image = self._as_image(value, param)
             return self._process(kind, image, self._digest(kind, [image]), param)
         if kind == "video":
+            is_array = isinstance(value, np.ndarray) and value.ndim == 4
+            if not (is_array or isinstance(value, list | tuple)) or not len(value):
+                raise MediaError(
+                    f"{param} must be images in a list, or an array of shape [frames, height, width, 3], one at least; "
+                    f"got {type(value).__name__}", param=param
+                )
             images = [self._as_image(each, f"{param}[{i}]") for i, each in enumerate(value)]
-            if not images:
-                raise MediaError(f"{param} has no frames", param=param)
             times = [i / VIDEO_FPS for i in range(len(images))]
             return self._process(kind, Frames(images, times), self._digest(kind, images), param)
         samples = self._as_samples(value, param)
@@ -157,16 +161,20 @@ class Preparer:
         return to_rgb(upright(value), param)
 
     def _as_samples(self, value: Any, param: str) -> Any:
-        from headrace.service.media.audio import resample
-
-        samples, rate = value if isinstance(value, tuple) else (value, self._rate())
-        samples = np.asarray(samples, dtype=np.float32)
+        samples, rate = value if isinstance(value, tuple) and len(value) == 2 else (value, self._rate())
+        try:
+            samples, rate = np.asarray(samples, dtype=np.float32), int(rate)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MediaError(
+                f"{param} must be an array of samples, or a pair of samples and rate: {str(error)[:120]}", param=param
+            ) from None
         if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
             raise MediaError(
                 f"{param} must be an array of finite samples of shape [samples]; got shape {list(samples.shape)}",
                 param=param
             )
-        return resample(samples, int(rate), self._rate())
+        check_clip(param, rate=rate, channels=1, frames=len(samples))
+        return resample(samples, rate, self._rate())
 
     def _process(self, kind: MediaKind, value: Any, digest: bytes, param: str) -> PreparedItem:
         mark = self._facts.texts[kind]

@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -51,7 +52,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         holds the GIL, which is why worker processes do it."""
         if not self.is_base64:
             return self
-        text = self.data.translate(_URL_SAFE, b" \r\n\t")
+        given = unquote_to_bytes(self.data) if b"%" in self.data else self.data  # URIs may encode any letter
+        text = given.translate(_URL_SAFE, b" \r\n\t")
         try:
             data = binascii.a2b_base64(text + b"=" * (-len(text) % 4), strict_mode=True)
         except binascii.Error:

@@ -27,6 +27,10 @@ _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 
 def split_url(url: str, param: str) -> SplitResult:
     """The parts of an http or https URL; raises `MediaError` for one that another program may read differently."""
+    if "://" not in url[:16]:
+        raise MediaError(
+            f"{param} must be an http, https or data URL; base64 is written as data:;base64,DATA", param=param
+        )
     if len(url) > MAX_URL:
         raise MediaError(f"{param} is a URL of more than {MAX_URL} characters", param=param)
     if not url.isascii() or any(letter <= " " or letter in "\\\x7f" for letter in url):

@@ -93,6 +93,14 @@ async def test_every_kind_of_part(http, client):
     assert (details["image_tokens"], details["video_tokens"], details["audio_tokens"]) == (3, 5, 4)
 
 
+async def test_sound_as_base64_and_as_a_data_uri(http, desk):
+    for data in (b64(b"sound"), uri(b"sound")):
+        part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+        answer = await http.post("/v1/chat/completions", json=chat(part))
+        assert answer.status_code == 200, answer.text
+    assert [job.decoded().data for job in desk.jobs] == [b"sound", b"sound"]
+
+
 async def test_low_detail_is_another_item(http, desk):
     for detail in ("low", "high", "auto"):
         await http.post("/v1/chat/completions", json=chat(image(CAT, detail=detail)))

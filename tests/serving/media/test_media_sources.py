@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from urllib.parse import quote
 
 import pytest
 
@@ -55,7 +56,7 @@ async def test_data_uris_in_every_form(data):
     forms = (
         "data:image/png;base64," + text, "DATA:;BASE64," + text, "data:image/png;base64," + text.rstrip("="),
         "data:image/svg+xml;charset=x;base64," + "\n".join(text[i : i + 76] for i in range(0, len(text), 76)),
-        "data:;base64," + base64.urlsafe_b64encode(data).decode(),
+        "data:;base64," + base64.urlsafe_b64encode(data).decode(), "data:;base64," + quote(text, safe=""),
     )
     for uri in forms:
         found = await reader().read_url(uri, WHERE)
@@ -73,6 +74,11 @@ async def test_broken_data_uris_are_typed_errors(uri):
     with pytest.raises(MediaError) as caught:
         (await reader().read_url(uri, WHERE)).job("image", {}).decoded()
     assert caught.value.param == WHERE and WHERE in caught.value.message
+
+
+async def test_bare_base64_is_told_how_it_is_written():
+    with pytest.raises(MediaError, match="written as data:;base64,DATA"):
+        await reader().read_url("iVBORw0KGgo" * 1000, WHERE)
 
 
 async def test_data_beyond_the_limit_are_refused_before_they_are_decoded():

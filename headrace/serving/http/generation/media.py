@@ -71,7 +71,7 @@ def _ref(part: MediaPart, where: str) -> MediaRef:
         case ImagePart(image_url=url):
             return MediaRef(kind, str(url), f"{where}.image_url")
         case AudioPart():
-            return MediaRef(kind, DATA + part.input_audio.data, f"{where}.input_audio.data")
+            return MediaRef(kind, _address(part.input_audio.data), f"{where}.input_audio.data")
         case AudioUrlPart(audio_url=given):
             field = "audio_url"
         case VideoPart(video_url=given):
