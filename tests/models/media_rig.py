@@ -85,14 +85,14 @@ def to_tensor(array: MediaArray) -> torch.Tensor:
 
 
 def run(
-    engine: Engine, prompts: Sequence[Prompt], num_tokens: int = 8, *, logprobs: bool = True
+    engine: Engine, prompts: Sequence[Prompt], num_tokens: int = 8, *, logprobs: bool = True, adapter: str = ""
 ) -> list[list[RequestOutput]]:
     """Outputs of greedy requests that come together; the logprobs of all tokens with each."""
     spec = SamplingSpec(num_logprobs=ALL_LOGPROBS) if logprobs else SamplingSpec()
     found: dict[str, list[RequestOutput]] = {}
     for i, prompt in enumerate(prompts):
         engine.submit(EngineRequest(
-            f"r{i}", list(prompt.ids), spec, StopSpec(num_tokens), media=list(prompt.items)
+            f"r{i}", list(prompt.ids), spec, StopSpec(num_tokens), media=list(prompt.items), adapter=adapter
         ))
         found[f"r{i}"] = []
     while engine.has_work:

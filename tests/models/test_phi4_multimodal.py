@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -179,3 +181,25 @@ def test_long_sound_is_cut(served: Any):
 def test_configs_that_are_not_served(part: str, name: str, value: int):
     with pytest.raises(ConfigError, match=name):
         read_config({part: {name: value}})
+
+
+def test_weights_for_images_are_an_adapter(served: Any, tmp_path: Path):
+    """As published: a file of PEFT whose targets are a pattern, which the encoders' layers do not match."""
+    model, folder = served
+    peft = pytest.importorskip("peft")
+    pattern = r".*model\.layers.*((self_attn\.(qkv_proj|o_proj))|(mlp\.(gate_up|down)_proj))"
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=0.05, target_modules=pattern)
+    ).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    adapted.save_pretrained(str(tmp_path))
+    engine = start_engine(folder, enable_lora=True, lora_modules=f"vision={tmp_path}", kv_pages=400)
+    prompt = placed(add_clip(add_image(Prompt().text(3), 1, 5, 12), 6, 33))
+    for name, oracle in (("vision", adapted), ("", model)):
+        (outputs,) = run(engine, [prompt], adapter=name)
+        compare(outputs, expect(oracle, prompt, [(1, 5, 12)]))
+    engine.close()
