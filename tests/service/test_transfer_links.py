@@ -262,3 +262,35 @@ async def test_a_later_link_that_was_greeted_fences_an_earlier_one_and_stays(mon
         line.close()
     server.close()
     region.close()
+
+
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+async def test_a_shortage_of_threads_fails_what_needs_one(whose: str, monkeypatch: pytest.MonkeyPatch):
+    class Destination:
+        def write(self, copies: list[Copy]) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    async def refuse(call: Any, *arguments: Any) -> Any:
+        if call.__name__ == ("write" if whose == "prefill" else "_compare"):
+            raise RuntimeError("can't start new thread")
+        return call(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", refuse)
+    region, heard = Region.create(4096), list[FromAgent]()
+    backend = SimpleNamespace(connect=lambda handle: Destination())
+    offers = Offers(HELLO, region, cast(Any, backend), heard.append, lambda: 0.0)
+    fetches = Fetches(HELLO, region, heard.append)
+    server = await asyncio.start_server(offers.serve, "127.0.0.1", 0)
+    spec = TransferSpec("7", "127.0.0.1", server.sockets[0].getsockname()[1])
+    offers.take(Offer(1, "7", b"p", 0, 64))
+    offers.take(Filled(1, [(0, 64)]))
+    fetches.fetch(Fetch(3, spec, b"p", 64, 64))
+    async with asyncio.timeout(10):
+        while not {3, 1} <= {message.ticket for message in heard if isinstance(message, Released)}:
+            await asyncio.sleep(0.005)
+    assert [m.reason for m in heard if isinstance(m, Lost)] == ["the transfer agent: can't start new thread"]
+    server.close()
+    region.close()

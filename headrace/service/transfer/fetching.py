@@ -37,7 +37,15 @@ from headrace.base.transfer import (
     decode_from_prefill,
 )
 from headrace.memory.transfer.contract import AnyRegion
-from headrace.service.transfer.wire import HELLO_S, MAX_HELLO_BYTES, SILENCE_S, Checksums, LineBroken, PeerLine
+from headrace.service.transfer.wire import (
+    HELLO_S,
+    MAX_HELLO_BYTES,
+    SILENCE_S,
+    Checksums,
+    LineBroken,
+    PeerLine,
+    run_in_thread,
+)
 from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
@@ -248,7 +256,10 @@ class _Link:
             return
         match message:
             case Written() if not fetching.is_lost:
-                wrong = await asyncio.to_thread(self._compare, fetching, message)
+                try:
+                    wrong = await run_in_thread(self._compare, fetching, message)
+                except TransferFailed as error:
+                    wrong = error.message
                 if wrong:
                     self.give_up(message.ticket, wrong)
             case Done() if not fetching.is_lost:

@@ -34,7 +34,15 @@ from headrace.base.transfer import (
     decode_from_decode,
 )
 from headrace.memory.transfer.contract import AnyRegion, Copy, Destination, TransferBackend
-from headrace.service.transfer.wire import BEAT_S, HELLO_S, MAX_HELLO_BYTES, Checksums, PeerLine, split_spans
+from headrace.service.transfer.wire import (
+    BEAT_S,
+    HELLO_S,
+    MAX_HELLO_BYTES,
+    Checksums,
+    PeerLine,
+    run_in_thread,
+    split_spans,
+)
 from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
@@ -151,7 +159,7 @@ class Offers:
         differences = hello.facts.find_differences(self._hello.facts)
         if differences:
             raise TransferFailed(differences)
-        destination = await asyncio.to_thread(self._backend.connect, hello.handle)
+        destination = await run_in_thread(self._backend.connect, hello.handle)
         line.send(self._hello)
         return hello.epoch, destination
 
@@ -320,9 +328,7 @@ class _Link:
             if filled:
                 spans = split_spans(filled)
                 async with self._turn:
-                    sums = await asyncio.to_thread(
-                        self._offers.write, room, self._destination, delivery.want, spans
-                    )
+                    sums = await run_in_thread(self._offers.write, room, self._destination, delivery.want, spans)
                 self._line.send(Written(delivery.want.ticket, spans, sums))
                 num_done += len(filled)
             elif not room.is_open:

@@ -15,6 +15,7 @@ from headrace.memory.transfer.contract import AnyRegion
 from headrace.service.transport import LENGTH, frame
 
 Message = TypeVar("Message")
+Result = TypeVar("Result")
 
 MAX_BYTES = 64 << 20
 """Of a message of a known peer: the logprobs of a first token may cover the vocabulary."""
@@ -52,6 +53,14 @@ class Checksums:
         return list(self._threads.map(
             lambda span: zlib.crc32(data[begin + span[0] : begin + span[0] + span[1]].data), spans
         ))
+
+
+async def run_in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Return what a call does that takes its time; raises `TransferFailed` too where no thread can be started."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except RuntimeError as error:
+        raise TransferFailed(f"the transfer agent: {error}") from error
 
 
 class LineBroken(TransferFailed):
