@@ -100,8 +100,8 @@ ARCHITECTURES = {
 GGUF_ARCHITECTURES = {
     **{
         name: name for name in (
-            "gemma", "gemma2", "gemma3", "glm4", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
-            "seed_oss", "smollm3",
+            "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "glm4", "granite", "llama", "olmo2", "olmoe", "phi3",
+            "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
         )
     },
     "gpt-oss": "gpt_oss",

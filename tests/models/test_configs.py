@@ -62,6 +62,14 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3ForCausalLM", {}, {}),
     "seed_oss": ("SeedOssForCausalLM", {}, {}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {}, {}),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, True, False] * 2 + [False]},
+        {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2 + ["full_attention", *["sliding_attention"] * 2,
+                                                                          *["full_attention"] * 2]},
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", {"attention.layer_norm_epsilon": 1e-6}, {"norm_epsilon": 1e-6}),
     "olmoe": (
         "OlmoeForCausalLM", {"expert_count": 8, "expert_used_count": 2}, {"num_experts": 8, "num_experts_per_tok": 2}
     ),

@@ -22,7 +22,8 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM",
     "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
+    "seed_oss": "SeedOssForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "exaone4": "Exaone4ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 
 TIED = ("GemmaForCausalLM", "Gemma2ForCausalLM")

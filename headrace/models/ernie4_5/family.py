@@ -4,6 +4,7 @@ and a learned bias, beside an MLP of all tokens."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from headrace.layers.names import EXPERT_NAMES, SHARED_EXPERT_NAMES, SPLIT_NAMES, CheckpointNames
@@ -19,6 +20,7 @@ from headrace.models.config_specs import (
     read_vocabulary,
 )
 from headrace.models.family import Family, decoder_architectures
+from headrace.models.gguf_config import read_gguf_config
 
 SHARED_DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
 DENSE_DEFAULTS = {**SHARED_DEFAULTS, "head_dim": 128, "num_key_value_heads": 2}
@@ -68,4 +70,6 @@ FAMILY = Family(
         renames={".gate.moe_statics.": ".gate.", ".mlp.moe_statics.": ".mlp.gate."},
         ignored=("model.mtp_",),
     ),
+    gguf_architectures=("ernie4_5",),
+    gguf_config=partial(read_gguf_config, architecture="Ernie4_5ForCausalLM"),
 )

@@ -17,6 +17,7 @@ from headrace.models.config_specs import (
     read_window,
 )
 from headrace.models.family import Family, decoder_architectures
+from headrace.models.gguf_config import read_gguf_config
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -38,6 +39,17 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(window, rope) if is_sliding else LayerSpec(0, None) for is_sliding in are_sliding)
 
 
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """A file without a window is of a model without one."""
+    config = {"sliding_window": None, **read_gguf_config(metadata, "Exaone4ForCausalLM")}
+    pattern = metadata.get("exaone4.attention.sliding_window_pattern")
+    if isinstance(pattern, int):
+        config["sliding_window_pattern"] = pattern
+    elif pattern is not None:
+        config["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+    return config
+
+
 FAMILY = Family(
     name="exaone4",
     architectures=decoder_architectures("Exaone4"),
@@ -47,5 +59,7 @@ FAMILY = Family(
         "model.layers.{i}.post_attention_layernorm": "layers.{i}.attention_post_norm",
         "model.layers.{i}.post_feedforward_layernorm": "layers.{i}.mlp_post_norm",
     }),
+    gguf_architectures=("exaone4",),
+    gguf_config=gguf_config,
     tool_parser="hermes",
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from headrace.layers.names import UNGATED_NAMES, CheckpointNames
+from headrace.layers.names import UNGATED_NAMES, CheckpointNames, GgufNaming
 from headrace.layers.spec import DecoderSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import (
@@ -17,6 +18,7 @@ from headrace.models.config_specs import (
     read_window,
 )
 from headrace.models.family import Family, decoder_architectures
+from headrace.models.gguf_config import read_gguf_config
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -37,4 +39,9 @@ FAMILY = Family(
     architectures=decoder_architectures("Starcoder2"),
     read_config=read_config,
     names=CheckpointNames(UNGATED_NAMES, renames={".c_fc.": ".up_proj.", ".c_proj.": ".down_proj."}),
+    gguf_architectures=("starcoder2",),
+    gguf_config=partial(
+        read_gguf_config, architecture="Starcoder2ForCausalLM", keys={"attention.layer_norm_epsilon": "norm_epsilon"}
+    ),
+    gguf_naming=GgufNaming(parts={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
 )
