@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.adapters import AdapterConfig
@@ -19,6 +18,7 @@ from headrace.base.kv_events import KvEventOptions, read_event_options
 from headrace.base.media_config import MediaConfig
 from headrace.base.option import OptionInfo, Section, option, options_of, read_object
 from headrace.base.parallel import NodesConfig, ParallelConfig
+from headrace.base.peer_options import explain_unknown, spell_keyword
 from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
 
 LOG_LEVELS = ("none", "line", "fields", "prompts")
@@ -445,13 +445,17 @@ def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]
 
 
 def build_sections(options: dict[str, Any], sections: tuple[str, ...] = tuple(SECTIONS)) -> dict[str, Any]:
-    """Sort flat options into section instances; raises `ConfigError` for an unknown name, with the nearest known."""
+    """Sort flat options, by name or alias, into section instances; raises `ConfigError` for an unknown name, with what
+    to use instead, and for one that is given twice."""
     owner = {info.name: info.section for info in all_options(sections)}
+    aliases = {info.alias.replace("-", "_"): info.name for info in all_options(sections) if info.alias}
     values: dict[str, dict[str, Any]] = {name: {} for name in sections}
-    for name, value in options.items():
+    for given, value in options.items():
+        name = aliases.get(given, given)
+        if name != given and name in options:
+            raise ConfigError(f"{given} is another name of {name}; give one", param=given)
         if name not in owner:
-            near = get_close_matches(name, owner, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(owner))}"
+            hint = explain_unknown(name, owner, spell_keyword) or f"; known: {', '.join(sorted(owner))}"
             raise ConfigError(f"unknown option {name!r}{hint}", param=name)
         values[owner[name]][name] = value
     return {name: SECTIONS[name](**values[name]) for name in sections}

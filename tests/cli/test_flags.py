@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from headrace.base.config import ServerConfig
+from headrace.base.config import ServerConfig, engine_config
 from headrace.base.errors import ConfigError
 from headrace.base.option import options_of
+from headrace.base.peer_options import ANSWERS
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import build_parser, command_options, describe, parse_command, value_name
 from headrace.serving.cli.options import SamplingOptions
@@ -136,6 +138,11 @@ def test_json_files_and_lists(tmp_path: Path):
     ("serve", ["--max_model_len", "64"], "did you mean --max-model-len?"),
     ("serve", ["--no-prefix-cach"], "did you mean --no-prefix-cache?"),
     ("serve", ["--xyzzy"], "--help lists"),
+    ("serve", ["--max-num-seqs", "4"], "here it is --max-running-requests"),
+    ("serve", ["--enforce-eager"], "set --graphs to off"),
+    ("serve", ["--disable_radix_cache"], "use --no-prefix-cache"),
+    ("serve", ["-tp=2"], "here it is --tensor-parallel-size"),
+    ("router", ["--max-num-seqs", "4"], "--help lists"),
     ("serve", ["--port", "http"], "--port takes a whole number"),
     ("serve", ["--port", "99999"], "from 0 to 65535"),
     ("serve", ["--port"], "--port: needs a value"),
@@ -150,6 +157,36 @@ def test_wrong_flags_are_explained(command: str, argv: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
         parse_command(COMMANDS[command], argv)
     assert message in str(caught.value)
+
+
+def test_options_of_other_servers_are_explained_in_our_own_words():
+    serve = {info.name for info in command_options(COMMANDS["serve"])}
+    named = {name for answer in ANSWERS.values() for name in re.findall(r"{(\w+)}", answer)}
+    assert {name.removeprefix("no_") if name not in serve else name for name in named} <= serve
+    # what is an option here, too, is never explained
+    assert not serve & set(ANSWERS)
+    with pytest.raises(ConfigError, match="use prefix_cache=False"):
+        engine_config(disable_radix_cache=True)
+
+
+def test_the_table_of_other_servers_options_agrees_with_the_errors():
+    table = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
+    rows = re.findall(r"^\| `--([\w-]+)[^|]*\| `--([\w-]+)[^|]*\| `--([\w-]+)", table, re.MULTILINE)
+    assert len(rows) > 15
+    serve = {info.name for info in command_options(COMMANDS["serve"])}
+    serve |= {info.alias.replace("-", "_") for info in command_options(COMMANDS["serve"]) if info.alias}
+    for vllm, sglang, ours in [[name.replace("-", "_") for name in row] for row in rows]:
+        for theirs in {vllm, sglang} - serve:
+            assert f"{{{ours}}}" in ANSWERS[theirs], theirs
+
+
+def test_a_second_name_of_an_option_is_one_everywhere(tmp_path: Path):
+    assert engine_config(kv_cache_dtype="int8", tp=2).cache.kv_dtype == "int8"
+    with pytest.raises(ConfigError, match="kv_cache_dtype is another name of kv_dtype"):
+        engine_config(kv_cache_dtype="int8", kv_dtype="auto")
+    path = tmp_path / "o.toml"
+    path.write_text("tp = 2")
+    assert parse_command(COMMANDS["serve"], ["--config", str(path)]).section("parallel").tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [

@@ -12,13 +12,13 @@ import sys
 import textwrap
 import tomllib
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.base import env
 from headrace.base.errors import ConfigError
 from headrace.base.option import OptionInfo, options_of
+from headrace.base.peer_options import explain_unknown, spell_keyword
 from headrace.serving.cli.commands import Command
 from headrace.serving.cli.layout import terminal_width, wrap
 
@@ -102,14 +102,15 @@ def read_options_file(path: Path, infos: dict[str, OptionInfo]) -> dict[str, Any
     for key, value in content.items():
         # Names of options are unique over all sections, so tables can be merged.
         flat.update(value if isinstance(value, dict) else {key: value})
+    aliases = {info.alias.replace("-", "_"): info.name for info in infos.values() if info.alias}
     found = {}
     for key, value in flat.items():
         name = key.replace("-", "_")
+        name = aliases.get(name, name)
         if name not in infos:
             if name in _names_of_all_commands():
                 continue
-            near = get_close_matches(name, infos, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = explain_unknown(name, infos, spell_keyword)
             raise ConfigError(f"{path}: unknown option {key!r}{hint}", param=name)
         found[name] = value
     found.pop("config", None)
@@ -160,11 +161,13 @@ def _unknown(word: str, infos: dict[str, OptionInfo]) -> ConfigError:
     name = word.split("=")[0]
     if not name.startswith("-"):
         return ConfigError(f"unexpected argument {word!r}", param=name)
-    flags = [info.flag for info in infos.values()] + [no_flag(info) for info in infos.values() if info.type is bool]
-    near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.5)
-    return ConfigError(
-        f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"), param=name
-    )
+    known = {*infos, *(f"no_{info.name}" for info in infos.values() if info.type is bool)}
+    hint = explain_unknown(name.lstrip("-").replace("-", "_"), known, _spell_flag)
+    return ConfigError(f"unknown flag {name}{hint or '; --help lists all flags'}", param=name)
+
+
+def _spell_flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def no_flag(info: OptionInfo) -> str:
