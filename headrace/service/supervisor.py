@@ -154,11 +154,15 @@ class EngineProcess:
         """Send SIGKILL without waiting for its effect."""
         self._process.kill()
 
+    def end_soon(self) -> None:
+        """Terminate without waiting for it; from any thread."""
+        self._process.send_signal(END_SIGNAL)
+
     async def end(self, grace_s: float = TERMINATE_S) -> None:
         """Terminate, and kill after ``grace_s``; returns when the process is gone and the channel is closed."""
         with contextlib.suppress(EngineUnavailable):  # not connected yet, or gone; the signal reaches it too
             self.channel.send(Call(0, "shutdown"))
-        self._process.send_signal(END_SIGNAL)  # besides the message: before `Ready` nobody reads messages
+        self.end_soon()  # besides the message: before `Ready` nobody reads messages
         try:
             # Shielded: a timeout or a cancellation must not cancel the future that `_tell` sets.
             await asyncio.wait_for(asyncio.shield(self.exit_code), grace_s)
@@ -190,7 +194,7 @@ class Supervisor:
         self._process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts: deque[float] = deque()
-        self._was_ready = False
+        self._was_ready = self._is_ending = False
         self._silence = SilenceWatch(stall_timeout_s)
         self._last_words: HeadraceError | None = None
         self._spare = SpareDescriptors()
@@ -229,6 +233,13 @@ class Supervisor:
             self._last_words = reason
             self._process.kill_soon()
 
+    def end_soon(self) -> None:
+        """Have the engine process end, without waiting for it or starting another; from any thread, also when the event
+        loop runs no more."""
+        self._is_ending = True
+        if self._process is not None:
+            self._process.end_soon()
+
     async def close(self) -> None:
         """End the engine process. The listener is not called any more."""
         if self._task is not None:  # first, or the end of the process would be taken for a crash and restarted
@@ -242,6 +253,8 @@ class Supervisor:
     async def _run(self) -> None:
         while True:
             code = await self._live()
+            if self._is_ending:
+                return
             pause = self._plan_restart()
             error = (
                 self._last_words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from fakes import BUILDER, FakeExecutor, continuation
 
@@ -22,6 +24,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.client.replica import Supervision
+from headrace.service.client.replicated import ReplicatedClient
 from headrace.serving.offline import llm as offline
 from headrace.serving.offline.llm import LLM, AsyncLLM
 
@@ -208,6 +211,46 @@ async def test_async_abort_and_leaving(config_only: Path):
     assert stats.aborted_total == 2
     assert await llm.reset_prefix_cache() is True
     await llm.close()
+
+
+def test_a_second_event_loop_is_refused_instead_of_waited_for(config_only: Path):
+    llm = AsyncLLM(str(config_only), skip_tokenizer=True)
+
+    async def complete(llm: AsyncLLM) -> list[int]:
+        return [output async for output in llm.generate([1], greedy(2))][-1].outputs[0].token_ids
+
+    assert asyncio.run(complete(llm)) == continuation([1], 2)
+    (pid,) = llm._client.engine_pids
+    with pytest.raises(EngineUnavailable, match="another event loop: use it in that one alone"):
+        asyncio.run(complete(llm))
+    del llm  # without `close`, whose event loop is gone
+    gc.collect()
+    await_gone(pid)
+
+
+def test_a_deleted_model_is_freed(config_only: Path, monkeypatch: pytest.MonkeyPatch):
+    llm = LLM(str(config_only), skip_tokenizer=True)
+    freed: list[bool] = []
+    monkeypatch.setattr(llm._client._engine, "close", lambda: freed.append(True))
+    del llm
+    assert freed == [True]
+
+
+def test_engine_processes_of_a_deleted_model_end(config_only: Path, monkeypatch: pytest.MonkeyPatch):
+    supervision = Supervision(builder=BUILDER)
+    monkeypatch.setattr(offline, "ReplicatedClient", partial(ReplicatedClient, supervision=supervision))
+    llm = LLM(str(config_only), skip_tokenizer=True, data_parallel_size=2)
+    (output,) = llm.generate([[1]], greedy(2))
+    pids = llm._client._client.engine_pids
+    assert output.outputs[0].token_ids == continuation([1], 2) and None not in pids
+    del llm
+    for pid in pids:
+        await_gone(pid)
+
+
+def await_gone(pid: int) -> None:
+    while psutil.pid_exists(pid):
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,12 @@ class EngineClient:
         if self._boards is not None:
             self._boards.close()
 
+    def end_soon(self) -> None:
+        """Have the engine processes end, without waiting for that; from any thread, also when the event loop has been
+        closed without `close`."""
+        for replica in self.replicas:
+            replica.supervisor.end_soon()
+
     def submit(
         self, prompt: str | Sequence[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
         request_id: str | None = None, namespace: str = "",

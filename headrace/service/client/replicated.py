@@ -186,6 +186,11 @@ class ReplicatedClient:
         """End the engine processes; what runs in another thread fails. May be called twice."""
         if self._is_closed:
             return
+        if threading.current_thread() is self._thread:  # the garbage collector ran there: it must not wait for itself
+            self._is_closed = True
+            self._client.end_soon()
+            self._loop.stop()
+            return
         self._await(self._client.close())
         self._is_closed = True
         with self._turn:

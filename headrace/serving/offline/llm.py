@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from headrace.base import env
 from headrace.base.adapters import AdapterInfo, LoRARequest
 from headrace.base.config import engine_config
-from headrace.base.errors import HeadraceError, RequestError
+from headrace.base.errors import EngineUnavailable, HeadraceError, RequestError
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingFacts, unpack_floats
 from headrace.base.sampling import SamplingParams
@@ -62,8 +63,8 @@ class LLM:
     ``options`` are the engine options of ``headrace serve``: ``device``, ``dtype``, ``load_format``, ``tokenizer``,
     ``skip_tokenizer``, ``max_model_len``, ``max_running_requests``, ``page_size``, ``prefix_cache``,
     ``memory_fraction``, ``kv_pages``, ``seed``, ``enable_lora`` and others, documented by ``headrace serve --help``.
-    Raises `ConfigError` for an unknown one. Use it as a context manager, or call `close`. Thread-safe: calls of
-    several threads take turns.
+    Raises `ConfigError` for an unknown one. Use it as a context manager, or call `close`; the model is also freed when
+    the object is deleted. Thread-safe: calls of several threads take turns.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
@@ -78,6 +79,7 @@ class LLM:
         self.adapters = OfflineAdapters(self._client)
         """The LoRA adapters: `OfflineAdapters.unload`, and what the engine says of them."""
         self._media = OfflineMedia(config)
+        weakref.finalize(self, _in_this_process, os.getpid(), self._client.close)
 
     def __enter__(self) -> LLM:
         return self
@@ -287,6 +289,7 @@ class AsyncLLM:
         self.adapters = AdapterCatalog(self._client)
         """The LoRA adapters: loading and unloading them."""
         self._starting: asyncio.Task[None] | None = None
+        weakref.finalize(self, _in_this_process, os.getpid(), self._client.end_soon)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -306,9 +309,15 @@ class AsyncLLM:
         return self._client.tokenizer
 
     async def start(self) -> None:
-        """Start the engine process and wait until it is ready; does nothing if it is started."""
+        """Start the engine process and wait until it is ready; does nothing if it is started. Raises
+        `EngineUnavailable` in another event loop than the one that started it."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="engine-start")
+        if self._starting.get_loop() is not asyncio.get_running_loop():
+            raise EngineUnavailable(
+                "this AsyncLLM was started in another event loop: use it in that one alone (one asyncio.run for all "
+                "calls), or create an AsyncLLM in each"
+            )
         # Shielded: callers share the task, and cancelling one of them must not cancel the start for the others.
         await asyncio.shield(self._starting)
 
@@ -372,6 +381,12 @@ def default_params(facts: ModelFacts) -> SamplingParams:
     """The model's default sampling parameters."""
     defaults: dict[str, Any] = dict(facts.default_sampling)
     return SamplingParams(**defaults)
+
+
+def _in_this_process(pid: int, end: Callable[[], None]) -> None:
+    """Call ``end`` unless this is a fork of the process ``pid``, to which the engine belongs."""
+    if os.getpid() == pid:
+        end()
 
 
 def _plain_name(model: str | os.PathLike[str]) -> str:
