@@ -75,7 +75,7 @@ GROUPED = ("int8", "int4")
 """Values of ``quantization`` that round weights and inputs by groups; others by rows, or not on a CPU."""
 
 
-GROUPED_METHODS = ("gptq", "awq", "auto-round")
+GROUPED_METHODS = ("gptq", "awq", "auto-round", "hqq", "mlx", "metal")
 """Methods of checkpoints whose weights a CPU keeps in groups of 4 or 8 bits."""
 
 

@@ -22,6 +22,11 @@ from headrace.models.finding import Found, find_model
 from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor, read_floats, read_gguf_header
 
 MAX_JSON_BYTES = 64 << 20
+STATED_ASIDE = {
+    "hf_quant_config.json": "modelopt", "quanto_qmap.json": "quanto", "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files in which writers state a quantization that config.json does not, and their ``quant_method``."""
 HEAD_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 20, 1024, 1 << 12
 """Of a weight file, for `digest_model`: with a sample every few megabytes, no layer that differs is passed over."""
 
@@ -137,14 +142,19 @@ def _read_folder(found: Found) -> ModelSource:
 
 
 def _find_quantization(config: dict[str, Any], folder: Path) -> None:
-    """Set ``quantization_config`` where a writer put it elsewhere: older compressed-tensors and ModelOpt."""
-    exported = folder / "hf_quant_config.json"
-    if config.get("quantization_config"):
+    """Set ``quantization_config`` where a writer put it elsewhere: MLX, older compressed-tensors, `STATED_ASIDE`."""
+    stated = config.get("quantization_config")
+    if isinstance(stated, dict) and stated.get("quant_method"):
         return
-    if config.get("compression_config"):
+    by_mlx = config.get("quantization")
+    if isinstance(by_mlx, dict) and "group_size" in by_mlx:
+        config["quantization_config"] = {**by_mlx, "quant_method": "mlx"}
+    elif stated:
+        return
+    elif config.get("compression_config"):
         config["quantization_config"] = {"quant_method": "compressed-tensors", **config["compression_config"]}
-    elif exported.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt", **read_json(exported)}
+    elif aside := next((name for name in STATED_ASIDE if (folder / name).is_file()), None):
+        config["quantization_config"] = {"quant_method": STATED_ASIDE[aside], **read_json(folder / aside)}
 
 
 def _read_gguf(found: Found) -> ModelSource:

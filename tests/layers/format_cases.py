@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ GPTQ = {
     "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "checkpoint_format": "gptq"
 }
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+MXFP4 = ct(
+    "mxfp4-pack-quantized", {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, is_packed=True
+)
+
+
+def torchao(kind: str, **data: Any) -> dict[str, Any]:
+    stated = {"default": {"_type": kind, "_version": 2, "_data": data}}
+    return {"quant_method": "torchao", "quant_type": stated}
+
+
 CASES = {
     "fp8-block": Case(
         writers.fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -85,10 +96,7 @@ CASES = {
         {**FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
         tolerance=0.005
     ),
-    "ct-mxfp4": ct(
-        "mxfp4-pack-quantized",
-        {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}, is_packed=True
-    ),
+    "ct-mxfp4": MXFP4,
     "ct-mxfp8": ct(
         "mxfp8-quantized", {**FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
     ),
@@ -123,6 +131,49 @@ CASES = {
     "nf4-nested": Case(
         lambda weight: writers.nf4(weight, nested=True), {**BNB, "bnb_4bit_use_double_quant": True}
     ),
+    "nf4-in-bfloat16": Case(writers.nf4_in_bfloat16, {**BNB, "bnb_4bit_quant_storage": "bfloat16"}),
+    "auto-round-fp8": Case(
+        writers.fp8_block, {"quant_method": "auto-round", "packing_format": "auto_round:fp8", "data_type": "fp"}
+    ),
+    "auto-round-mxfp4": Case(
+        MXFP4.write, {
+            "quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp",
+            "bits": 4, "extra_config": {".*mlp\\.gate.*": {"bits": 16, "data_type": "float"}}
+        }, is_packed=True
+    ),
+    "modelopt-mxfp4": Case(
+        lambda weight: writers.rename_part(MXFP4.write(weight), "weight_packed", "weight"),
+        {"quant_method": "modelopt", "quant_algo": "mxfp4"}, is_packed=True
+    ),
+    "mlx": Case(writers.mlx, {"quant_method": "mlx", "bits": 4, "group_size": 32}, is_packed=True),
+    "mlx-3-bits": Case(
+        lambda weight: writers.mlx(weight, 3, 64), {"quant_method": "mlx", "bits": 3, "group_size": 64}, is_packed=True
+    ),
+    "metal": Case(
+        lambda weight: writers.mlx(weight, 8, biases="qbiases"), {"quant_method": "metal", "bits": 8, "group_size": 32},
+        is_packed=True
+    ),
+    **{
+        f"mlx-{mode}": Case(
+            partial(writers.mlx_floats, mode=mode), {"quant_method": "mlx", "mode": mode, "group_size": group},
+            is_packed=mode == "mxfp4"
+        ) for mode, group in (("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16))
+    },
+    "torchao-fp8": Case(writers.torchao_float, torchao("Float8WeightOnlyConfig")),
+    "torchao-int8": Case(writers.torchao_int8, torchao("Int8WeightOnlyConfig"), is_packed=True),
+    "torchao-int8-inputs": Case(
+        writers.torchao_int8, torchao("Int8DynamicActivationInt8WeightConfig"), is_packed=True
+    ),
+    "torchao-intx": Case(
+        lambda weight: writers.torchao_integers(weight, 4, 32),
+        torchao("IntxWeightOnlyConfig", intx_packing_format={"_type": "X", "_data": "UNPACKED_TO_INT8"}), is_packed=True
+    ),
+    "torchao-int4": Case(writers.torchao_int4, torchao("Int4WeightOnlyConfig"), is_packed=True, tolerance=2e-6),
+    "hqq": Case(writers.hqq, {"quant_method": "hqq"}, is_packed=True),
+    "hqq-3-bits": Case(lambda weight: writers.hqq(weight, 3, as_float=True), {"quant_method": "hqq"}, is_packed=True),
+    "hqq-outputs": Case(lambda weight: writers.hqq(weight, 2, axis=0), {"quant_method": "hqq"}),
+    "quanto-int8": Case(writers.quanto, {"quant_method": "quanto", "m": {"weights": "qint8"}}, is_packed=True),
+    "quanto-fp8": Case(lambda weight: writers.quanto(weight, is_float=True), {"quant_method": "quanto"}),
     "bnb-int8": Case(writers.bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, is_packed=True),
 }
 

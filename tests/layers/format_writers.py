@@ -192,6 +192,105 @@ def bnb_int8(weight: torch.Tensor) -> Written:
     return {"weight": codes, "SCB": most, "weight_format": torch.zeros((), dtype=torch.uint8)}, expected
 
 
+def nf4_in_bfloat16(weight: torch.Tensor) -> Written:
+    """The same bytes under another dtype, as ``bnb_4bit_quant_storage`` asks."""
+    tensors, expected = nf4(weight)
+    return {**tensors, "weight": tensors["weight"].flatten().view(torch.bfloat16).unsqueeze(1)}, expected
+
+
+def mlx(weight: torch.Tensor, bits: int = 4, group: int = 32, *, biases: str = "biases") -> Written:
+    """Codes from the low bits of 32-bit words on; a weight is code * scale + bias, where scales may be negative."""
+    groups = weight.double().unflatten(1, (-1, group))
+    low, high = groups.amin(2), groups.amax(2)
+    step = (high - low).clamp(min=1e-7) / ((1 << bits) - 1)
+    flips = low.abs() < high.abs()  # the larger magnitude is code 0
+    scales, bias = torch.where(flips, -step, step).half(), torch.where(flips, high, low).half()
+    codes = ((groups - bias.unsqueeze(2)) / scales.double().unsqueeze(2)).round().clamp(0, (1 << bits) - 1)
+    expected = (codes * scales.double().unsqueeze(2) + bias.unsqueeze(2)).flatten(1)
+    words = torch.tensor([pack_stream(row, bits) for row in codes.flatten(1).long().tolist()], dtype=torch.int32)
+    return {"weight": words.view(torch.uint32), "scales": scales, biases: bias}, expected
+
+
+def mlx_floats(weight: torch.Tensor, mode: str) -> Written:
+    """Its modes mxfp4, mxfp8 and nvfp4: codes in words, scales as bytes, no biases."""
+    group, bits, most = {"mxfp4": (32, 4, 6.0), "mxfp8": (32, 8, FP8_MOST), "nvfp4": (16, 4, 6.0)}[mode]
+    groups = weight.double().unflatten(1, (-1, group))
+    steps = (groups.abs().amax(2) / most).float()
+    powers = torch.exp2(steps.log2().ceil())
+    kept = steps.to(torch.float8_e4m3fn) if mode == "nvfp4" else powers.to(torch.float8_e8m0fnu)
+    scaled = groups / kept.double().unsqueeze(2)
+    if bits == 8:
+        rounded = scaled.float().to(torch.float8_e4m3fn)
+        codes, values = rounded.view(torch.uint8).long(), rounded.double()
+    else:
+        codes = _nearest(scaled, E2M1)
+        values = E2M1[codes]
+    words = torch.tensor([pack_stream(row, bits) for row in codes.flatten(1).tolist()], dtype=torch.int32)
+    expected = (values * kept.double().unsqueeze(2)).flatten(1)
+    return {"weight": words.view(torch.uint32), "scales": kept.view(torch.uint8)}, expected
+
+
+def torchao_float(weight: torch.Tensor) -> Written:
+    tensors, expected = fp8_channel(weight)
+    return {"_weight_qdata": tensors["weight"], "_weight_scale": tensors["weight_scale"]}, expected
+
+
+def torchao_integers(weight: torch.Tensor, bits: int = 8, group: int = 0) -> Written:
+    """Signed integers in bytes, with zero points of the same type."""
+    ids = torch.arange(weight.shape[1]) // (group or weight.shape[1])
+    codes, scales, zeros, expected = round_integers(weight, bits, ids, symmetric=False, scale_dtype=torch.bfloat16)
+    middle = 1 << (bits - 1)
+    return {
+        "_weight_qdata": (codes - middle).to(torch.int8), "_weight_scale": scales,
+        "_weight_zero_point": (zeros - middle).to(torch.int8)
+    }, expected
+
+
+def torchao_int8(weight: torch.Tensor) -> Written:
+    """With a scale per output; its zero points are 0."""
+    scales = (weight.abs().amax(1, keepdim=True) / 127).float()
+    codes = (weight.double() / scales.double()).round()
+    tensors = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scales}
+    return {**tensors, "_weight_zero_point": torch.zeros(len(weight), 1, dtype=torch.int8)}, codes * scales.double()
+
+
+def torchao_int4(weight: torch.Tensor, group: int = 32) -> Written:
+    """Pairs of signed codes in a byte, the first in its low half; tables [G, O], and zero points that are weights."""
+    ids = torch.arange(weight.shape[1]) // group
+    codes, scales, zeros, expected = round_integers(weight, 4, ids, symmetric=False, scale_dtype=torch.float32)
+    signed = codes - 8 & 15
+    return {
+        "_weight_qdata": (signed[:, ::2] | signed[:, 1::2] << 4).to(torch.uint8).view(torch.int8),
+        "_weight_scale": scales.T, "_weight_zero_point": ((8 - zeros) * scales).T
+    }, expected
+
+
+def hqq(weight: torch.Tensor, bits: int = 4, group: int = 32, *, axis: int = 1, as_float: bool = False) -> Written:
+    """Groups are lines of the flattened weight (``axis`` 1) or columns; of the lines of codes, the first part is in the
+    highest bits of the words."""
+    lines = weight.reshape(-1, group).double() if axis else weight.reshape(group, -1).double()
+    low, high = lines.amin(axis, keepdim=True), lines.amax(axis, keepdim=True)
+    scale = ((high - low) / ((1 << bits) - 1)).half()
+    zero = (-low / scale.double()).half()
+    codes = (lines / scale.double() + zero.double()).round().clamp(0, (1 << bits) - 1).long()
+    expected = ((codes - zero.double()) * scale.double()).reshape(weight.shape)
+    width, step = (10, 3) if bits == 3 else (8 // bits, bits)
+    padded = torch.cat((codes, torch.zeros(-len(codes) % width, codes.shape[1]).long()))
+    words = sum(part << step * (width - 1 - at) for at, part in enumerate(padded.chunk(width)))
+    kept = torch.as_tensor(words).to(torch.int32 if bits == 3 else torch.uint8)
+    return {
+        "W_q": kept.view(torch.float16) if as_float else kept, "scale": scale, "zero": zero, "axis": torch.tensor(axis),
+        "nbits": torch.tensor(bits), "shape": torch.tensor(weight.shape), "group_size": torch.tensor(group),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8)
+    }, expected
+
+
+def quanto(weight: torch.Tensor, *, is_float: bool = False) -> Written:
+    tensors, expected = torchao_float(weight) if is_float else torchao_int8(weight)
+    ones = {"input_scale": torch.ones(()), "output_scale": torch.ones(())}
+    return {"weight._data": tensors["_weight_qdata"], "weight._scale": tensors["_weight_scale"], **ones}, expected
+
+
 def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> Callable[..., Written]:
     """A writer by the compressed-tensors package, which also says what the tensors stand for."""
 
@@ -227,6 +326,11 @@ def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] |
         return {name: tensor.contiguous() for name, tensor in stored.items()}, expected.double()
 
     return write
+
+
+def rename_part(written: Written, old: str, new: str) -> Written:
+    tensors, expected = written
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}, expected
 
 
 def _blocks(weight: torch.Tensor, block: Any) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_adding_twice_changes_nothing_and_another_under_the_same_name_is_refused
 
 
 @pytest.mark.parametrize(("query", "said"), [
-    (SchemeQuery(stored="quanto"), "quant_method is 'quanto'.*known are .*awq.*gptq"),
+    (SchemeQuery(stored="vptq"), "quant_method is 'vptq'.*known are .*awq.*gptq"),
     (
         SchemeQuery(wanted="int3"),
         "quantization 'int3' cannot be had here: known are fp8, int4, int8, w8a8, none and stored"

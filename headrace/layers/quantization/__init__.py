@@ -53,6 +53,22 @@ SCHEMES.add(
     doc="nf4 and fp4 in blocks of a flattened weight, int8 with a scale per output",
 )
 SCHEMES.add(
+    "mlx", f"{FORMATS}.mlx:Mlx", supports=StoredAs(("mlx", "metal"), is_recognised=False), priority=30,
+    doc="MLX's integers of 2 to 8 bits in groups, MXFP4, MXFP8 and NVFP4",
+)
+SCHEMES.add(
+    "torchao", f"{FORMATS}.torchao:TorchAo", supports=StoredAs(("torchao",), is_recognised=False), priority=30,
+    doc="torchao's FP8 and integers of 1 to 8 bits, in safetensors",
+)
+SCHEMES.add(
+    "hqq", f"{FORMATS}.hqq:Hqq", supports=StoredAs(("hqq",), is_recognised=False), priority=30,
+    doc="HQQ's integers of 1 to 8 bits, in safetensors",
+)
+SCHEMES.add(
+    "quanto", f"{FORMATS}.quanto:Quanto", supports=StoredAs(("quanto",), is_recognised=False), priority=30,
+    doc="quanto's int8 and FP8 with a scale per output",
+)
+SCHEMES.add(
     "fp8", "headrace.layers.quantization.coded:Fp8", supports=made_on_any("fp8"), priority=90,
     doc="8-bit floats with a scale per output, quantised while any checkpoint is loaded; for GPUs",
 )

@@ -34,17 +34,21 @@ class BitsAndBytes:
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
         layout = self._four if self._query.config.get("load_in_4bit") else self._eight
-        return assemble(_name_parts(tensors), lambda module: layout, self._query)
+        storage = str(self._query.config.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+        return assemble(_name_parts(tensors, storage), lambda module: layout, self._query)
 
     def finish(self, model: nn.Module) -> None:
         """Layers got their weights while these were read."""
 
 
-def _name_parts(tensors: Iterable[Named]) -> Iterator[Named]:
-    """``<module>.weight.absmax`` as ``<module>.absmax``."""
+def _name_parts(tensors: Iterable[Named], storage: str) -> Iterator[Named]:
+    """``<module>.weight.absmax`` as ``<module>.absmax``. Codes may be kept in the bytes of another dtype, ``storage``:
+    in one column, which no plain weight has."""
     for name, tensor in tensors:
         module, is_part, part = name.partition(".weight.")
         part = STATE if part.startswith("quant_state.") else part
+        if str(tensor.dtype) == f"torch.{storage}" and name.endswith(".weight") and tensor.shape[1:] == (1,):
+            tensor = tensor.view(torch.uint8)
         yield (f"{module}.{part}" if is_part else name), tensor
 
 

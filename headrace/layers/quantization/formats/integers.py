@@ -1,22 +1,33 @@
-"""Checkpoint formats of integers in 32-bit words: GPTQ, AWQ and AutoRound, which writes either. Bits, groups and zero
-points are told by the tensors' shapes, so that layers may differ in them. O outputs, I inputs, G groups, b bits.
+"""Checkpoint formats of integers in 32-bit words: GPTQ, AWQ and AutoRound, which writes these and others. Bits, groups
+and zero points are told by the tensors' shapes, so that layers may differ in them. O outputs, I inputs, G groups, b
+bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix, unpack_bits
-from headrace.layers.quantization.contract import Named, SchemeQuery
+from headrace.layers.quantization.contract import Named, Scheme, SchemeQuery
 from headrace.layers.quantization.formats.assembly import Layout, Parts, assemble
+from headrace.layers.quantization.formats.compressed_tensors import CompressedTensors
+from headrace.layers.quantization.formats.scaled_floats import ScaledFp8
 
 CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 BITS = (2, 3, 4, 8)
 AWQ_BITS = 4
+AUTO_ROUND_FORMS = {
+    ("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized", ("nv_fp", 4): "nvfp4-pack-quantized",
+    ("fp", 8): "float-quantized",
+}
+"""Formats of compressed-tensors that AutoRound writes, by its ``data_type`` and bits."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of its eight outputs: they are packed in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
@@ -28,6 +39,9 @@ class Gptq:
         form = str(query.config.get("checkpoint_format") or query.stored or "gptq")
         if form not in ("gptq", "gptq_v2"):
             raise _refuse("gptq", f"checkpoint_format {form!r}", "gptq, gptq_v2")
+        words = str(query.config.get("pack_dtype") or "int32").removeprefix("torch.")
+        if words != "int32":
+            raise _refuse("gptq", f"pack_dtype {words!r}", "int32")
         self._query, self._offset, self._bits = query, 0 if form == "gptq_v2" else 1, query.config.get("bits")
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -76,20 +90,48 @@ class AutoRound:
 
     def __init__(self, query: SchemeQuery):
         form = str(query.config.get("packing_format") or query.config.get("backend") or "auto_round:auto_gptq").lower()
-        self._inner: Awq | Gptq
+        self._inner: Scheme
         if "awq" in form:
             self._inner = Awq(_as_method(query, "awq"))
         elif "gptq" in form or form in ("auto_round", "auto"):
             self._inner = Gptq(_as_method(query, "gptq_v2" if "gptqmodel" in form or "v2" in form else "gptq"))
+        elif form.endswith((":fp8", ":fp8_static")):
+            self._inner = ScaledFp8(query)
+        elif form.endswith(":llm_compressor"):
+            self._inner = CompressedTensors(replace(query, config=_as_groups(query.config)))
         else:
-            raise _refuse("auto-round", f"packing_format {form!r}", "auto_round:auto_gptq, :gptqmodel and :auto_awq")
+            known = "auto_round:auto_gptq, :gptqmodel, :auto_awq, :fp8, :fp8_static and :llm_compressor"
+            raise _refuse("auto-round", f"packing_format {form!r}", known)
 
-    def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
+    def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
         """See `Scheme`."""
         return self._inner.read(tensors)
 
     def finish(self, model: nn.Module) -> None:
         """Layers got their weights while these were read."""
+
+
+def _as_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """AutoRound's configuration as that of compressed-tensors: a group for each entry of ``extra_config``, whose keys
+    are names or patterns, and one for all other modules. Modules of 16 bits are told by their dtype."""
+    whole = {key: config.get(key) for key in ("bits", "data_type")}
+    groups = [
+        _as_group({**whole, **own}, name if re.fullmatch(r"[\w.]+", name) else f"re:{name}")
+        for name, own in (config.get("extra_config") or {}).items()
+    ]
+    groups = [*groups, _as_group(whole, "Linear")]
+    return {"config_groups": {str(number): group for number, group in enumerate(groups) if group is not None}}
+
+
+def _as_group(own: Mapping[str, Any], target: str) -> dict[str, Any] | None:
+    kind, bits = str(own["data_type"]), own["bits"]
+    if bits == 16:
+        return None
+    form = AUTO_ROUND_FORMS.get((kind, bits))
+    if form is None:
+        known = ", ".join(f"{kind} of {bits} bits" for kind, bits in AUTO_ROUND_FORMS)
+        raise _refuse("auto-round", f"data_type {kind} of {bits} bits in the packing of llm_compressor", known)
+    return {"targets": [target], "format": form, "weights": {"num_bits": bits, "type": "float"}}
 
 
 def _as_method(query: SchemeQuery, method: str) -> SchemeQuery:

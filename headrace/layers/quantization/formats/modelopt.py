@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA's ModelOpt: FP8 and NVFP4, mixed as they like; modules are recognised by their tensors."""
+"""Checkpoints of NVIDIA's ModelOpt: FP8, NVFP4, MXFP4, mixed as they like; modules are recognised by their tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from headrace.layers.quantization.formats.scaled_floats import (
     decode_nvfp4,
 )
 
-ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "MXFP8")
+ALGORITHMS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "MXFP4", "MXFP8"
+)
 FACTOR = "weight_scale_2"
 
 
@@ -32,21 +34,23 @@ class ModelOpt:
         algorithms = {section.get("quant_algo")} | {
             layer.get("quant_algo") for layer in (section.get("quantized_layers") or {}).values()
         }
-        for algorithm in sorted(map(str, algorithms - {None})):
-            if algorithm.upper() not in ALGORITHMS:
+        stated = sorted(str(algorithm).upper() for algorithm in algorithms - {None})
+        for algorithm in stated:
+            if algorithm not in ALGORITHMS:
                 raise ConfigError(
                     f"quantization_config: ModelOpt's quant_algo {algorithm} is not read; known are "
                     f"{', '.join(ALGORITHMS)}. Export the model with one of these, or take the original checkpoint",
                     param="quantization_config",
                 )
         self._query, self._fp8 = query, ScaledFp8(query)
+        factor = set() if stated == ["MXFP4"] else {FACTOR}
+        self._four_bits = Layout(
+            "NVFP4 or MXFP4", frozenset({"weight", SCALE, *factor}), _decode, unused=UNUSED, types=(torch.uint8,)
+        )
 
     def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
         """See `Scheme`."""
-        nvfp4 = Layout(
-            "NVFP4", frozenset({"weight", SCALE, FACTOR}), _decode, unused=UNUSED, types=(torch.uint8,)
-        )
-        return assemble(self._fp8.read(tensors), lambda module: nvfp4, self._query)
+        return assemble(self._fp8.read(tensors), lambda module: self._four_bits, self._query)
 
     def finish(self, model: nn.Module) -> None:
         """Layers got their weights while these were read."""
