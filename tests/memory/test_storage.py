@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -95,6 +96,18 @@ def test_a_damaged_page_is_a_miss_and_is_removed(tmp_path: Path, damage: str, ca
     assert store.exists(["a-0-11"]) == [False] and not list(tmp_path.rglob("*.page"))
     assert len(caplog.records) == (damage != "delete")
     assert store.put(["a-0-11"], [page(3)]) == [True] and read(store, "a-0-11") == bytes(page(3))
+
+
+def test_a_page_outlasts_a_shortage_of_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = open_disk(tmp_path)
+    store.put(["a-0-11"], [page(1)])
+    with monkeypatch.context() as shortage:
+        def refuse(path: Path, *args: object, **kwargs: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        shortage.setattr(Path, "open", refuse)
+        assert read(store, "a-0-11") is None
+    assert store.exists(["a-0-11"]) == [True] and read(store, "a-0-11") == bytes(page(1))
 
 
 def test_the_whole_folder_may_be_deleted_while_in_use(tmp_path: Path):

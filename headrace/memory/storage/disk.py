@@ -7,6 +7,7 @@ A file is a header (`_HEADER`) and the page. Its checksum finds torn writes and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = b"headrace"
 VERSION = 1
+SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+"""Errors that say nothing of the file: the page can be read later."""
 _HEADER = struct.Struct("<8sIIQ40x")
 """Magic, version, CRC-32 of the page, bytes of the page; 64 bytes in all."""
 SUFFIX, LOCK = ".page", "lock"
@@ -118,12 +121,15 @@ class DiskStore:
                 magic, version, crc, size = _HEADER.unpack(file.read(_HEADER.size))
                 is_ours = (magic, version, size) == (FORMAT, VERSION, len(buffer))
                 if is_ours and _fill(file.fileno(), buffer) == size and zlib.crc32(buffer) == crc:
-                    os.utime(path)  # last use, for the next start
+                    with contextlib.suppress(OSError):
+                        os.utime(path)  # last use, for the next start
                     return True
             self._complain(f"{path} is corrupt and is removed")
         except (OSError, struct.error) as error:
             if not isinstance(error, FileNotFoundError):  # deleted by someone, which is allowed
                 self._complain(f"{path} cannot be read: {error}")
+            if isinstance(error, OSError) and error.errno in SHORTAGES:
+                return False
         self._forget(name)
         return False
 
