@@ -65,7 +65,8 @@ async def test_bounds_name_the_field(http, field, value):
 @pytest.mark.parametrize("field, value", [
     ("functions", [{}]),
     ("guided_whitespace_pattern", "a+"), ("audio", {"voice": "x"}),
-    ("modalities", ["audio"]), ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"),
+    ("modalities", ["audio"]), ("extra_body", {"top_k": 5}),
+    ("prediction", {"type": "content"}), ("require_reasoning", True), ("lora_path", "x"),
     ("chat_template", "{{ x }}"), ("documents", [{}]),
     ("use_beam_search", True), ("return_hidden_states", True), ("web_search_options", {"a": 1}),
     ("web_search_options", {}),

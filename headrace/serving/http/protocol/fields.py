@@ -290,6 +290,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "custom_logit_processor logits_processors custom_params vllm_xargs",
         "code and parameters of other servers are not run"
     ),
+    ("extra_body", "put its fields into the body itself, as OpenAI's client does with extra_body"),
     ("suffix", "text after the gap (fill in the middle) belongs to /v1/completions"),
     ("documents", "retrieval templates are not supported yet; put the documents into a message"),
     ("prediction", "predicted output is not supported yet"),

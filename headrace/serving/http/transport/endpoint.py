@@ -243,7 +243,7 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
     reason = text[: where.start()] if where else text
     owner = re.split(r"[.\[]", path, maxsplit=1)[0]
     if owner in RESTRICTED:
-        return UnsupportedFeature(f"this {owner} is not supported: {DEFERRED[owner]}", param=owner)
+        return UnsupportedFeature(f"this value of {owner} is not supported: {DEFERRED[owner]}", param=owner)
     missing = re.search(r"missing required field `([^`]*)`", reason)
     if missing is not None:
         path = f"{path}.{missing[1]}" if path else missing[1]
