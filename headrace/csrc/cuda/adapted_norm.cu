@@ -6,12 +6,11 @@
 // r + 8 with r = lane / 4, the 16 of quarter lane % 4: 32 bytes. The order of columns in a matrix product is free as
 // long as both operands have the same, so these registers are its operands as they are, and its result is laid out so.
 //
-// Compiled by NVRTC, without any header. -DRANKS: of the first bank, and of each part of the next; -DCOLUMNS: ranks of
+// Compiled by NVRTC. -DRANKS: of the first bank, and of each part of the next; -DCOLUMNS: ranks of
 // all parts of the next bank, 0 without one; -DGROUPS: most groups of a warp.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int WARPS = 8, CLUSTER = 8, ROWS = 16, WIDTH = 64, ALL_WARPS = WARPS * CLUSTER;
 constexpr int TILES = RANKS / 8, NEXT_TILES = COLUMNS / 8;
@@ -30,39 +29,6 @@ __device__ void load_values(uint32 (&values)[8], const uint16 *place, bool is_th
   if (is_there) { low = load(place); high = load(place + 8); }
 #pragma unroll
   for (int i = 0; i < 4; i++) { values[i] = low.v[i]; values[4 + i] = high.v[i]; }
-}
-
-__device__ float low_of(uint32 both) { return __uint_as_float(both << 16); }
-__device__ float high_of(uint32 both) { return __uint_as_float(both & 0xFFFF0000u); }
-
-__device__ uint32 pack(float low, float high) {
-  uint32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
-  return both;
-}
-
-// d [16, 8] += a [16, 16] b [8, 16]^T
-__device__ void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ uint32 shared_address(const void *place) {
-  uint32 address;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(place));
-  return address;
-}
-
-__device__ float load_of(const float *own, int program) {  // of another program of the cluster, at the same place
-  float value;
-  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2;\n"
-               "ld.shared::cluster.f32 %0, [there]; }"
-               : "=f"(value)
-               : "r"(shared_address(own)), "r"(program)
-               : "memory");
-  return value;
 }
 
 __device__ float sum_of_all(const float *own) {
@@ -180,7 +146,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     add_warps(parts, sums, ROWS * RANKS);
     sync_cluster();
     for (int i = threadIdx.x; i < ROWS * RANKS / 2; i += 32 * WARPS)
-      reduced[i] = pack(sum_of_all(sums + 2 * i), sum_of_all(sums + 2 * i + 1));
+      reduced[i] = narrow(sum_of_all(sums + 2 * i), sum_of_all(sums + 2 * i + 1));
     __syncthreads();
   }
 
@@ -222,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
           uint32 values[8];
           load_values(values, static_cast<const uint16 *>(in.pending) + row * in.pending_stride + own, has);
 #pragma unroll
-          for (int i = 0; i < 8; i++) { x[2 * i] = low_of(values[i]); x[2 * i + 1] = high_of(values[i]); }
+          for (int i = 0; i < 8; i++) { x[2 * i] = widen(values[i]); x[2 * i + 1] = widen_high(values[i]); }
         } else {
 #pragma unroll
           for (int i = 0; i < 16; i++) x[i] = 0.0f;
@@ -241,12 +207,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
         for (int i = 0; i < 8; i++) {
           // column 16 c + 2 i: in the lower or upper eight of the thread's, see `multiply`
           const float first_ = added[2 * i % 8][2 * half + i / 4], second = added[2 * i % 8 + 1][2 * half + i / 4];
-          const uint32 rounded = pack(x[2 * i] + first_, x[2 * i + 1] + second);  // as if the product had stored it
-          const uint32 sum = pack(low_of(rounded) + low_of(before[i]), high_of(rounded) + high_of(before[i]));
+          const uint32 rounded = narrow(x[2 * i] + first_, x[2 * i + 1] + second);  // as if the product had stored it
+          const uint32 sum = narrow(widen(rounded) + widen(before[i]), widen_high(rounded) + widen_high(before[i]));
           total[group][half][i] = sum;
-          square[half] += low_of(sum) * low_of(sum) + high_of(sum) * high_of(sum);
+          square[half] += widen(sum) * widen(sum) + widen_high(sum) * widen_high(sum);
           weighted[half][i] =
-              pack(low_of(sum) * (low_of(weight[i]) + in.offset), high_of(sum) * (high_of(weight[i]) + in.offset));
+              narrow(widen(sum) * (widen(weight[i]) + in.offset),
+                     widen_high(sum) * (widen_high(weight[i]) + in.offset));
         }
         if (has) { store(residual, total[group][half]); store(residual + 8, total[group][half] + 4); }
       }
@@ -290,8 +257,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const uint32 sum = total[group][half][i];
-          normed[i] = pack(low_of(sum) * factor * (low_of(weight[i]) + in.offset),
-                           high_of(sum) * factor * (high_of(weight[i]) + in.offset));
+          normed[i] = narrow(widen(sum) * factor * (widen(weight[i]) + in.offset),
+                             widen_high(sum) * factor * (widen_high(weight[i]) + in.offset));
         }
         uint16 *out = in.out + (half ? row_high : row_low) * in.D + own;
         if (half ? has_high : has_low) { store(out, normed); store(out + 8, normed + 4); }

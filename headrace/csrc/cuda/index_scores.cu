@@ -7,13 +7,9 @@
 // the columns of the right one. Which dims a thread holds does not matter as long as both operands agree: it has 32
 // neighbours of each of its keys, so that it reads them as they lie.
 //
-// Compiled by NVRTC without any header. -DHEADS, a multiple of 8.
+// Compiled by NVRTC. -DHEADS, a multiple of 8.
 
-using uint8 = unsigned char;
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
+#include "numbers.cuh"
 
 constexpr int DIMS = 128, WARPS = 8, THREADS = 32 * WARPS, KEYS = 16 * WARPS, TILES = HEADS / 8;
 constexpr int PITCH = DIMS + 16;  // bytes of a head's codes in shared memory: no bank conflicts
@@ -39,13 +35,6 @@ struct Keys {  // a thread's parts of two keys
   uint4 codes[2][2];
   float scales[2];
 };
-
-__device__ __forceinline__ float widen(uint32 half) { return __uint_as_float(half << 16); }
-__device__ __forceinline__ float rounded(float v) {
-  uint16 half;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
-  return widen(half);
-}
 
 __device__ __forceinline__ void load_keys(const Call &call, const int *pages, Keys &keys, int first, int visible) {
   const int lane = threadIdx.x % 32;
@@ -119,7 +108,10 @@ __device__ __forceinline__ void pack_queries(const Call &call, int64 token, uint
   }
 }
 
-__device__ __forceinline__ void multiply(float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+// d [16, 8] += a [16, 32] b [8, 32]^T in e4m3
+__device__ __forceinline__ void multiply_codes(
+    float (&d)[4], uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1
+) {
   asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                "{%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -150,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) index_scores(const __grid_
       float hits[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        multiply(hits, a[0][2 * k], a[1][2 * k], a[0][2 * k + 1], a[1][2 * k + 1], b[2 * k], b[2 * k + 1]);
+        multiply_codes(hits, a[0][2 * k], a[1][2 * k], a[0][2 * k + 1], a[1][2 * k + 1], b[2 * k], b[2 * k + 1]);
       const float2 factor = *(const float2 *)(factors + tile * 8 + lane % 4 * 2);
 #pragma unroll
       for (int i = 0; i < 2; i++)

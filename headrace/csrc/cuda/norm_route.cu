@@ -5,12 +5,10 @@
 // others, and multiplies it with an eighth of the router's rows, which it copied into shared memory before the previous
 // kernel ended. Products go to the first block, whose first warp chooses; the second one stores the row.
 //
-// Compiled by NVRTC without headers. Macros: EXPERTS; CHUNKS of 2,048 inputs; SCORE 0 softmax, 1 sigmoid, 2
+// Compiled by NVRTC. Macros: EXPERTS; CHUNKS of 2,048 inputs; SCORE 0 softmax, 1 sigmoid, 2
 // sqrt_softplus; RENORMALISE.
 
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using int64 = long long;
+#include "numbers.cuh"
 
 constexpr int CLUSTER = 8, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int OWN = (EXPERTS + CLUSTER - 1) / CLUSTER;                // experts of a block
@@ -33,13 +31,6 @@ struct Call {
 };
 
 __device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ float low_of(uint32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(uint32 both) { return __uint_as_float(both & 0xFFFF0000u); }
-__device__ __forceinline__ uint32 pack(float low, float high) {
-  uint32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));
-  return both;
-}
 __device__ __forceinline__ void copy16(uint32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -90,8 +81,8 @@ __device__ __forceinline__ void choose(const Call &call, const float *parts, int
     float logit = 0.f;
 #pragma unroll
     for (int share = 0; share < SHARES; share++) logit += expert < EXPERTS ? parts[expert * SHARES + share] : 0.f;
-    if (call.bias && expert < EXPERTS) logit += low_of(call.bias[expert]);
-    logits[j] = low_of(pack(logit, 0.f) & 0xFFFF);  // as if stored
+    if (call.bias && expert < EXPERTS) logit += widen(call.bias[expert]);
+    logits[j] = widen(narrow(logit, 0.f) & 0xFFFF);  // as if stored
     if (expert < EXPERTS) most = fmaxf(most, logits[j]);
   }
   if (SCORE == 0) {
@@ -171,14 +162,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
       }
 #pragma unroll
-      for (int j = 0; j < 4; j++) pending[j] = pack(sums[2 * j], sums[2 * j + 1]);
+      for (int j = 0; j < 4; j++) pending[j] = narrow(sums[2 * j], sums[2 * j + 1]);
     } else {
       *(uint4 *)pending = *(const uint4 *)((const uint16 *)call.pending + token * call.pending_stride + at * 8);
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      words[j] = pack(low_of(words[j]) + low_of(pending[j]), high_of(words[j]) + high_of(pending[j]));
-      square += low_of(words[j]) * low_of(words[j]) + high_of(words[j]) * high_of(words[j]);
+      words[j] = narrow(widen(words[j]) + widen(pending[j]), widen_high(words[j]) + widen_high(pending[j]));
+      square += widen(words[j]) * widen(words[j]) + widen_high(words[j]) * widen_high(words[j]);
     }
   }
   square = sum_of_warp(square);
@@ -196,8 +187,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     uint32 put[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      put[j] = pack(low_of(words[j]) * factor * (low_of(scale[j]) + call.offset),
-                    high_of(words[j]) * factor * (high_of(scale[j]) + call.offset));
+      put[j] = narrow(widen(words[j]) * factor * (widen(scale[j]) + call.offset),
+                    widen_high(words[j]) * factor * (widen_high(scale[j]) + call.offset));
     x[at] = *(const uint4 *)put;
     if (rank == 1) ((uint4 *)(call.out + int64(token) * call.inputs))[at] = *(const uint4 *)put;
   }
@@ -215,7 +206,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const uint32 *words = (const uint32 *)&w;
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        sums[e] += low_of(values[j]) * low_of(words[j]) + high_of(values[j]) * high_of(words[j]);
+        sums[e] += widen(values[j]) * widen(words[j]) + widen_high(values[j]) * widen_high(words[j]);
     }
   }
   await();
