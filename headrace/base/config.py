@@ -447,17 +447,17 @@ def all_options(sections: tuple[str, ...] = tuple(SECTIONS)) -> list[OptionInfo]
 def build_sections(options: dict[str, Any], sections: tuple[str, ...] = tuple(SECTIONS)) -> dict[str, Any]:
     """Sort flat options, by name or alias, into section instances; raises `ConfigError` for an unknown name, with what
     to use instead, and for one that is given twice."""
-    owner = {info.name: info.section for info in all_options(sections)}
-    aliases = {info.alias.replace("-", "_"): info.name for info in all_options(sections) if info.alias}
+    known = {info.name: info for info in all_options(sections)}
+    aliases = {info.alias.replace("-", "_"): name for name, info in known.items() if info.alias}
     values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for given, value in options.items():
         name = aliases.get(given, given)
         if name != given and name in options:
             raise ConfigError(f"{given} is another name of {name}; give one", param=given)
-        if name not in owner:
-            hint = explain_unknown(name, owner, spell_keyword) or f"; known: {', '.join(sorted(owner))}"
+        if name not in known:
+            hint = explain_unknown(name, known, spell_keyword) or f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown option {name!r}{hint}", param=name)
-        values[owner[name]][name] = value
+        values[known[name].section][name] = value
     return {name: SECTIONS[name](**values[name]) for name in sections}
 
 
