@@ -26,7 +26,7 @@ from headrace.parallel.push import PushGroup, open_push_group
 
 CALLS = 100
 WIDTH = 4096
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Of a tensor [rows, `WIDTH`] bfloat16, 8 KB a row; before them 4 KB."""
 SHARED_ROWS = 256
 """On one GPU: above it, kernels that are launched early could keep another rank's from running."""

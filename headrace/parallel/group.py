@@ -107,8 +107,9 @@ class Group:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """While the body runs, collectives return right shapes and meaningless numbers without the other ranks: for
-        steps that are run for their memory or their kernels, which ranks need not do alike."""
+        """While the body runs, collectives return right shapes and meaningless numbers without the other ranks, and
+        zeros for what others would have sent, as it may be indices or states: for steps that are run for their memory
+        or their kernels, which ranks need not do alike."""
         yield
 
     def close(self) -> None:
@@ -145,7 +146,9 @@ class TorchGroup(Group):
             x = torch.nn.functional.pad(x, (0, widest - x.shape[-1]))
         flat = x.flatten(0, -2).contiguous()
         gathered = x.new_empty(self.size * flat.shape[0], widest)
-        if not self._is_muted:
+        if self._is_muted:
+            gathered.zero_()
+        else:
             dist.all_gather(list(gathered.chunk(self.size)), flat, group=self._group)
         parts = gathered.view(self.size, *x.shape[:-1], widest)
         if min(sizes) == widest:
@@ -181,6 +184,8 @@ class TorchGroup(Group):
         """See `Group`."""
         if not self._is_muted:
             dist.broadcast(x, group=self._group, group_src=0)
+        elif self.rank:
+            x.zero_()
         return x
 
     def agree(self, values: Sequence[int]) -> list[int]:

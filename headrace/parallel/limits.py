@@ -17,7 +17,7 @@ from headrace.parallel.group import Group
 WIDTH = 4096
 SIZES = tuple(size << 10 for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """Bytes of a tensor [rows, `WIDTH`] bfloat16."""
-CALLS, WARM_CALLS = 10, 3
+CALLS, WARM_CALLS, ROUNDS = 8, 3, 3
 DELAY_CYCLES = 1_000_000
 """Of the device's clock, about half a millisecond: as long as the host takes to launch the calls that are timed."""
 ANY = 1 << 40
@@ -107,22 +107,25 @@ def _slowest(base: Group, took: Sequence[float]) -> list[float]:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """A clock for calls on a GPU. The device first waits, so that it then finds all calls launched; an untimed call
-    lines the ranks up."""
+    """A clock for calls on a GPU, of the best of some rounds: in the others, a rank may have been late. In each, the
+    device first waits, so that it then finds all calls launched; an untimed call lines the ranks up."""
 
     def time_calls(call: Call) -> float:
         for _ in range(WARM_CALLS):
             if call() is None:
                 return NEVER
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
-            torch.cuda._sleep(DELAY_CYCLES)
+            return min(time_round(call) for _ in range(ROUNDS))
+
+    def time_round(call: Call) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(DELAY_CYCLES)
+        call()
+        start.record()
+        for _ in range(CALLS):
             call()
-            start.record()
-            for _ in range(CALLS):
-                call()
-            end.record()
-            end.synchronize()
+        end.record()
+        end.synchronize()
         return start.elapsed_time(end) * 1000 / CALLS
 
     return time_calls

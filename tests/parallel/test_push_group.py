@@ -13,7 +13,7 @@ from parallel.thread_group import ThreadGroup, on_all_ranks
 from headrace.kernels.collective import UNMEASURED, Limits, reference
 from headrace.parallel import push
 from headrace.parallel.experts import reduce_scatter_rows
-from headrace.parallel.group import Group, PeerTimeout, Rendezvous, find_store, join_group, serve_rendezvous
+from headrace.parallel.group import Group, PeerTimeout, Rendezvous, TorchGroup, find_store, join_group, serve_rendezvous
 from headrace.parallel.limits import NEVER, SIZES, choose_limits, measure_limits
 from headrace.parallel.push import PATIENT_SECONDS, PushGroup, open_push_group
 
@@ -120,6 +120,18 @@ def test_a_muted_group_waits_for_nobody():
     assert not kernels.calls and library.calls == ["all_reduce"]
     group.all_reduce(torch.zeros(8))
     assert kernels.calls == ["all_reduce"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_muted_group_receives_zeros(rank: int):
+    """What is in fresh memory may be no index, and no state of a row."""
+    library = TorchGroup(rank, 2, CPU)
+    group = PushGroup(library, Recorder(), CPU)
+    with group.muted():
+        own = torch.full((2, 3), -64128)
+        assert torch.equal(group.broadcast(own.clone()), own if rank == 0 else torch.zeros_like(own))
+        assert not group.all_gather(own, [3, 3]).any() and not group.all_gather_rows(own, [2, 2]).any()
+        assert not group.exchange_rows(own, [1, 1], [1, 1]).any()
 
 
 def test_a_late_peer_is_a_typed_error():
@@ -260,7 +272,7 @@ def _check_values(rank: int, size: int, port: int) -> None:
     group = open_push_group(library, device)
     assert isinstance(group, PushGroup)
     group.collectives.set_budget(30)
-    group.collectives.limits = UNMEASURED  # the ranks may share a GPU, where nothing of this is fast
+    group.collectives.limits = Limits(UNMEASURED.one_step, *[8 << 20] * 3)  # ranks may share a GPU: nothing is fast
     rng = torch.Generator().manual_seed(0)
     for turn, rows in enumerate((1, 3, 200, 1, 2000, 64)):
         parts = [torch.randn(rows, 1024, generator=rng).to(device, torch.bfloat16) for _ in range(size)]

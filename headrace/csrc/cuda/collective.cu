@@ -27,6 +27,7 @@ constexpr int POLLS = 256;                   // between two looks at the clock
 struct Control {  // in a rank's own mailbox
   uint32 sums[MOST_BLOCKS], gathers[MOST_BLOCKS];  // calls so far, by block
   uint32 failed;                                   // no call waits any more
+  uint32 looked, budget;  // when the host's words were last read, and the budget then (0: not yet)
 };
 
 struct Host {  // in pinned host memory, which the host reads and writes at any time
@@ -159,6 +160,10 @@ __device__ bool has_arrived(uint4 v) { return v.x && v.y && v.z && v.w; }
 __device__ int slot_of(int sender, int receiver) { return sender < receiver ? sender : sender - 1; }
 
 // How long to wait for peers. When time is up, or the host says so, all calls of this rank stop waiting.
+//
+// The host's words are across PCIe, some microseconds a read and warp. If all who wait read them, this rank is late for
+// its peers, who wait and read in turn, and every later call takes as long. So one thread of the rank reads them, about
+// once a millisecond, and the others read its copy.
 struct Patience {
   const Call &call;
   Control *control;
@@ -173,15 +178,24 @@ struct Patience {
     if (failed) return true;
     if (++polls % POLLS) return false;
     if (peek_word(&control->failed)) return failed = true;
-    uint64 now = nanoseconds();
+    const uint64 now = nanoseconds();
     if (!began) began = now;
-    bool aborted = peek_word(&call.host->aborted);
-    if (aborted || now - began > 1000000ull * peek_word(&call.host->budget)) {
+    look(now >> 20);
+    const uint64 budget = peek_word(&control->budget);
+    if (budget && now - began > 1000000 * budget) {
       put_word(&control->failed, 1);
       return failed = true;
     }
     rest();
     return false;
+  }
+
+  // Read the host's words, unless another thread has in this tick, which is about a millisecond.
+  __device__ void look(uint32 tick) {
+    const uint32 before = peek_word(&control->looked);
+    if (before == tick || atomicCAS(&control->looked, before, tick) != before) return;
+    put_word(&control->budget, peek_word(&call.host->budget));
+    if (peek_word(&call.host->aborted)) put_word(&control->failed, 1);
   }
 
   __device__ void report(int peer) { put_word(&call.host->late[peer], 1); }
