@@ -72,7 +72,7 @@ def build(config: dict[str, Any], args: argparse.Namespace) -> Any:
             skip_tokenizer=True, prefix_cache=False, max_model_len=max(length for _, length in cells) + NUM_NEW + 1,
             max_step_tokens=args.step, max_running_requests=max(count for count, _ in cells),
             memory_fraction=args.memory_fraction, graphs=args.graphs, moe_experts=args.moe_experts,
-            hot_slots=args.hot_slots, page_size=128 if args.hot_slots else None,
+            hot_slots=args.hot_slots, page_size=128 if args.hot_slots else None, **args.options,
         )
 
 
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="float8_e4m3fn")
     parser.add_argument("--tiny", action="store_true", help="a small model instead")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON object of more engine options")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d ms %(name)s %(message)s")
