@@ -14,11 +14,15 @@ import re
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda import run_workload
 from benchmarks.forms import build, engine_options, read_config
+from headrace.base.admin import StartProfile, StopProfile
+from headrace.service.client.admin import PROFILE_TIMEOUT_S
+from headrace.service.client.replicated import ReplicatedClient
 from headrace.serving.bench import offline as workloads
 
 KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -68,22 +72,33 @@ def split_windows(events: list[dict[str, Any]], layers: int, windows: int) -> li
     return rows
 
 
-def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0) -> dict[str, Any]:
-    """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
+def record(llm: Any, run: Callable[[], object]) -> list[dict[str, Any]]:
+    """What the device ran meanwhile; of several ranks that of rank 0, whose process records it."""
     from torch.profiler import ProfilerActivity, profile
 
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        if isinstance(llm._client, ReplicatedClient):
+            engine = llm._client
+            engine._await(engine._client.control(StartProfile(folder)))
+            run()
+            path = Path(folder) / engine._await(engine._client.control(StopProfile(), timeout_s=PROFILE_TIMEOUT_S))
+        else:
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run()
+            profiler.export_chrome_trace(str(path))
+        return [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+
+
+def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0) -> dict[str, Any]:
+    """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
     config = read_config(model)
     prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
     output_lens = [min(n, most_tokens) for n in output_lens]
     with build(model, options) as llm:
         run_workload(llm, prompts, output_lens)
         plain = run_workload(llm, prompts, output_lens)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            run_workload(llm, prompts, output_lens)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+        events = record(llm, lambda: run_workload(llm, prompts, output_lens))
     total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
     return {
         "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4),

@@ -15,7 +15,7 @@ from headrace.kernels.rowwise import ADD_RMS_NORM
 from headrace.parallel.group import Group
 
 WIDTH = 4096
-SIZES = tuple(size << 10 for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+SIZES = tuple(size << 10 for size in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))
 """Bytes of a tensor [rows, `WIDTH`] bfloat16."""
 CALLS, WARM_CALLS, ROUNDS = 8, 3, 3
 DELAY_CYCLES = 1_000_000
@@ -33,14 +33,16 @@ Times = dict[int, float]
 
 
 def choose_limits(timings: Mapping[str, Times]) -> Limits:
-    """The sizes up to which each way is the fastest. ``timings`` are those of ``one_step``, ``two_steps`` and
-    ``library`` for sums; of ``fused``, a sum with a norm, and ``norm``, the norm alone; of ``gather`` and
-    ``library_gather``."""
-    own = _fastest(timings["one_step"], timings["two_steps"])
+    """The sizes up to which each way is the fastest. ``timings`` are those of ``sum_one``, ``sum_two`` and
+    ``library`` for sums; of ``fused_one`` and ``fused_two``, a sum in one or two steps with a norm, and ``norm``, the
+    norm alone; of ``gather`` and ``library_gather``."""
+    own = _fastest(timings["sum_one"], timings["sum_two"])
     best = _fastest(own, timings["library"])
+    one_step = _last_win(timings["sum_one"], timings["sum_two"])
+    fused = {size: timings["fused_one" if size <= one_step else "fused_two"][size] for size in own}
     return Limits(
-        one_step=_last_win(timings["one_step"], timings["two_steps"]),
-        fused=_last_win(timings["fused"], {size: best[size] + took for size, took in timings["norm"].items()}),
+        one_step=one_step,
+        fused=_last_win(fused, {size: best[size] + took for size, took in timings["norm"].items()}),
         sums=_last_win(own, timings["library"]),
         gathers=_last_win(timings["gather"], timings["library_gather"]),
     )
@@ -72,7 +74,7 @@ def measure_limits(base: Group, collectives: Collectives, device: torch.device, 
         took = []
         ways = _list_ways(base, collectives, torch.ones(size // 2 // WIDTH, WIDTH, dtype=torch.bfloat16, device=device))
         for name, call in ways.items():
-            collectives.limits = Limits(0 if name == "two_steps" else ANY, ANY, ANY, ANY)
+            collectives.limits = Limits(0 if name.endswith("_two") else ANY, ANY, ANY, ANY)
             took.append(time_calls(call))
         for name, slowest in zip(ways, _slowest(base, took), strict=True):
             timings.setdefault(name, {})[size] = slowest
@@ -84,12 +86,17 @@ def _list_ways(base: Group, collectives: Collectives, x: torch.Tensor) -> dict[s
     """What is timed for tensors like ``x``. Some overwrite their tensors, whose values do not matter."""
     own, stream, weight = x.clone(), x.clone(), x[0].clone()
     norm = ADD_RMS_NORM.choose(_query(x.device))
+
+    def fused() -> object:
+        return collectives.reduce_add_norm(x, stream, weight, eps=1e-5, offset=0.0)
+
     return {
-        "one_step": lambda: collectives.all_reduce(x),
-        "two_steps": lambda: collectives.all_reduce(x),
+        "sum_one": lambda: collectives.all_reduce(x),
+        "sum_two": lambda: collectives.all_reduce(x),
         "library": lambda: base.all_reduce(own),
         "norm": lambda: norm(x, stream, weight, 1e-5),
-        "fused": lambda: collectives.reduce_add_norm(x, stream, weight, eps=1e-5, offset=0.0),
+        "fused_one": fused,
+        "fused_two": fused,
         "gather": lambda: collectives.all_gather(x),
         "library_gather": lambda: base.all_gather(x, [WIDTH] * base.size),
     }

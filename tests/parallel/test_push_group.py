@@ -167,13 +167,14 @@ def test_limits_are_where_the_next_way_gets_faster():
         return dict(zip(sizes, took, strict=True))
 
     limits = choose_limits({
-        "one_step": times(2, 3, 6, 12, 24), "two_steps": times(4, 5, 5.5, 8, 16), "library": times(9, 9, 9, 9, 9),
-        "norm": times(2, 2, 2, 2, 2), "fused": times(3, 4, 7, 11, NEVER),
+        "sum_one": times(2, 3, 6, 12, 24), "sum_two": times(4, 5, 5.5, 8, 16), "library": times(9, 9, 9, 9, 9),
+        # in one step up to 16, in two beyond
+        "norm": times(2, 2, 2, 2, 2), "fused_one": times(3, 4, 9, 9, 9), "fused_two": times(9, 9, 7, 11, NEVER),
         "gather": times(2, 10, 4, 10, 10), "library_gather": times(5, 5, 5, 5, 5),
     })
     # a gather that was slow once, at 16, between fast ones is noise
     assert limits == Limits(one_step=16, fused=32, sums=64, gathers=32)
-    nothing = {name: times(*[NEVER] * 5) for name in ("one_step", "two_steps", "fused", "gather")}
+    nothing = {name: times(*[NEVER] * 5) for name in ("sum_one", "sum_two", "fused_one", "fused_two", "gather")}
     library = {name: times(*[1] * 5) for name in ("library", "norm", "library_gather")}
     assert choose_limits({**nothing, **library}) == Limits(0, 0, 0, 0)
 

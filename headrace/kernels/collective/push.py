@@ -30,9 +30,9 @@ BUDGET_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of half a mailbox, for sums and for gathers."""
+    """Bytes of half a mailbox, for sums and for gathers. A sum in two steps takes up to twice its size."""
 
-    sums: int = 16 << 20
+    sums: int = 128 << 20
     gathers: int = 8 << 20
 
     @property
