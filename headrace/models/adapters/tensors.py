@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.base.errors import AdapterError
@@ -17,6 +18,7 @@ from headrace.models.weights.safetensors_file import StoredTensor, read_header, 
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_THREADS = 8
+BFLOAT16_EXPONENT = 0x7F80
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -56,15 +58,12 @@ class AdapterTensors:
             raise AdapterError(
                 f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
-        data = bytearray(entry.stop - entry.start)
-        self._fill(data, entry)
-        if not data:
-            return torch.empty(entry.shape)
-        tensor = torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+        data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
+        self._fill(data.numpy().data, entry)
+        tensor = data.view(entry.dtype).view(entry.shape)
         return tensor.float() if entry.dtype == torch.float64 else tensor
 
-    def _fill(self, data: bytearray, entry: StoredTensor) -> None:
-        rest = memoryview(data)
+    def _fill(self, rest: memoryview, entry: StoredTensor) -> None:
         self._file.seek(entry.start)
         while rest:
             count = self._file.readinto(rest)
@@ -96,10 +95,18 @@ def _digest_part(part: AdaptedPart) -> bytes:
     for name, tensor in named.items():
         if tensor is None:
             continue
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise AdapterError(
                 f"the adapter has numbers that are not finite, in {name} of {part.module} {part.part}".rstrip()
             )
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """By numpy: in each of several threads, torch would start as many threads as there are cores."""
+    if tensor.dtype != torch.bfloat16:
+        return bool(np.isfinite(tensor.numpy()).all())
+    exponents = tensor.view(torch.int16).numpy() & BFLOAT16_EXPONENT
+    return bool((exponents != BFLOAT16_EXPONENT).all())
