@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from headrace.base.adapters import AdapterConfig, LoadAdapter, UnloadAdapter
-from headrace.base.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from headrace.base.config import CacheConfig, EngineConfig, ModelConfig
 from headrace.base.messages import EngineRequest
+from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
 from headrace.service.build import build_engine

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.base.adapters import AdapterConfig, LoadAdapter
-from headrace.base.config import DeviceConfig, EngineConfig, ModelConfig
+from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.messages import EngineRequest
+from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
 from headrace.service.build import build_engine

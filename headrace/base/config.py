@@ -17,8 +17,9 @@ from headrace.base.generation import parse_generation_override
 from headrace.base.kv_events import KvEventOptions, read_event_options
 from headrace.base.media_config import MediaConfig
 from headrace.base.option import OptionInfo, Section, option, options_of, read_object
-from headrace.base.parallel import NodesConfig, ParallelConfig
+from headrace.base.parallel import DeviceConfig, NodesConfig, ParallelConfig
 from headrace.base.peer_options import explain_unknown, spell_keyword
+from headrace.base.quantization import check_quantization
 from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
 
 LOG_LEVELS = ("none", "line", "fields", "prompts")
@@ -99,6 +100,7 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_generation_override(self.override_generation_config)
+        check_quantization(self.quantization)
 
 
 STORAGE_HOST_GB = 2.0
@@ -242,29 +244,6 @@ class SchedulerConfig(Section):
     default_deadline_s: float | None = option(
         None, "seconds after which a request without a deadline of its own fails", low=0.001
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceConfig(Section):
-    """The device and its kernels."""
-
-    device: str = option("auto", "cpu, cuda, or cuda:N; auto: a GPU if there is one")
-    attention_backend: str = option(
-        "auto", "attention implementation; auto: the fastest that supports the model", metavar="NAME"
-    )
-    moe_experts: str = option(
-        "auto",
-        "implementation of mixture-of-experts layers; auto: the fastest that supports the model",
-        metavar="NAME"
-    )
-    threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
-    graphs: str = option(
-        "on",
-        "CUDA graph capture: on: all graphs before the first request; lazy: on first use or when idle; off (no effect "
-        "on a CPU)",
-        choices=("on", "lazy", "off")
-    )
-    check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
 """`option`: a documented dataclass field. Flags, ``show-config`` and docs are generated from these and nothing else.
+`suggest`: the allowed value nearest to a wrong one.
 `read_object`: an option whose text is a JSON object.
 """
 
@@ -9,12 +10,28 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from headrace.base.errors import ConfigError
 
 _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+_SYNONYMS = {
+    "gpu": "cuda", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
+    "fp8_e4m3fn": "fp8_e4m3"
+}
+"""Other words for values of options."""
+
+
+def suggest(value: str, known: Collection[Any]) -> str:
+    """``"; did you mean bfloat16?"`` for a value that is none of ``known`` but near one; else nothing."""
+    plain = value[:64].lower()
+    names = list(map(str, known))
+    near = [_SYNONYMS[plain]] if _SYNONYMS.get(plain) in names else get_close_matches(plain, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def option(
@@ -81,7 +98,8 @@ class OptionInfo:
             )
         if self.choices is not None and value not in self.choices:
             raise ConfigError(
-                f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}", param=self.name
+                f"{self.name} must be one of {', '.join(map(str, self.choices))}; got {value!r}"
+                f"{suggest(str(value), self.choices)}", param=self.name
             )
         if isinstance(value, int | float):
             self._check_bounds(value)

@@ -1,13 +1,46 @@
-"""Options of several devices and hosts."""
+"""Options of the device, and of several devices and hosts."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from headrace.base.eplb import BalancingOptions, parse_eplb_config
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option
+from headrace.base.option import Section, option, suggest
+
+_DEVICES = ("auto", "cpu", "cuda")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig(Section):
+    """The device and its kernels."""
+
+    device: str = option("auto", "cpu, cuda, or cuda:N; auto: a GPU if there is one")
+    attention_backend: str = option(
+        "auto", "attention implementation; auto: the fastest that supports the model", metavar="NAME"
+    )
+    moe_experts: str = option(
+        "auto",
+        "implementation of mixture-of-experts layers; auto: the fastest that supports the model",
+        metavar="NAME"
+    )
+    threads: int | None = option(None, "CPU threads for the model; default: physical cores", low=1, high=1024)
+    graphs: str = option(
+        "on",
+        "CUDA graph capture: on: all graphs before the first request; lazy: on first use or when idle; off (no effect "
+        "on a CPU)",
+        choices=("on", "lazy", "off")
+    )
+    check_finite: bool = option(True, "fail a request whose logits are not finite instead of returning noise")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _DEVICE.fullmatch(self.device):
+            hint = suggest(self.device, _DEVICES)
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {self.device!r}{hint}", param="device")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from headrace.base import env
-from headrace.base.errors import PluginError
+from headrace.base.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -131,9 +131,7 @@ class Registry(Generic[T]):
             return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:
-            near = get_close_matches(name, self._entries, n=3)
-            hint = f"nearest: {', '.join(near)}; all" if near else "known"
-            raise PluginError(f"unknown {self.noun} {name!r}; {hint}: {', '.join(self.names())}")
+            raise PluginError(self._explain_unknown(name))
         if name in env.disabled_plugins():
             raise PluginError(f"{self.noun} {name!r} is disabled by HEADRACE_DISABLE_PLUGINS")
         try:
@@ -144,6 +142,16 @@ class Registry(Generic[T]):
         if entry.is_out_of_tree:
             self._check_api(name)
         return self._loaded[name]
+
+    def require(self, name: str, param: str) -> None:
+        """Raise `ConfigError` for a name that is not registered, as the value of the option ``param``."""
+        if name not in self._entries:
+            raise ConfigError(f"{param}: {self._explain_unknown(name)}", param=param)
+
+    def _explain_unknown(self, name: str) -> str:
+        near = get_close_matches(name, self._entries, n=3)
+        hint = f"nearest: {', '.join(near)}; all" if near else "known"
+        return f"unknown {self.noun} {name!r}; {hint}: {', '.join(self.names())}"
 
     def _check_api(self, name: str) -> None:
         # Only after loading: the version is an attribute of the plug-in itself.

@@ -18,6 +18,7 @@ from torch import nn
 from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheLayout
 from headrace.base.config import CacheConfig, EngineConfig
 from headrace.base.errors import ConfigError, PluginError
+from headrace.base.registry import Registry
 from headrace.base.speculation import BENCH, Speculation
 from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES
 from headrace.execution.captures import Recorder
@@ -29,8 +30,10 @@ from headrace.execution.runner import Runner
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionBackend, AttentionGeometry, UnusedBackend
 from headrace.layers.build import Build
+from headrace.layers.moe.contract import DISPATCHERS, EXPERTS
 from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.plan import CachePlan, check_host, free_bytes
+from headrace.memory.storage import find_remote_store
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -205,6 +208,20 @@ class _Choice:
 
     preferred_page_size: int | None
     make: Callable[[], AttentionBackend]
+
+
+def check_names(config: EngineConfig) -> None:
+    """Raise `ConfigError` for an option that names no plug-in, whether the model uses that kind or not."""
+    named: tuple[tuple[Registry[Any], str, str], ...] = (
+        (ATTENTION_BACKENDS, config.device.attention_backend, "attention_backend"),
+        (EXPERTS, config.device.moe_experts, "moe_experts"),
+        (DISPATCHERS, config.parallel.all2all_backend, "all2all_backend"),
+    )
+    for registry, name, param in named:
+        if name != "auto":
+            registry.require(name, param)
+    if config.cache.remote_cache is not None:
+        find_remote_store(config.cache.remote_cache)
 
 
 def _choose_for(config: EngineConfig, loaded: LoadedModel, build: Build) -> ChosenBackends:

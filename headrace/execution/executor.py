@@ -26,7 +26,7 @@ from headrace.base.messages import ExpertStats, HotSlotStats, MemoryLine, ModelF
 from headrace.base.speculation import Speculation
 from headrace.base.step import StepPlan
 from headrace.execution.adapters import AdapterStore, count_startup_bytes, read_call
-from headrace.execution.assembly import Assembly
+from headrace.execution.assembly import Assembly, check_names
 from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.loading import LoadedModel, Progress, read_facts
@@ -254,6 +254,7 @@ def build_executor(
     error the device has its memory back, so that the caller may try again with less.
     """
     place = place or Place(config.replica, config.parallel.data_parallel_size)
+    check_names(config)
     device = resolve_device(config.device.device, place.index, config.parallel)
     try:
         return _build_on(device, config, progress, ranks or Ranks(), place)

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from headrace.base.config import EngineConfig
+from headrace.base.quantization import AS_STORED
 from headrace.base.speculation import TEXT_METHODS
 from headrace.execution.assembly import Assembly
-from headrace.execution.loading import AS_STORED, LoadedModel, Progress, load_model
+from headrace.execution.loading import LoadedModel, Progress, load_model
 from headrace.execution.warmup import prepare_steps
 from headrace.kernels.precompile import compile_ahead
 from headrace.layers.build import Build

@@ -19,7 +19,7 @@ from headrace.memory.moving import PageMover
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane
 from headrace.memory.plan import CachePlan, free_bytes, plan_host
-from headrace.memory.storage import PAGE_STORES, STORE_GROUP, PageStore, StoreOptions
+from headrace.memory.storage import PAGE_STORES, PageStore, StoreOptions, find_remote_store
 from headrace.memory.storage.checked import CheckedStore
 from headrace.memory.storage.isolated import IsolatedStore
 from headrace.memory.storage.lane import StorageLane
@@ -135,11 +135,7 @@ def open_stores(model: DeviceModel) -> list[PageStore]:
         options = StoreOptions(place, num_places, Path(config.cache.disk_cache).expanduser(), capacity)
         stores.append(PAGE_STORES.load("disk")(options))
     if config.cache.remote_cache:
-        PAGE_STORES.add_installed(STORE_GROUP)
-        name = config.cache.remote_cache
-        if name not in PAGE_STORES or name == "disk":
-            known = ", ".join(entry.name for entry in PAGE_STORES if entry.name != "disk") or "none is installed"
-            raise ConfigError(f"there is no remote store {name!r}; known: {known}", param="remote_cache")
+        name = find_remote_store(config.cache.remote_cache)
         options = StoreOptions(place, num_places, config=config.cache.remote_options)
         stores.append(CheckedStore(IsolatedStore(name, options)))
     return stores

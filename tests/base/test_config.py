@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from headrace.base import quantization
 from headrace.base.config import EngineConfig, all_options, engine_config, flatten, resolve_for_device
 from headrace.base.errors import ConfigError
 
@@ -24,6 +25,12 @@ def test_every_option_is_documented_and_named_once():
     ({"model": "mod\udce9le"}, "model must be UTF-8"),
     ({"memory_fraction": float("nan")}, "finite"), ({"default_deadline_s": float("inf")}, "finite"),
     ({"overlap_depth": 3}, "from 1 to 2"),
+    ({"dtype": "bf16"}, "auto, float32, bfloat16, float16; got 'bf16'; did you mean bfloat16"),
+    ({"kv_dtype": "int4"}, "did you mean int8"), ({"load_format": "xyz"}, "got 'xyz'$"),
+    ({"device": "gpu"}, r"auto, cpu, cuda or cuda:N; got 'gpu'; did you mean cuda\?"), ({"device": "cpu:0"}, "cuda:N"),
+    ({"device": "cuda:x"}, "cuda:N"), ({"device": "cuda:1\n"}, "cuda:N"),
+    ({"quantization": "int9"}, "fp8, int4, int8, w8a8, none, stored, or .* got 'int9'; did you mean int8"),
+    ({"quantization": "gptqq"}, "did you mean gptq"),
 ])
 def test_bad_values_name_the_field_and_the_fix(options: dict, message: str):
     with pytest.raises(ConfigError, match=message):
@@ -44,3 +51,13 @@ def test_config_crosses_the_process_border():
     config = engine_config(model="somewhere", page_size=32, default_deadline_s=1.5)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
     assert flatten(config)["page_size"] == 32
+
+
+def test_devices_and_quantization_that_may_exist_pass(monkeypatch: pytest.MonkeyPatch):
+    """A package may bring a scheme, which only the engine can know."""
+    for device in ("auto", "cpu", "cuda", "cuda:7"):
+        assert engine_config(device=device).device.device == device
+    for name in (None, "none", "stored", "int4", "gptq"):
+        assert engine_config(quantization=name).model.quantization == name
+    monkeypatch.setattr(quantization, "installed_points", lambda group: [group] if group == "headrace.schemes" else [])
+    assert engine_config(quantization="acme").model.quantization == "acme"

@@ -277,9 +277,16 @@ def test_a_model_in_few_bits_has_activations_in_float32(folder: Path, monkeypatc
 def test_device_names():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda")
-    for wrong in ("cpu:0", "cuda:x", "gpu"):
-        with pytest.raises(ConfigError):
-            resolve_device(wrong)
+
+
+@pytest.mark.parametrize("option, near", [
+    ({"attention_backend": "refrence"}, "nearest: reference"), ({"moe_experts": "grouping"}, "nearest: grouped"),
+    ({"all2all_backend": "alltoall"}, "nearest: all-to-all"), ({"remote_cache": "mooncakes"}, "known: mooncake"),
+])
+def test_names_of_plugins_are_checked_before_the_model_is_read(option: dict[str, str], near: str):
+    with pytest.raises(ConfigError, match=near) as caught:
+        build_executor(engine_config(model="/there/is/no/model", device="cpu", **option))
+    assert caught.value.param in option
 
 
 def test_replicas_take_one_gpu_after_the_other(monkeypatch: pytest.MonkeyPatch):

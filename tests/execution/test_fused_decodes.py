@@ -7,7 +7,8 @@ import torch
 from driver import Driver
 from tiny_checkpoint import write_tiny_checkpoint
 
-from headrace.base.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
 from headrace.base.step import StepResult
 from headrace.execution.executor import LocalExecutor, build_executor

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError, PluginError, WeightError
-from headrace.layers.quantization import SCHEMES, SchemeQuery, chain_schemes
+from headrace.base.quantization import CHECKPOINT_METHODS, MADE_AT_LOAD
+from headrace.layers.quantization import SCHEMES, SchemeQuery, StoredAs, chain_schemes
 from headrace.layers.quantization.contract import Named
 
 SITE = '''
@@ -155,3 +156,13 @@ def test_scales_meet_weights_of_their_own_form_across_the_chain():
     )
     with pytest.raises(WeightError, match="m"):
         list(chain_schemes(SchemeQuery()).read([("m.weight", codes)]))
+
+
+def test_the_names_that_the_option_takes_are_those_of_the_registry():
+    """The option is checked where the registry cannot be imported."""
+    methods = {m for entry in SCHEMES if isinstance(entry.supports, StoredAs) for m in entry.supports.methods}
+    readers = {entry.name for entry in SCHEMES if isinstance(entry.supports, StoredAs)}
+    own = {entry.name for entry in SCHEMES if not entry.is_out_of_tree} - readers
+    assert own == set(MADE_AT_LOAD)
+    assert methods | readers == {*CHECKPOINT_METHODS, *MADE_AT_LOAD} & (methods | readers)
+    assert set(CHECKPOINT_METHODS) <= methods | readers

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.base.adapters import AdapterConfig
-from headrace.base.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.base.messages import EngineRequest, RequestOutput
+from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine

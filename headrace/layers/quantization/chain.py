@@ -11,6 +11,7 @@ from functools import cache
 from torch import nn
 
 from headrace.base.errors import ConfigError, PluginError
+from headrace.base.quantization import SCHEME_GROUP
 from headrace.layers.quantization.contract import SCHEMES, Named, Scheme, SchemeQuery
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 Predicate = Callable[[SchemeQuery], str | None]
 """None for a supported query, else the reason why not; evaluated before a scheme is imported."""
 
-ENTRY_POINT_GROUP = "headrace.schemes"
 INSTALLED_PRIORITY = 50
 """Of schemes from other packages: outside the checkpoint formats known here, inside what the user wants layers to
 keep."""
@@ -94,7 +94,7 @@ class SchemeChain:
 
 def add_installed_schemes() -> None:
     """Register the schemes of installed packages, without importing them."""
-    SCHEMES.add_installed(ENTRY_POINT_GROUP, supports=called, priority=INSTALLED_PRIORITY)
+    SCHEMES.add_installed(SCHEME_GROUP, supports=called, priority=INSTALLED_PRIORITY)
 
 
 def chain_schemes(query: SchemeQuery) -> SchemeChain:

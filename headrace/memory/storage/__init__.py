@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 
 STORE_GROUP = "headrace.page_stores"
@@ -49,3 +50,12 @@ class PageStore(Protocol):
 PAGE_STORES: Registry[type[PageStore]] = Registry("page store")
 PAGE_STORES.add("disk", "headrace.memory.storage.disk:DiskStore", doc="files in a folder")
 PAGE_STORES.add("mooncake", "headrace.memory.storage.mooncake:MooncakeStore", doc="the memory of a cluster")
+
+
+def find_remote_store(name: str) -> str:
+    """The name, if there is such a store; else raises `ConfigError`."""
+    PAGE_STORES.add_installed(STORE_GROUP)
+    if name not in PAGE_STORES or name == "disk":
+        known = ", ".join(entry.name for entry in PAGE_STORES if entry.name != "disk") or "none is installed"
+        raise ConfigError(f"there is no remote store {name!r}; known: {known}", param="remote_cache")
+    return name

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from headrace.base.errors import ConfigError
 from headrace.base.messages import ModelFacts
+from headrace.base.option import suggest
 from headrace.base.registry import Registry, installed_points
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, visible_texts
 from headrace.service.parsing.known_formats import ALIASES, REASONING_FORMATS, TOOL_FORMATS
@@ -114,6 +115,7 @@ def _find(name: str, registry: Registry[T], group: str, param: str) -> T | None:
     for entry in installed_points(group).select(name=name):
         found: T = entry.load()
         return found
+    names = sorted(registry.names())
     raise ConfigError(
-        f"{param} must be {AUTO}, {NONE}, or one of {', '.join(sorted(registry.names()))}; got {name!r}", param=param
+        f"{param} must be {AUTO}, {NONE}, or one of {', '.join(names)}; got {name!r}{suggest(name, names)}", param=param
     )
