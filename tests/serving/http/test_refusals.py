@@ -120,6 +120,15 @@ async def test_null_and_empty_ask_for_nothing(http):
     (TEXT, {"prompt": ["x"] * 100, "n": 100, "temperature": 1}, "prompts times n"),
     (TEXT, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
     (TEXT, {"prompt": "x", "rid": "a", "request_id": "b"}, "same field"),
+    (
+        TEXT, {"prompt": "x", "request_id": "a b"},
+        "request_id: must have 1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'"
+    ),
+    (TEXT, {"prompt": "x" * 600_000, "rid": "é" * 600_000}, "rid: must have 1 to 128 characters of A-Z"),
+    (
+        CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f\n"}}]},
+        "tools[0].function.name: must have 1 to 128 characters of A-Z"
+    ),
     (CHAT, {}, "messages is required"),
     (CHAT, {"messages": []}, "messages: "),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content is required"),

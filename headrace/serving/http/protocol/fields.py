@@ -61,6 +61,13 @@ Repetition = Annotated[float, Meta(gt=0, le=10)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"  # Python's $ also matches before a final newline
 RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
+ToolName = Annotated[str, Meta(pattern=TOOL_NAME_PATTERN)]
+IN_WORDS = {
+    REQUEST_ID_PATTERN: "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
+    TOOL_NAME_PATTERN: "1 to 128 characters of A-Z, a-z, 0-9, '_', '.', ':', '/' and '-'",
+}
+"""What each pattern allows, for errors."""
 Deadline = Annotated[float, Meta(gt=0, le=86_400)]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(max_length=512)]

@@ -8,9 +8,9 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from headrace.base.sampling import MAX_STOPS
 from headrace.serving.http.protocol.errors import MessagesError
-from headrace.serving.http.protocol.fields import ModelName, Positive, Schema, StopText, TopK, TopP
+from headrace.serving.http.protocol.fields import ModelName, Positive, Schema, StopText, ToolName, TopK, TopP
 from headrace.serving.http.protocol.media import Base64, Url
-from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolName
+from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId
 
 CacheControl = dict[str, Any]
 """``cache_control`` is accepted without effect: every prefix is cached."""

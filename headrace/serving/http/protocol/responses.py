@@ -19,11 +19,12 @@ from headrace.serving.http.protocol.fields import (
     Stop,
     StopIds,
     StopRegex,
+    ToolName,
     TopP,
 )
 from headrace.serving.http.protocol.media import Detail, Url
 from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
-from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolChoice, ToolName
+from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolChoice
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -6,14 +6,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import INT32, OpenAIFields
+from headrace.serving.http.protocol.fields import INT32, OpenAIFields, ToolName
 
 # Bounds before work: names and descriptions are rendered into the prompt, and schemas may be compiled to grammars.
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
 MAX_DESCRIPTION = 32_768
-# ``(?!\n)``: Python's ``$`` also matches before a final newline.
-ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)")]
 CallId = Annotated[str, Meta(max_length=256)]
 ToolChoice = Literal["none", "auto", "required"]
 Budget = Annotated[int, Meta(ge=0, le=INT32)]

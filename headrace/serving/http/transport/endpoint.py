@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.serving.http.protocol.fields import DEFERRED, PARTS, RESTRICTED, LogitBias
+from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, PARTS, RESTRICTED, LogitBias
 from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
 from headrace.serving.http.transport.pieces import PieceReader
@@ -47,6 +47,7 @@ CUTTING = "truncate_prompt_tokens"
 """The field with which a prompt may be longer than the context."""
 # These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_PATTERN = re.compile(r"^Expected `str` matching regex (?P<pattern>.*)$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
 
@@ -252,12 +253,21 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
     if unknown is not None:
         path = f"{path}.{unknown['name']}" if path else unknown["name"]
         return RequestError(f"unknown field {path!r}", param=path)
+    reason = _explain_value(reason, record, path)
+    return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
+
+
+def _explain_value(reason: str, record: type[msgspec.Struct], path: str) -> str:
+    """What a value must be, in words."""
     choices = _choices_at(record, path) if reason.startswith("Invalid enum value") else []
     if choices:
         given = reason.removeprefix("Invalid enum value")
         reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{given}"
-    reason = reason.replace("`", "").replace("Expected", "expected")
-    return RequestError(f"{path}: {reason}" if path else f"the body: {reason}", param=path or None)
+    pattern = _PATTERN.match(reason)
+    if pattern is not None:
+        words = next((words for known, words in IN_WORDS.items() if repr(known) == pattern["pattern"]), None)
+        reason = f"must have {words}" if words else reason
+    return reason.replace("`", "").replace("Expected", "expected")
 
 
 def _name_entry(path: str, body: bytes) -> str:
