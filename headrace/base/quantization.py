@@ -11,6 +11,10 @@ from headrace.base.registry import PLUGIN_GROUP, installed_points
 AS_PLAIN, AS_STORED = "none", "stored"
 """Values that name no scheme: ``none`` dequantises everything; ``stored``, the default, keeps a file's quantised
 blocks."""
+GROUPED = ("int8", "int4")
+"""Values that round weights and inputs by groups; others by rows, or not on a CPU."""
+GROUPED_METHODS = ("gptq", "awq", "auto-round", "hqq", "mlx", "metal")
+"""Methods of checkpoints whose weights a CPU keeps in groups of 4 or 8 bits."""
 SCHEME_GROUP = "headrace.schemes"
 """Entry points that name a scheme of another package."""
 MADE_AT_LOAD = ("fp8", "int4", "int8", "w8a8")

@@ -20,7 +20,7 @@ from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
 from headrace.base.media_facts import MediaFacts
 from headrace.base.messages import FamilyParsers, ModelFacts
-from headrace.base.quantization import AS_PLAIN, AS_STORED
+from headrace.base.quantization import AS_PLAIN, AS_STORED, GROUPED, GROUPED_METHODS
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.kernels.coded_linear.choice import CodedChoice
 from headrace.kernels.coded_linear.forms import CodedWeight
@@ -68,13 +68,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 Fill = Callable[[ServedModel, ModelSource, EngineConfig, Build, Progress], None]
-
-GROUPED = ("int8", "int4")
-"""Values of ``quantization`` that round weights and inputs by groups; others by rows, or not on a CPU."""
-
-
-GROUPED_METHODS = ("gptq", "awq", "auto-round", "hqq", "mlx", "metal")
-"""Methods of checkpoints whose weights a CPU keeps in groups of 4 or 8 bits."""
 
 
 @dataclass(frozen=True)

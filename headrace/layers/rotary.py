@@ -21,6 +21,8 @@ class RotaryTable(nn.Module):
     """``cos_sin`` [length, rotary_dim] float32: cosines of ``position * frequency`` in half of a row, then sines.
     ``length``: the longest context served, in tokens."""
 
+    query_scale: torch.Tensor | None
+
     def __init__(self, spec: RopeSpec, *, length: int, device: torch.device):
         super().__init__()
         factor = _attention_factor(spec.scaling)
@@ -32,6 +34,8 @@ class RotaryTable(nn.Module):
         )
         self.cos_sin[:, :half] = angles.cos().mul_(factor)
         self.cos_sin[:, half:] = angles.sin_().mul_(factor)  # in place: angles are not needed any more
+        # [length] float32: what queries are multiplied by; None: nothing
+        self.register_buffer("query_scale", _query_scale(spec.scaling, length, device), persistent=False)
         # [rotary_dim / 2], empty for tokens of one position each
         self.axes = nn.Buffer(
             torch.tensor(axis_of_frequencies(spec), dtype=torch.int64, device=device), persistent=False
@@ -111,6 +115,14 @@ def _longrope_frequencies(plain: torch.Tensor, scaling: RopeScaling, length: int
     """Per-frequency divisors, one set within the trained length and one beyond. Ding et al., arXiv:2402.13753."""
     factors = scaling.long_factor if length > scaling.original_max_position else scaling.short_factor
     return plain / torch.tensor(factors, dtype=torch.float32)
+
+
+def _query_scale(scaling: RopeScaling | None, length: int, device: torch.device) -> torch.Tensor | None:
+    """Keeps attention sharp over many tokens, as of Llama 4 and Ministral 3: see `RopeScaling`."""
+    if scaling is None or not scaling.query_growth:
+        return None
+    windows = torch.arange(length, dtype=torch.float32) / scaling.original_max_position
+    return windows.floor_().log1p_().mul_(scaling.query_growth).add_(1.0).to(device)
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:

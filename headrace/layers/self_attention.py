@@ -160,6 +160,9 @@ class Attention(AttentionLayer):
         q = batch.select_queries(q)
         if self._unit_weight is not None:
             q = q * self._rotated_weight()
+        if self.rotary is not None and self.rotary.query_scale is not None:
+            scale = batch.select_queries(self.rotary.query_scale.index_select(0, batch.positions))
+            q = q * scale[:, None, None].to(q.dtype)
         out = step.backend.attend(q, pages, self.params)
         if batch.media is not None and batch.media.blocks:
             for block in batch.media.blocks:

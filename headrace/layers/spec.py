@@ -26,6 +26,7 @@ class RopeScaling:
 
     ``original_max_position`` is the context length before scaling. ``attention_factor`` multiplies cos and sin
     (None: the formula's own). ``short_factor`` and ``long_factor`` divide the frequencies under ``longrope``.
+    ``query_growth`` b multiplies queries at position p by ``1 + b * ln(1 + floor(p / original_max_position))``.
     """
 
     kind: RopeKind
@@ -39,6 +40,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)

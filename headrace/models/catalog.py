@@ -46,6 +46,7 @@ DECODERS = {
     "Llama": "llama",
     "MiniMaxM2": "minimax_m2",
     "Ministral": "llama",
+    "Ministral3": "llama",
     "Mistral": "llama",
     "Mixtral": "mixtral",
     "Olmo2": "olmo2",

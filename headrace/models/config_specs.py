@@ -86,6 +86,11 @@ def read_latent_attention(fields: Fields) -> LatentAttentionSpec:
     fields.config["head_dim"] = qk_rope_head_dim
     # YaRN's attention scale for long contexts is applied to queries and to keys: logits get its square
     rope, sharpening = Fields(read_rope_parameters(fields)), 1.0
+    if growth := rope.number("llama_4_scaling_beta", 0.0):
+        raise ConfigError(
+            f"config.json: llama_4_scaling_beta must be 0 for latent attention, got {growth}",
+            param="llama_4_scaling_beta"
+        )
     if rope.config.get("rope_type", "default") != "default" and rope.config.get("mscale_all_dim"):
         sharpening = yarn_sharpening(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
     return LatentAttentionSpec(
@@ -193,12 +198,8 @@ def add_sparse_steps(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec
 
 def _read_max_model_len(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
     """The longest context, in tokens: ``max_position_embeddings``. With YaRN at least ``original_max_position *
-    factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length. Where queries are
-    scaled by their positions (Ministral 3), the length up to which that changes nothing."""
+    factor``: many configs add YaRN and leave ``max_position_embeddings`` at the trained length."""
     longest = fields.integer("max_position_embeddings", 2048)
-    rope = Fields(read_rope_parameters(fields))
-    if rope.number("llama_4_scaling_beta", 0.0):  # from there on queries are multiplied, which is not done here
-        return min(longest, rope.integer("original_max_position_embeddings", longest))
     scalings = {layer.rope.scaling for layer in layers if layer.rope and layer.rope.scaling}
     stretched = [int(s.original_max_position * s.factor) for s in scalings if s.kind == "yarn"]
     return max([longest, *stretched])
@@ -281,13 +282,15 @@ def make_rope(
 def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling | None:
     # Older configs say `type`. The original length may stand beside the scaling (Phi-3) or inside it.
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", ROPE_KINDS, "default")
-    if kind == "default":
+    growth = rope.number("llama_4_scaling_beta", 0.0)
+    if kind == "default" and not growth:
         return None
     longest = fields.integer("max_position_embeddings", 2048)
     original = fields.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", longest)
     )
-    factor = rope.positive("factor", longest / original if kind in ("yarn", "longrope") else None)
+    usual_factors = {"yarn": longest / original, "longrope": longest / original, "default": 1.0}
+    factor = rope.positive("factor", usual_factors.get(kind))
     usual = RopeScaling(kind, factor, original)
     return RopeScaling(
         kind, factor, original, attention_factor=_read_attention_factor(rope, factor),
@@ -297,6 +300,7 @@ def _read_scaling(fields: Fields, rope: Fields, rotary_dim: int) -> RopeScaling 
         truncate=rope.flag("truncate", usual.truncate),
         short_factor=_read_factors(rope, "short_factor", rotary_dim),
         long_factor=_read_factors(rope, "long_factor", rotary_dim),
+        query_growth=growth,
     )
 
 

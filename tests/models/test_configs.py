@@ -208,11 +208,16 @@ def test_a_stretch_that_was_added_to_a_newer_file_counts(architecture: str, kind
     assert full and all((rope.theta, rope.scaling.kind, rope.scaling.factor) == (4321.0, "yarn", 4.0) for rope in full)
 
 
-def test_a_context_ends_where_queries_would_be_scaled():
+def test_scaled_queries_shorten_no_context():
     """As Ministral 3 has it: from ``original_max_position_embeddings`` on, by the logarithm of positions."""
     rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
     config = {**WIDE, "architectures": ["MistralForCausalLM"], "max_position_embeddings": 512, "rope_parameters": rope}
-    assert find_family("MistralForCausalLM").read_config(config).max_model_len == 32
+    spec = find_family("MistralForCausalLM").read_config(config)
+    assert spec.max_model_len == 512
+    assert [layer.rope.scaling.query_growth for layer in spec.layers] == [0.1] * len(spec.layers)
+    config |= {"architectures": ["DeepseekV3ForCausalLM"]}
+    with pytest.raises(ConfigError, match="llama_4_scaling_beta must be 0 for latent attention"):
+        find_family("DeepseekV3ForCausalLM").read_config(config)
 
 
 def test_window_as_long_as_the_context_is_no_window():

@@ -45,6 +45,10 @@ SCALINGS = {
         "mscale_all_dim": 1.0, "truncate": False
     },
 }
+MINISTRAL3 = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7
+}
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -55,6 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mqa-odd-group": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     **{f"llama-head{dim}": ("Llama", {"head_dim": dim}) for dim in (64, 80, 128, 256)},
     **{f"llama-{name}": ("Llama", {"rope_scaling": scaling}) for name, scaling in SCALINGS.items()},
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL3}),
+    "ministral3-window": ("Ministral3", {"head_dim": 16, "sliding_window": 6, "rope_parameters": MINISTRAL3}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
     "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),

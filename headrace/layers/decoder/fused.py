@@ -213,6 +213,7 @@ def _describe_rotation(attention: Attention, norms: Norms) -> Rotation:
     rotary, rope = attention.rotary, attention.rope
     if rotary is None or rope is None:
         return Rotation(None, 0, False, q_weight, k_weight)
+    _require(rotary.query_scale is None, "queries that are scaled by their positions")
     return Rotation(rotary.cos_sin, rope.rotary_dim, rope.interleaved, q_weight, k_weight)
 
 

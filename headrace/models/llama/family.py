@@ -1,7 +1,9 @@
-"""Llama 1 to 3.x and models of the same architecture: Mistral, Ministral (with or without sliding windows), SmolLM2."""
+"""Llama 1 to 3.x and models of the same architecture: Mistral, Ministral and Ministral 3 (with or without sliding
+windows), SmolLM2."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from headrace.layers.names import GgufNaming
@@ -11,16 +13,16 @@ from headrace.models.config_specs import read_decoder, read_layers, read_rope, r
 from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
-WINDOWED = ("Mistral", "Ministral")
+WINDOWED = {"Mistral": 4096, "Ministral": 4096, "Ministral3": 0}
+"""Architectures with a sliding window, and its length in tokens where a config states none."""
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Mistral has a sliding window, of 4096 tokens if its config does not state one; null means none. Ministral's
-    ``layer_types`` say which layers have it."""
-    fields, architecture = Fields(config), config["architectures"][0]
-    rope, window = read_rope(fields), read_window(fields, 4096) if architecture.startswith(WINDOWED) else 0
+    """A ``sliding_window`` of null means none. Ministral's ``layer_types`` say which layers have it."""
+    fields, kind = Fields(config), re.split("For|Model", config["architectures"][0])[0]
+    rope, window = read_rope(fields), read_window(fields, WINDOWED[kind]) if kind in WINDOWED else 0
     layers = read_layers(fields, rope, window=window)
-    if architecture.startswith("Ministral"):
+    if kind == "Ministral":
         are_sliding = read_sliding(fields, lambda _: True)
         layers = tuple(LayerSpec(window if is_sliding else 0, rope) for is_sliding in are_sliding)
     return read_decoder(fields, layers)
@@ -36,7 +38,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    architectures=decoder_architectures("Llama", "Mistral", "Ministral"),
+    architectures=decoder_architectures("Llama", "Mistral", "Ministral", "Ministral3"),
     read_config=read_config,
     gguf_architectures=("llama",),
     gguf_config=gguf_config,
