@@ -515,6 +515,17 @@ def test_tensors_as_they_are_published(name: str, tmp_path: Path):
     torch.testing.assert_close(harness.step((harness.start(), tokens))[0], oracle_logits(model, tokens), **TOLERANCE)
 
 
+def test_minimax_m2_without_its_norms_and_with_another_routing_is_mixtral():
+    """Fields of published files that transformers does not read."""
+    model = make_oracle("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    plain = {"head_dim": 12, "use_qk_norm": False, "scoring_func": "softmax", "use_routing_bias": False}
+    harness = build_harness(
+        {**config_json(model), **plain, "architectures": ["MiniMaxM2ForCausalLM"]}, model.state_dict()
+    )
+    tokens = prompt(8)
+    torch.testing.assert_close(harness.step((harness.start(), tokens))[0], oracle_logits(model, tokens), **TOLERANCE)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "name", [name for name in CASES if name.startswith(("mixtral", "qwen3-moe", "gpt-oss", "deepseek"))]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from headrace.base.errors import ConfigError
 from headrace.layers.names import EXPERT_NAMES, SHARED_EXPERT_NAMES, SPLIT_NAMES, CheckpointNames
 from headrace.layers.spec import DecoderSpec, LayerSpec
 from headrace.models.config_fields import Fields
@@ -27,6 +28,7 @@ DENSE_DEFAULTS = {**SHARED_DEFAULTS, "head_dim": 128, "num_key_value_heads": 2}
 MIXTURE_DEFAULTS = {
     **SHARED_DEFAULTS, "num_key_value_heads": 4, "moe_num_experts": 64, "moe_intermediate_size": 1536,
 }
+LEAST_SUM = 1e-6
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -43,7 +45,10 @@ def read_config(config: dict[str, Any]) -> DecoderSpec:
 
 
 def _add_experts(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-    """Every ``moe_layer_interval``-th layer between two has experts; an end of -1 is the last layer."""
+    """Every ``moe_layer_interval``-th layer between two has experts; an end of -1 is the last layer. Raises
+    `ConfigError` for a least sum of weights that is more than a guard against dividing by 0."""
+    if (least := fields.number("moe_norm_min", 1e-12)) > LEAST_SUM:
+        raise ConfigError(f"config.json: moe_norm_min must be at most {LEAST_SUM}, got {least}", param="moe_norm_min")
     fields.config["num_experts_per_tok"] = fields.integer("moe_k", 6)
     num_shared, dense = fields.count("moe_num_shared_experts", 2), read_mlp(fields, bias=fields.flag("use_bias", False))
     moe = read_moe(
