@@ -116,6 +116,10 @@ TWO_CALLS = {
     '{"city": "Paris", "days": 3}<|call|>'
                "<|start|>assistant to=functions.noop<|channel|>commentary json<|message|>{}<|call|>",
     "gemma": '```tool_code\nget_weather(city="Paris", days=3)\nnoop()\n```',
+    "hunyuan_a13b": (
+        '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "noop", '
+        '"arguments": {}}]</tool_calls>'
+    ),
     "granite": (
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "noop", '
         '"arguments": {}}]'
@@ -183,6 +187,7 @@ REASONED = {
     "kimi_k2": f"<think>{THOUGHT}</think>{ANSWER}",
     "kimi": f"◁think▷{THOUGHT}◁/think▷{ANSWER}",
     "mistral": f"[THINK]{THOUGHT}[/THINK]{ANSWER}",
+    "hunyuan_a13b": f"<think>\n{THOUGHT}\n</think>\n<answer>\n{ANSWER}\n</answer>",
     "granite": f"Here is my thought process:\n{THOUGHT}\n\nHere is my response: {ANSWER}",
     "gpt_oss": (
         f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}<|return|>"
@@ -196,4 +201,5 @@ PAIRS = {
     "deepseek_v31": "deepseek_v3", "deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v4", "glm45": "glm45",
     "kimi_k2": "kimi_k2",
     "gpt_oss": "gpt_oss", "gemma": "kimi", "granite": "granite",
+    "hunyuan_a13b": "hunyuan_a13b",
 }

@@ -18,6 +18,7 @@ from samples import (
     summary,
 )
 
+from headrace.service.parsing.choice import choose_formats
 from headrace.service.parsing.events import CallArguments, CallStart
 from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 
@@ -47,7 +48,9 @@ def test_text_around_calls(name, text):
 
 
 @pytest.mark.parametrize(
-    "name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss", "granite"]
+    "name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss", "granite",
+        "hunyuan_a13b"
+    ]
 )
 @pytest.mark.parametrize("form", [{}, {"ensure_ascii": False}, {"indent": 2}, {"separators": (",", ":")}], ids=str)
 def test_nested_json_arguments_are_passed_on_as_written(name, form):
@@ -111,6 +114,7 @@ def test_reasoning_cut_short(name):
     ("hermes", "qwen3"), ("deepseek_v3", "deepseek_r1"), ("deepseek_v31", "deepseek_v3"),
     ("deepseek_v4", "deepseek_v4"), ("glm45", "glm45"),
     ("kimi_k2", "kimi_k2"), ("mistral", "mistral"), ("gpt_oss", "gpt_oss"), ("granite", "granite"),
+    ("hunyuan_a13b", "hunyuan_a13b"),
     ("qwen3_coder", "qwen3"), ("pythonic", "qwen3"),
     ("llama3_json", "deepseek_r1"),
 ])
@@ -121,6 +125,29 @@ def test_reasoning_then_calls(tools, reasoning):
     is_open = reasoning == "deepseek_r1"
     thought, content, calls = summary(run(parser(tools, reasoning, is_open=is_open), [before + TWO_CALLS[tools]]))
     assert (thought, content, [n for n, _, _ in calls]) == (THOUGHT, "", ["get_weather", "noop"])
+
+
+def test_what_hunyuan_writes_around_its_answers():
+    """Tags around an answer, also one that is a call, and a word before one beside tools; none where they are not."""
+    name = "hunyuan_a13b"
+    calls = f"<think>\n{THOUGHT}\n</think>\n<answer>\n{TWO_CALLS[name]}\n</answer>"
+    thought, content, found = summary(run(parser(name, name), list(calls)))
+    assert (thought, content, [n for n, _, _ in found]) == (THOUGHT, "", ["get_weather", "noop"])
+    for text in (f"<answer>\n助手：{ANSWER}\n</answer>", f"助手：{ANSWER}", ANSWER):
+        assert summary(run(parser(name, name), list(text))) == ("", ANSWER, [])
+    kept = f"{ANSWER} <answer> 助手："
+    assert summary(run(parser(name, name), [kept])) == ("", kept, [])
+
+
+def test_hunyuan_is_recognised_by_its_template():
+    """By lines of the template in its makers' files: tokens that end a turn, and the form of calls."""
+    template = (
+        """{{ '<|startoftext|>' + content_tmp + '<|extra_4|>' + '用户：' + content + '<|extra_0|>' }}"""
+        """<tool_calls>[{\\"name\\": \\"func_name1\\", ...]</tool_calls>{{ '<think>\\n\\n</think>\\n' }}"""
+    )
+    formats = choose_formats(templates=[template])
+    assert formats.tools.name == formats.reasoning.name == "hunyuan_a13b"
+    assert choose_formats(tool_parser="hunyuan").tools.name == "hunyuan_a13b"
 
 
 def test_calls_inside_reasoning():

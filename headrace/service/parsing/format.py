@@ -168,6 +168,7 @@ class ReasoningFormat:
     A prompt that ends with a start mark has begun the reasoning; ``is_open``: so has any prompt that does not end with
     an end mark. ``ends_at_calls``: a tool call ends the reasoning too. In a format with channels, ``writing`` is the
     text that begins and the text that ends the reasoning, and ``answer`` the text that begins the answer.
+    ``answer_starts`` at the beginning of an answer and ``answer_ends`` anywhere in it are dropped.
     """
 
     name: str
@@ -177,6 +178,8 @@ class ReasoningFormat:
     ends_at_calls: bool = False
     writing: tuple[str, str] | None = None
     answer: str = ""
+    answer_starts: tuple[str, ...] = ()
+    answer_ends: tuple[str, ...] = ()
     channels: Channels | None = None
     signs: tuple[tuple[str, ...], ...] = field(default=())
 
@@ -210,5 +213,7 @@ def literals(pattern: object) -> list[str]:
 def visible_texts(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
     """Texts whose special tokens must be shown for the formats to be recognised."""
     found = [*literals((tools.patterns, tools.bare, tools.channels)), ] if tools else []
-    found += literals((reasoning.starts, reasoning.ends, reasoning.channels)) if reasoning else []
+    if reasoning:
+        found += literals((reasoning.starts, reasoning.ends, reasoning.answer_starts, reasoning.answer_ends))
+        found += literals(reasoning.channels)
     return list(dict.fromkeys(found))

@@ -69,6 +69,10 @@ GRANITE_REASONING = ReasoningFormat(
     ends=("Here is my response:", "Here's my response:"),
     signs=(("Here is my thought process:",), ("Here's my thought process:",)),
 )
+HUNYUAN_A13B_REASONING = ReasoningFormat(
+    name="hunyuan_a13b", **_THINK, answer_starts=("<answer>", "助手："), answer_ends=("</answer>",),
+    signs=(("</think>", "<|extra_0|>"),),
+)
 GPT_OSS_REASONING = ReasoningFormat(
     name="gpt_oss",
     channels=HARMONY,
@@ -108,6 +112,16 @@ MISTRAL = ToolFormat(
     writing=Writing(begin="[TOOL_CALLS][", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]"),
     id_length=9,
     signs=(("[TOOL_CALLS]",),),
+)
+
+# <tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>
+HUNYUAN_A13B = ToolFormat(
+    name="hunyuan_a13b",
+    patterns=(("<tool_calls>", JSON_LIST, "</tool_calls>"),),
+    writing=Writing(
+        begin="<tool_calls>[", call='{"name": "$name", "arguments": $arguments}', between=", ", end="]</tool_calls>"
+    ),
+    signs=(("<tool_calls>", "<|extra_0|>"),),
 )
 
 # [f(a=1), g(b="x")]
@@ -265,11 +279,12 @@ REASONING_FORMATS: Registry[ReasoningFormat] = Registry("reasoning parser")
 # In the order in which a chat template is searched for their signs: the particular before the general.
 TOOL_NAMES = (
     "gpt_oss", "deepseek_v4", "deepseek_v32", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "qwen3_coder",
-    "granite", "mistral", "pythonic",
+    "granite", "mistral", "hunyuan_a13b", "pythonic",
     "llama3_json", "gemma", "hermes",
 )
 REASONING_NAMES = (
-    "gpt_oss", "kimi", "mistral", "granite", "deepseek_v4", "deepseek_v3", "deepseek_r1", "kimi_k2", "glm45", "qwen3"
+    "gpt_oss", "kimi", "mistral", "granite", "hunyuan_a13b", "deepseek_v4", "deepseek_v3", "deepseek_r1",
+    "kimi_k2", "glm45", "qwen3"
 )
 
 for _at, _name in enumerate(reversed(TOOL_NAMES)):
@@ -279,7 +294,7 @@ for _at, _name in enumerate(reversed(REASONING_NAMES)):
 
 ALIASES = {
     "qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json", "llama4_pythonic": "pythonic",
-    "qwen3coder": "qwen3_coder",
+    "qwen3coder": "qwen3_coder", "hunyuan": "hunyuan_a13b",
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32",
     "deepseekv4": "deepseek_v4",
     "glm": "glm45", "glm47": "glm45", "openai": "gpt_oss", "gptoss": "gpt_oss",

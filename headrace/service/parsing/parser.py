@@ -70,7 +70,8 @@ def build_modes(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> 
             content.actions |= {"\n" + text: action for text, action in _attempts(tools.bare, True).items()}
     if reasoning is not None:
         starts = {text: Switch("reasoning", text) for text in reasoning.starts}
-        content.first_actions |= starts
+        content.first_actions |= starts | {text: Switch("content", text) for text in reasoning.answer_starts}
+        content.actions |= {text: Switch("content", text) for text in reasoning.answer_ends}
         thought.first_actions |= starts
         thought.actions |= {text: Switch("content", text) for text in reasoning.ends}
         if tools is not None and reasoning.ends_at_calls:
