@@ -277,12 +277,12 @@ def _build_on(
     threads = set_threads(config.device.threads, place.count)
     config = resolve_for_device(config, device.type)
     start_triton(device)
-    with kernels_ahead(config, device, ranks, assemble := partial(_assemble, config, device)):
+    with kernels_ahead(config, device, ranks, partial(_assemble, config, device)):
         loaded = load_with_draft(config, device, progress, ranks)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what quantising weights has left over is of no use for steps
         _log_memory("weights", device)
-        assembly = assemble(loaded)
+        assembly = _agree_on_backends(_assemble(config, device, loaded))
         config = assembly.config
         progress("running the largest steps", 0.8)
         with ranks.muted():
@@ -341,7 +341,7 @@ def _release_measured(config: EngineConfig, device: torch.device, measured: Step
 
 
 def _assemble(config: EngineConfig, device: torch.device, loaded: LoadedModel) -> Assembly:
-    return _agree_on_backends(Assembly.of(_fit_steps(config, loaded), loaded, device))
+    return Assembly.of(_fit_steps(config, loaded), loaded, device)
 
 
 def _agree_on_backends(assembly: Assembly) -> Assembly:

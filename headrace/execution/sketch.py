@@ -43,26 +43,27 @@ Assemble = Callable[[LoadedModel], Assembly]
 @contextmanager
 def kernels_ahead(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> Iterator[None]:
     """In the body, which loads the model and runs first steps, its kernels are being compiled. Does nothing where they
-    were compiled before, for models whose sketch would have other layers, and for one of several ranks."""
-    source = resolve_source(config.model) if can_sketch(config, device, ranks) else None
+    were compiled before, and for models whose sketch would have other layers. ``assemble`` must not wait for other
+    ranks."""
+    source = resolve_source(config.model) if can_sketch(config, device) else None
     if source is None or not _has_known_form(source):
         yield
         return
     about = (
         source.config, config.model.dtype, config.model.max_model_len, config.scheduler, config.cache, config.device,
-        config.adapters,
+        config.adapters, config.parallel.tensor_parallel_size, config.parallel.enable_expert_parallel,
     )
     with compile_ahead(
-        lambda: _run_sketch(config, device, ranks, assemble), f"sketch {msgspec.json.encode(about).decode()}", device
+        lambda: run_sketch(config, device, ranks, assemble), f"sketch {msgspec.json.encode(about).decode()}", device
     ):
         yield
 
 
-def can_sketch(config: EngineConfig, device: torch.device, ranks: Ranks) -> bool:
-    """Whether this start's model can be sketched by its configuration alone. A drafter on the device, schemes that
-    quantise at load and entries in host memory would be others, or taken twice."""
+def can_sketch(config: EngineConfig, device: torch.device) -> bool:
+    """Whether this start's model can be sketched by its configuration alone. A stage of layers, a drafter on the
+    device, schemes that quantise at load and entries in host memory would be others, or taken twice."""
     return (
-        device.type == "cuda" and ranks.world.size == 1 and not config.cache.hot_slots
+        device.type == "cuda" and config.parallel.pipeline_parallel_size == 1 and not config.cache.hot_slots
         and config.speculation.options.method in ("off", *TEXT_METHODS)
         and config.model.quantization in (None, AS_STORED) and config.model.task in ("auto", "generate")
     )
@@ -76,11 +77,12 @@ def _has_known_form(source: ModelSource) -> bool:
     return not stated or find_form(stated) is not None
 
 
-def _run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> None:
-    """Called in a dry run."""
-    loaded = load_model(config, device, _ignore_progress, ranks, fill=lend_weights)
-    leave_out_layers(loaded.model)
-    prepare_steps(assemble(loaded))
+def run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> None:
+    """Make a sketch and run its steps without other ranks. Called in a dry run."""
+    with ranks.muted():
+        loaded = load_model(config, device, _ignore_progress, ranks, fill=lend_weights)
+        leave_out_layers(loaded.model)
+        prepare_steps(assemble(loaded))
     del loaded
     gc.collect()  # cycles; torch keeps the memory, for the model
 

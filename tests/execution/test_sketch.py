@@ -18,6 +18,9 @@ from headrace.execution.executor import build_executor
 from headrace.execution.loading import LoadedModel, load_model
 from headrace.layers.quantization.storage import count_bytes, find_stored
 from headrace.models.source import resolve_source
+from headrace.parallel.group import TorchGroup
+from headrace.parallel.layout import Layout
+from headrace.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -109,6 +112,30 @@ def test_a_start_compiles_for_its_sketch_first(tmp_path: Path, monkeypatch: pyte
     build_executor(options).close()
     assert [happened[i] for i in (0, 2, 4)] == ["ahead", "body", "end"] and len(happened) == 5
     assert happened[1] == happened[3], "nothing is looked for twice"
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_rank_sketches_without_the_others(architecture: str, tmp_path: Path) -> None:
+    """Whom nobody answers, and who would wait for nothing."""
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = {**LLAMA, "architectures": [architecture], "head_dim": 16, **(mixture if "Moe" in architecture else {})}
+    if mixture.keys() <= config.keys():
+        config["model_type"] = "qwen3_moe"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = resolve_for_device(engine_config(
+        model=str(tmp_path), load_format="dummy", device="cpu", kv_pages=16, tensor_parallel_size=2
+    ), "cpu")
+    group = TorchGroup(1, 2, CPU)  # its calls fail, as no process group was made
+    ran: list[Assembly] = []
+
+    def assemble(loaded: LoadedModel) -> Assembly:
+        ran.append(Assembly.of(options, loaded, CPU))
+        warmup.run_tiny_steps(ran[0].build_small_runner())
+        return ran[0]
+
+    sketch.run_sketch(options, CPU, Ranks(Layout(1, tensor=2), group, group), assemble)
+    assert ran and not group._is_muted
+    assert sketch.can_sketch(options, torch.device("cuda"))
 
 
 def test_unknown_forms_are_not_sketched(tmp_path: Path) -> None:
