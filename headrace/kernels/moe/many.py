@@ -7,6 +7,7 @@ T tokens, k choices, X experts, D hidden size, F expert intermediate size.
 from __future__ import annotations
 
 import logging
+from itertools import product
 
 import torch
 
@@ -24,13 +25,18 @@ logger = logging.getLogger(__name__)
 FP8_TILE = wide.Tile(256)
 LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
 """Pairs per expert, on average, from which this is faster than `hopper` on an H200."""
+MXFP4_ROWS = (16, 32, 64, 128, 256)
+"""Of tiles."""
 
 
 def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Tile:
     """Of MXFP4: enough rows for all pairs of nearly every expert, so that few matrices are decoded twice."""
     each = num_tokens * top_k / num_experts
     most = each + 2 * each**0.5
-    rows = next((rows for rows in (16, 32, 64, 128) if most <= rows), 256)
+    return _tile_of(next((rows for rows in MXFP4_ROWS if most <= rows), MXFP4_ROWS[-1]))
+
+
+def _tile_of(rows: int) -> sorted_rows.Tile:
     return sorted_rows.Tile(rows, 4 if rows <= 64 else 2)
 
 
@@ -51,10 +57,13 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 
 
 @cache_compiled
-def _can_compile(device: torch.device, num_experts: int) -> bool:
-    """Whether own CUDA C++ can be compiled and loaded; if not, with a warning."""
+def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
+    """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of any
+    size need: those of a start are small or the largest, and no request may wait for a compiler."""
+    wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [(MXFP4_ROWS[0], "")]
     try:
-        sorted_rows.find_kernel("mxfp4_product", choose_tile(1, 1, 1), "", num_experts, device)
+        for rows, kind in wanted:
+            sorted_rows.find_kernel("mxfp4_product", _tile_of(rows), kind, num_experts, device)
     except (CudaSourceError, OSError, AttributeError) as error:
         logger.warning("experts of many tokens run in Triton, or dequantised: %s", error)
         return False
@@ -67,16 +76,17 @@ def run_experts(
     """See `MANY_CODED_EXPERTS`."""
     (num_tokens, top_k), width = ids.shape, x.shape[1]
     num_experts = down[0].out_features // width
-    if not takes(gate_up[0], down[0]) or not _can_compile(x.device, num_experts):
+    code, gated = gate_up[0].code, Gated(*gate)
+    if not takes(gate_up[0], down[0]) or not _can_compile(x.device, num_experts, code, gated.kind):
         return None
     order, place, ends = group_pairs(ids, num_experts, pdl=True)
-    if gate_up[0].code is Code.E2M1:
+    rows = hopper.gather_rows(x, order, ends, top_k)
+    if code is Code.E2M1:
         tile = choose_tile(num_tokens, top_k, num_experts)
-        rows = hopper.gather_rows(x, order, ends, top_k)
-        gated = sorted_rows.multiply_mxfp4(rows, *gate_up, ends, tile, Gated(*gate))
-        out = sorted_rows.multiply_mxfp4(gated, *down, ends, tile)
+        inner = sorted_rows.multiply_mxfp4(rows, *gate_up, ends, tile, gated)
+        out = sorted_rows.multiply_mxfp4(inner, *down, ends, tile)
     else:
-        out = _run_fp8(hopper.gather_rows(x, order, ends, top_k), ends, gate_up, down, Gated(*gate))
+        out = _run_fp8(rows, ends, gate_up, down, gated)
     return sum_pairs(out, place, weights, ids, None, pdl=True)
 
 
