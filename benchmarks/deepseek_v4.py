@@ -120,20 +120,13 @@ def run_cell(llm: Any, name: str, vocab_size: int) -> dict[str, float]:
 
 def trace_cell(llm: Any, name: str, vocab_size: int, most: int = 24) -> None:
     """Print the kernels of a cell's prefill and a few decode steps by the time that they take."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from benchmarks.cuda_trace import KERNELS, count_kernels, find_idle
+    from benchmarks.cuda_trace import count_kernels, find_idle, record
 
     count, length = CELLS[name]
     prompts = [[random.Random(i).randrange(2, vocab_size) for _ in range(length)] for i in range(count)]
     num_prefill = 0
     for kind, num_new in (("prefill", 1), ("the 8 decodes behind it", 9)):
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            measure(llm, prompts, num_new)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
+        events = record(llm, lambda num_new=num_new: measure(llm, prompts, num_new))
         events = sorted(events, key=lambda event: event["ts"])[num_prefill:]
         num_prefill = len(events)
         total, idle = find_idle([(e["ts"], e["dur"]) for e in events])

@@ -58,8 +58,8 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 
 @cache_compiled
 def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
-    """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of any
-    size need: those of a start are small or the largest, and no request may wait for a compiler."""
+    """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
+    any size need: those of a start are small or the largest, and no request may wait for a compiler."""
     wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [(MXFP4_ROWS[0], "")]
     try:
         for rows, kind in wanted:
