@@ -67,6 +67,9 @@ def test_what_is_refused():
     refuse(encoded(tone(RATE, channels=65), RATE), "65 channels")
     refuse(encoded(tone(RATE), 500), "500 samples per second")
     refuse(encoded(np.array([0, np.nan, np.inf], np.float32), RATE, subtype="FLOAT"), "not finite")
+    refuse(encoded(np.full(RATE, 3e38, np.float32), RATE, subtype="FLOAT"), "finite numbers up to 2.147")
+    wide = encoded(tone(RATE), RATE)
+    refuse(wide[:34] + bytes(2) + wide[36:], r"no audio file that can be read; send")
     without_rate = encoded(np.zeros((40_000, 1), np.int16), 1000).replace(b"\xe8\x03\x00\x00", bytes(4), 1)
     refuse(without_rate, "samples per second|no audio file")
     for data in (b"", b"RIFF", b"not audio at all" * 9, encoded(tone(RATE), RATE)[:20], bytes(5000)):

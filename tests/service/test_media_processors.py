@@ -176,7 +176,8 @@ def test_a_processor_with_words_of_its_own(tmp_path, monkeypatch):
     assert values.data == np.asarray(expected["audio_input_features"]).tobytes()
     assert sound.item.place.num_tokens == int(expected["audio_embed_sizes"][0]) == 13
     for wrong in ((samples, 0), (samples, -5), (samples, "x"), (samples, float("nan")), (samples, 1e12), (), "x", None,
-                  samples[None], samples[:0], samples * np.nan, (samples, 16000, 1), [[1.0], [1.0, 2.0]], object()):
+                  samples[None], samples[:0], samples * np.nan, samples * 1e30, (samples, 16000, 1), [[1.0],
+                  [1.0, 2.0]], object()):
         with pytest.raises(MediaError, match="here"):
             preparer.prepare_value("audio", wrong, "here")
     made = {

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1800.0
 MAX_CHANNELS = 64
+LOUDEST = 2.0**31
+"""Samples are from -1 to 1, or integers of up to 32 bits; the power of far larger ones is no float32."""
 RATES = (1_000, 768_000)
 MAX_VALUES = 256_000_000
 """Samples of all channels together that are decoded."""
@@ -39,15 +41,18 @@ FAILURES = (
 def open_audio(data: bytes, param: str, rate: int) -> Samples:
     """The samples of an audio file, channels averaged, at ``rate`` per second: float32 of shape ``[samples]``. Raises
     `MediaError` naming ``param``."""
-    import numpy as np
-
     read = _read_by_soundfile(data, param)
     samples, own_rate = read if read is not None else _read_by_av(data, param)
     if samples.size == 0:
         raise MediaError(f"{param} is an audio clip of zero length", param=param)
-    if not np.isfinite(samples).all():
-        raise MediaError(f"{param} has samples that are not finite numbers", param=param)
+    if not is_audible(samples):
+        raise MediaError(f"{param} has samples that are not finite numbers up to {LOUDEST:g}", param=param)
     return resample(samples, own_rate, rate)
+
+
+def is_audible(samples: Samples) -> bool:
+    """Whether all samples are finite and at most `LOUDEST`."""
+    return bool((abs(samples) <= LOUDEST).all())
 
 
 def check_clip(param: str, *, rate: int, channels: int, frames: int) -> None:
@@ -129,9 +134,9 @@ def _read_by_av(data: bytes, param: str) -> tuple[Samples, int]:
     except MediaError:
         raise
     except (av.FFmpegError, *FAILURES) as error:
+        reason = f" ({type(error).__name__})" if isinstance(error, av.FFmpegError) else ""
         raise MediaError(
-            f"{param} is no audio file that can be read ({type(error).__name__}); send WAV, MP3, FLAC, Ogg, M4A or "
-            "WebM", param=param
+            f"{param} is no audio file that can be read{reason}; send WAV, MP3, FLAC, Ogg, M4A or WebM", param=param
         ) from None
     empty: Samples = np.zeros(0, np.float32)
     return np.concatenate([empty, *pieces]), rate

@@ -30,7 +30,7 @@ from headrace.base.media import (
 from headrace.base.media_facts import MediaFacts, WindowFrames
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
-from headrace.service.media.audio import check_clip, open_audio, resample
+from headrace.service.media.audio import LOUDEST, check_clip, is_audible, open_audio, resample
 from headrace.service.media.images import check_size, import_pillow, open_image, to_rgb, upright
 from headrace.service.media.pixel_bytes import RAW, PixelBytes, to_bytes
 from headrace.service.media.video import Frames, open_video
@@ -168,9 +168,10 @@ class Preparer:
             raise MediaError(
                 f"{param} must be an array of samples, or a pair of samples and rate: {str(error)[:120]}", param=param
             ) from None
-        if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
+        if samples.ndim != 1 or not samples.size or not is_audible(samples):
             raise MediaError(
-                f"{param} must be an array of finite samples of shape [samples]; got shape {list(samples.shape)}",
+                f"{param} must be an array of finite samples up to {LOUDEST:g}, of shape [samples]; got shape "
+                f"{list(samples.shape)}",
                 param=param
             )
         check_clip(param, rate=rate, channels=1, frames=len(samples))
