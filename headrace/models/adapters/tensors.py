@@ -59,7 +59,7 @@ class AdapterTensors:
                 f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
         data = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
-        self._fill(data.numpy().data, entry)
+        self._fill(np.asarray(data).data, entry)
         tensor = data.view(entry.dtype).view(entry.shape)
         return tensor.float() if entry.dtype == torch.float64 else tensor
 
@@ -107,6 +107,6 @@ def _digest_part(part: AdaptedPart) -> bytes:
 def _is_finite(tensor: torch.Tensor) -> bool:
     """By numpy: in each of several threads, torch would start as many threads as there are cores."""
     if tensor.dtype != torch.bfloat16:
-        return bool(np.isfinite(tensor.numpy()).all())
-    exponents = tensor.view(torch.int16).numpy() & BFLOAT16_EXPONENT
+        return bool(np.isfinite(np.asarray(tensor)).all())
+    exponents = np.asarray(tensor.view(torch.int16)) & BFLOAT16_EXPONENT
     return bool((exponents != BFLOAT16_EXPONENT).all())
