@@ -15,6 +15,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, PluginError, TransferFailed
 from headrace.memory.transfer.contract import TRANSFER_BACKENDS, Copy, Region, create_backend, split_backend
+from headrace.memory.transfer.device_region import DeviceCopies, DriverError
 from headrace.memory.transfer.door import Door, take_descriptor
 
 SIZE = 1 << 20
@@ -75,6 +76,61 @@ def test_writes_outside_of_a_region_are_refused(backend, regions, copy):
     destination.close()
     here.close()
     there.close()
+
+
+@pytest.mark.parametrize("fault", ["copy", "thread"])
+def test_a_failed_write_leaves_no_copy_behind(fault, regions, monkeypatch):
+    source, target = regions
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    destination = create_backend("shared-memory", source).connect(create_backend("shared-memory", target).handle())
+    source.data[:] = 1
+    copyto, start, began, told = np.copyto, threading.Thread.start, threading.Event(), threading.Event()
+
+    def copy_slowly(there, here):
+        if len(here) == 1:
+            began.wait(5)
+            raise MemoryError("no memory for a copy")
+        began.set()
+        told.wait(0.3)
+        copyto(there, here)
+
+    def start_one(thread):
+        if thread.name.endswith("_1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(np, "copyto", copy_slowly)
+    copies = [Copy(0, 0, 1), Copy(1, 100, 50), Copy(2, 200, 50)]
+    if fault == "thread":
+        monkeypatch.setattr(threading.Thread, "start", start_one)
+        copies = copies[1:]
+    with pytest.raises(TransferFailed, match=r"no memory for a copy|can't start new thread"):
+        destination.write(copies)
+    seen = target.data.copy()
+    told.set()  # from now on another request may own these bytes
+    monkeypatch.undo()
+    destination.write([Copy(0, 4096, 10)])  # the next one finds threads again
+    seen[4096:4106] = 1
+    destination.close()
+    assert (target.data == seen).all()
+
+
+def test_a_failed_copy_between_gpus_is_told_when_those_before_it_have_ended():
+    calls: list[str] = []
+
+    class Driver:
+        def enter(self) -> None:
+            pass
+
+        def call(self, name, *arguments):
+            calls.append(name)
+            if calls.count("cuMemcpyDtoDAsync_v2") == 2:
+                raise DriverError("an address that is none")
+
+    copies = DeviceCopies(Driver())
+    with pytest.raises(TransferFailed, match="an address that is none"):
+        copies.copy([(0, 0, 1), (1, 1, 1), (2, 2, 1)])
+    assert calls[1:] == ["cuMemcpyDtoDAsync_v2"] * 2 + ["cuStreamSynchronize"]
 
 
 def test_a_handle_that_is_none_is_refused(backend, regions):

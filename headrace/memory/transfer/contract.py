@@ -122,7 +122,7 @@ class Destination(Protocol):
 
     def write(self, copies: Sequence[Copy]) -> None:
         """Write, and return when everything is there. Called from a thread, one call at a time. Raises
-        `headrace.base.errors.TransferFailed`, after which nothing more is written."""
+        `headrace.base.errors.TransferFailed`, after which nothing more is written: copies that began have ended."""
 
     def close(self) -> None:
         """Forget the peer; safe to call after it has died."""

@@ -7,6 +7,7 @@ Imports no torch: transfer agents use it. https://docs.nvidia.com/cuda/cuda-driv
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -182,7 +183,7 @@ class DeviceCopies:
 
     def copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copy ``(source address, target address, bytes)`` and wait for the end. From any thread, one at a time; raises
-        `TransferFailed`."""
+        `TransferFailed`, when what began has ended."""
         try:
             self._driver.enter()
             for source, target, num_bytes in pieces:
@@ -192,6 +193,8 @@ class DeviceCopies:
                 )
             self._driver.call("cuStreamSynchronize", self._stream)
         except DriverError as error:
+            with contextlib.suppress(DriverError):  # a context that is broken writes no more
+                self._driver.call("cuStreamSynchronize", self._stream)
             raise TransferFailed(f"a copy between GPUs failed: {error}") from error
 
     def close(self) -> None:

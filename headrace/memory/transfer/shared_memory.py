@@ -22,14 +22,20 @@ class SharedDestination:
 
     def __init__(self, region: AnyRegion, peer: Region):
         self._region, self.peer = region, peer
-        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "copies")
+        self._threads = _create_threads()
 
     def write(self, copies: Sequence[Copy]) -> None:
         """See `Destination`."""
         for copy in copies:
             self._region.check(copy.begin, copy.num_bytes)
             self.peer.check(copy.target, copy.num_bytes)
-        list(self._threads.map(self._write, copies))
+        try:
+            list(self._threads.map(self._write, copies))
+        except (MemoryError, RuntimeError, ValueError) as error:
+            # Others began that may still run, or wait for a thread.
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = _create_threads()
+            raise TransferFailed(f"a copy to the peer's memory failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """See `Destination`."""
@@ -39,6 +45,10 @@ class SharedDestination:
     def _write(self, copy: Copy) -> None:
         source = self._region.data[copy.begin : copy.begin + copy.num_bytes]
         np.copyto(self.peer.data[copy.target : copy.target + copy.num_bytes], source)
+
+
+def _create_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "copies")
 
 
 class SharedMemory:
