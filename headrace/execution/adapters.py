@@ -210,8 +210,9 @@ class AdapterStore:
         return adapter
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the banks, which refer to the model."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._banks = None
 
     @property
     def _own_banks(self) -> AdapterBanks:

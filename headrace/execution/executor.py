@@ -226,11 +226,11 @@ class LocalExecutor:
         """Free the device; idempotent."""
         if self._tiers is not None:
             self._tiers.close()
+        self.adapters.close()
         self._model.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-        self.adapters.close()
 
 
 def _add_swaps(before: HotSlotStats, runner: Runner) -> HotSlotStats:

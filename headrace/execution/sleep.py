@@ -7,8 +7,10 @@ Refuses: requests. The caller ensures that none is running: a new runner has no 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -41,6 +43,7 @@ class DeviceModel:
         self.gguf_form = find_gguf_form(assembly.loaded.family, assembly.loaded.spec)
         self._loaded: LoadedModel | None = assembly.loaded  # None while the weights are discarded
         self.runner: Runner | None = assembly.build_runner(layout)
+        self._dropped: list[weakref.ref[Any]] = []  # what the next sweep must have freed
         self._run_first_steps(self.runner, assembly)
 
     @property
@@ -64,11 +67,11 @@ class DeviceModel:
         self._drop_runner()  # first: it refers to the pools, and its graphs to the weights
         if "weights" in parts:
             if discards_weights:
-                self._loaded = None
+                self._drop_loaded()
             elif self._loaded is not None:
                 self._loaded.move(HOST)
         self.released |= set(parts)
-        sweep(self.device)
+        self._sweep()
         self._restore(progress)
 
     def acquire(self, parts: Collection[DevicePart], progress: Progress) -> None:
@@ -91,7 +94,7 @@ class DeviceModel:
         check_alike(model, self._loaded)
         self._drop_runner()
         self._loaded.move(HOST)  # two models may not fit the device
-        sweep(self.device)
+        self._sweep()
         loaded = fresh = None
         try:
             with self.ranks.together():
@@ -103,14 +106,16 @@ class DeviceModel:
                 sweep(self.device)  # what was loaded of the other model would take the old one's place
                 self._loaded.move(self.device)
             else:
+                self._drop_loaded()
                 self._loaded, self.config = fresh, replace(self.config, model=model)
-            sweep(self.device)
+            self._sweep()
             self._restore(progress)
 
     def close(self) -> None:
         """Free everything."""
-        self.runner = self._loaded = None
-        sweep(self.device)
+        self._release_runner()
+        self._drop_loaded()
+        self._sweep()
 
     def _load(self, model: ModelConfig, progress: Progress) -> LoadedModel:
         return load_with_draft(replace(self.config, model=model), self.device, progress, self.ranks, self._stage)
@@ -124,8 +129,9 @@ class DeviceModel:
         except PeerFailed:
             assert self._loaded is not None
             self._loaded.move(HOST)
-            self._loaded = None if was_discarded else self._loaded
-            sweep(self.device)
+            if was_discarded:
+                self._drop_loaded()
+            self._sweep()
             raise
 
     def _load_back(self, progress: Progress) -> None:
@@ -171,17 +177,32 @@ class DeviceModel:
     def _drop_runner(self) -> None:
         if self.runner is not None:
             self.runner.detach()
+            self._release_runner()
+
+    def _release_runner(self) -> None:
+        if self.runner is not None:
+            self._dropped += map(weakref.ref, (self.runner, *self.runner.paths, *self.runner.pools))
             self.runner = None
 
+    def _drop_loaded(self) -> None:
+        if self._loaded is not None:
+            for model in self._loaded.models:
+                self._dropped += map(weakref.ref, (model, *model.parameters(), *model.buffers()))
+            self._loaded = None
 
-def sweep(device: torch.device) -> None:
-    """Free unreferenced tensors, those in reference cycles included, and return torch's cached memory to the device."""
-    # `gc.collect` skips frozen objects (`gc.freeze` at the start), and the dropped model and runner may be among them.
-    num_frozen = gc.get_freeze_count()
-    if num_frozen:
-        gc.unfreeze()
+    def _sweep(self) -> None:
+        sweep(self.device, self._dropped)
+        self._dropped.clear()
+
+
+def sweep(device: torch.device, dropped: Iterable[weakref.ref[Any]] = ()) -> None:
+    """Free unreferenced tensors, those in reference cycles included, and return torch's cached memory to the device.
+    ``dropped``: what may be among frozen objects (`gc.freeze` at the start), which collections skip."""
     gc.collect()
-    if num_frozen:
+    if any(ref() is not None for ref in dropped) and gc.get_freeze_count():
+        # References alone have not freed it. Rare, as this looks at every object of the process.
+        gc.unfreeze()
+        gc.collect()
         gc.freeze()
     if device.type == "cuda":
         torch.cuda.empty_cache()
