@@ -90,11 +90,21 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation: str):
+SCALED = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.7
+}
+
+
+@pytest.mark.parametrize(
+    ("activation", "decoder"),
+    [("gelu", {"model_type": "mistral"}), ("silu", {"model_type": "ministral3", "rope_parameters": SCALED})]
+)
+def test_images_of_any_size_with_breaks_between_rows(tmp_path: Path, activation: str, decoder: dict):
+    """Also where queries are scaled by their positions."""
     vision = {"model_type": "pixtral", **VISION, "head_dim": 16, "hidden_act": activation}
     config = transformers.Mistral3Config(
-        text_config={"model_type": "mistral", **TEXT, "head_dim": 12}, vision_config=vision, image_token_index=IMAGE_ID,
+        text_config={**decoder, **TEXT, "head_dim": 12}, vision_config=vision, image_token_index=IMAGE_ID,
     )
     model = transformers.Mistral3ForConditionalGeneration(config)
     save_model(model, tmp_path)
