@@ -565,6 +565,22 @@ def test_own_cuda_products(kind: str):
     assert taken or kind in ("nvfp4", "nf4")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["int4-128", "int4-order", "mxfp4", "nf4"])
+def test_expanded_products_of_many_rows_are_fused_with_the_activation(kind: str):
+    """On Hopper; few rows, a bias and other GPUs take separate kernels, for which nothing is expanded."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper's tensor cores")
+    weight, plain = make(kind, 4096, 512, "cuda")
+    x = draw(4100, 512, "cuda", torch.bfloat16)
+    gated = expand.expand_and_gate(x, weight, None, "silu")
+    assert gated is not None
+    gate, up = (x.double() @ plain.cuda().T).chunk(2, dim=1)
+    assert relative_error(gated, torch.nn.functional.silu(gate) * up) < 1e-2
+    assert expand.expand_and_gate(x[:8], weight, None, "silu") is None
+    assert expand.expand_and_gate(x, weight, torch.zeros(4096, device="cuda").bfloat16(), "silu") is None
+
+
 def test_own_cuda_launches_nothing_for_no_rows():
     from headrace.kernels.coded_linear import cuda
 

@@ -274,11 +274,14 @@ CODED_SUMS.add("cuda_tile_block", "headrace.kernels.coded_linear.tiled_block:mul
 CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
 
 CODED_GATED = Operation("gated coded linear kernel")
-"""``coded_gated(x [T, I], weight: DeviceCodes [2F, I], bias [2F] | None, activation) -> [T, F]``: as `GATED_LINEAR`.
-By the names of `CODED_LINEAR`, like the next."""
+"""``coded_gated(x [T, I], weight: DeviceCodes [2F, I], bias [2F] | None, activation) -> [T, F]``: as `GATED_LINEAR`,
+or None where separate kernels are as fast. By the names of `CODED_LINEAR`, like the next."""
 
 CODED_GATED.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_gated", doc="one kernel")
 CODED_GATED.add("cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply_gated", doc="one kernel")
+CODED_GATED.add(
+    "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_gate", doc="dequantises, then own CUDA C++"
+)
 CODED_GATED.add("cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply_gated", doc="one kernel")
 
 CODED_NORM_LINEAR = Operation("norm_linear kernel of codes")

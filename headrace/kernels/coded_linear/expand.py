@@ -12,6 +12,7 @@ from headrace.kernels.coded_linear.decode import decode_pairs, find_codes, power
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP, DeviceCodes
 from headrace.kernels.coded_linear.pieces import find_constants, load_tables, point_at
 from headrace.kernels.launch import ceil_div
+from headrace.kernels.linear import gated_product
 
 ROWS, WIDTH = 16, 256
 """Outputs, and bytes of each, of a program."""
@@ -99,3 +100,17 @@ def expand(weight: DeviceCodes, dtype: torch.dtype) -> torch.Tensor:
 def expand_and_multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
     """See `CODED_LINEAR`."""
     return F.linear(x, expand(weight, x.dtype), bias)
+
+
+def expand_and_gate(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor | None:
+    """See `CODED_GATED`; None, and nothing expanded, where separate kernels are as fast."""
+    outputs = weight.out_features // 2
+    if (
+        bias is not None or outputs % 8 or weight.in_features % 8
+        or torch.cuda.get_device_capability(x.device)[0] != 9
+        or not gated_product.wins(x.shape[0], outputs, gated_product.count_clusters(x.device))
+    ):
+        return None
+    return gated_product.gated_linear(x, expand(weight, x.dtype), bias, activation)
