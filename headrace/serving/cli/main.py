@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from headrace.base import VERSION, env
-from headrace.base.errors import EngineGivenUp, HeadraceError
+from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command, print_error
 from headrace.serving.cli.layout import lay_out, terminal_width, wrap
@@ -26,7 +26,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``argv``, by default this process's arguments. Returns the exit code: 0, 1 if part of the work failed or the
-    engine crashed too often, 2 for errors. When Ctrl-C ends this process's command, the process exits here, with its
+    engine was lost, 2 for errors. When Ctrl-C ends this process's command, the process exits here, with its
     threads and compilers."""
     is_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_debugging:
             raise
         print_error(str(error))
-        return FAILURE if isinstance(error, EngineGivenUp) else USER_ERROR
+        return FAILURE if isinstance(error, EngineUnavailable) else USER_ERROR
     except KeyboardInterrupt:
         if is_process:
             _leave(INTERRUPTED)

@@ -11,7 +11,8 @@ import pytest
 
 from headrace.base.config import EngineConfig, ServeConfig
 from headrace.base.disaggregation import DisaggregationConfig
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
+from headrace.serving.cli.main import main
 from headrace.serving.router import pairs_on_host
 from headrace.serving.router.pairs_on_host import PairServers
 
@@ -79,3 +80,22 @@ async def test_wrong_options_and_too_many_ends_are_final(servers: PairServers, t
     finally:
         servers.close(0.0)
     assert count_starts(tmp_path) == ("1" if statuses == [2] else "6")
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (EngineUnavailable("the engine process ended with exit code -9"), 1), (ConfigError("no such model"), 2),
+])
+def test_a_server_whose_engine_is_lost_does_not_end_as_one_with_wrong_options(
+    error: HeadraceError, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class NoEngine:
+        def end(self) -> None:
+            """Nothing was started."""
+
+    def serve(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("headrace.serving.cli.serve.spawn_engine", NoEngine)
+    monkeypatch.setattr("headrace.serving.http.server.serve", serve)
+    assert main(["serve", "some/model"]) == status
+    assert error.message in capsys.readouterr().err
