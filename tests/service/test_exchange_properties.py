@@ -101,7 +101,7 @@ class FakeAgent:
 
     def __init__(self, tiers: PeerTiers, num_bytes: int, asks: dict[str, EngineRequest]):
         self.tiers, self.num_bytes, self.asks = tiers, num_bytes, asks
-        self.is_up, self.heard = True, list[FromAgent]()
+        self.is_up, self.silent_s, self.heard = True, 0.0, list[FromAgent]()
         self.open: dict[int, Offer | Fetch] = {}
         self.lost: set[int] = set()
         self.complete: dict[int, FirstTokens] = {}
@@ -309,6 +309,11 @@ class ExchangeMachine(RuleBasedStateMachine):
             self.step(steps)
             self.agent.come_back()
 
+    @rule(silent_s=st.sampled_from([0.0, 0.0, 9.0]), steps=st.integers(0, 3))
+    def agent_is_silent(self, silent_s, steps):
+        self.agent.silent_s = silent_s
+        self.step(steps)
+
     @precondition(lambda self: self.unfinished())
     @rule(pick=st.integers(0, 100))
     def abort(self, pick):
@@ -373,6 +378,22 @@ def test_pages_that_arrive_for_a_request_that_has_just_ended_leave_their_lease()
     machine.step(1)
     machine.agent.go_on(1)  # on its way when the request ends
     machine.engine.abort("r1")
+    machine.teardown()
+
+
+def test_requests_wait_for_a_silent_agent_no_longer_and_its_late_writes_reach_nobody():
+    machine = decode_machine(spare=8)
+    for stem in range(5):  # the last finds no lease
+        machine.submit(STEMS[stem % 4], 3, is_exchanged=True)
+    machine.step(1)
+    assert machine.gate.is_waiting and not machine.engine.finishes
+    machine.agent.silent_s = 3.5
+    machine.submit(STEMS[0], 3, is_exchanged=True)
+    machine.step(60)
+    assert [output.finish.reason for output in machine.engine.finishes.values()] == ["length"] * 6
+    assert machine.gate.outcomes == {"lost": 6}
+    assert machine.gate._leases.num_taken_bytes > 0, "the agent may still have them written"
+    machine.agent.silent_s = 0.0
     machine.teardown()
 
 

@@ -35,7 +35,11 @@ logger = logging.getLogger(__name__)
 
 ROOM_S = 5.0
 """How long a request waits for memory of the region before it goes on without."""
+SILENCE_S = 3.0
+"""How long requests wait for an agent that says nothing. It is given up later: it may only be slow, and to compute a
+prompt costs less than to start it anew."""
 IDLE_WAIT_S = 0.002
+SILENCE = f"the transfer agent has said nothing for {SILENCE_S:g} s"
 LOG_EVERY_S = 5.0
 """The same reason is logged at most so often."""
 
@@ -85,6 +89,8 @@ class TransferGate:
         self._exchange.expected[request.request_id] = 0
         if not self._line.is_up:
             self._go_alone(request, "the transfer agent is being started")
+        elif self._line.silent_s > SILENCE_S:
+            self._go_alone(request, SILENCE)
         elif self._no_room or not self._begin(request):
             self._no_room.append((request, self._clock() + ROOM_S))
 
@@ -96,6 +102,8 @@ class TransferGate:
             self._take(message)
         if self._line.epoch != self._epoch or not self._line.is_up:
             self._forget_agent()
+        elif self._line.silent_s > SILENCE_S:
+            self._await_no_more()
         while self._no_room:
             request, until = self._no_room[0]
             if self._begin(request):
@@ -189,6 +197,16 @@ class TransferGate:
         if not held.agent_uses and not held.engine_uses:
             self._held.pop(held.lease.ticket, None)
             self._leases.release(held.lease.ticket)
+
+    def _await_no_more(self) -> None:
+        """Compute what waits for the agent. Its leases stay taken until it goes on and has stopped, or is gone."""
+        for held in self._held.values():
+            if held.is_waiting:
+                held.is_waiting = False
+                self._line.send(Cancel(held.lease.ticket, SILENCE))
+                self._go_alone(held.request, SILENCE)
+        while self._no_room:
+            self._go_alone(self._no_room.popleft()[0], SILENCE)
 
     def _forget_agent(self) -> None:
         """The agent is gone, with its region: what waits for it is computed here."""

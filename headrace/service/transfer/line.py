@@ -44,7 +44,7 @@ class AgentLine:
         self._line: socket.socket | None = None
         self._region: AnyRegion | None = None
         self._frames: Frames[FromAgent] = Frames(decode_from_agent)
-        self._began_at = self._heard_at = 0.0
+        self._began_at = self._heard_at = self._silent_s = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -55,6 +55,11 @@ class AgentLine:
     def pid(self) -> int | None:
         """Of the agent."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the agent had said nothing at the last `poll`."""
+        return self._silent_s
 
     @property
     def descriptor(self) -> socket.socket | None:
@@ -107,7 +112,8 @@ class AgentLine:
         if any(isinstance(message, Listening) for message in messages):
             self.is_up = True
         now = time.monotonic()
-        if self._line is not None and self.is_up and now - self._heard_at > SILENCE_S:
+        self._silent_s = now - self._heard_at
+        if self._line is not None and self.is_up and self._silent_s > SILENCE_S:
             self._give_up(f"it has said nothing for {SILENCE_S:g} s")
         if self._line is None and self._process is None and now - self._began_at > LEAST_LIFE_S:
             self.num_restarts += 1
