@@ -115,7 +115,7 @@ def test_a_drafters_cache_is_checked_as_the_models_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("options", "told"), [
-    ({"quantization": "fp9"}, "quantization 'fp9' cannot be had"), ({"load_format": "gguf"}, "load_format is gguf"),
+    ({"quantization": "fp9"}, "quantization must be one of"), ({"load_format": "gguf"}, "load_format is gguf"),
     ({"model": "/nowhere"}, "/nowhere"), ({"method": "auto", "model": "/nowhere"}, "/nowhere"),
     ({"method": "auto", "quantization": "fp9"}, "'fp9'"),
     ({"method": "mtp", "model": None}, "no multi-token prediction"),
