@@ -145,6 +145,7 @@ async def test_null_and_empty_ask_for_nothing(http):
     ),
     (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {"messages": [USER], "max_tokens": 3, "max_completion_tokens": 4}, "same limit"),
+    (CHAT, {"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens: expected int >= 1"),
     (CHAT, {"messages": [USER], "continue_final_message": True}, "the assistant's"),
     (
         CHAT, {"messages": [USER], "chat_template_kwargs": {"messages": []}},

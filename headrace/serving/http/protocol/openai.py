@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from headrace.serving.http.protocol.fields import Choices, Count, NumTop, OpenAIFields, TokenId
+from headrace.serving.http.protocol.fields import Choices, NumTop, OpenAIFields, Positive, TokenId
 from headrace.serving.http.protocol.media import ContentPart, MediaData
 from headrace.serving.http.protocol.tools import MAX_CALLS, CallDelta, CallId, CallRecord, ResponseCall, ToolFields
 
@@ -123,7 +123,7 @@ class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):
     accepted without effect. ``chat_template``, Jinja text, replaces the model's, if the server allows it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     modalities: list[Literal["text"]] | None = None
