@@ -188,7 +188,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < 4; j++)
       put[j] = narrow(widen(words[j]) * factor * (widen(scale[j]) + call.offset),
-                    widen_high(words[j]) * factor * (widen_high(scale[j]) + call.offset));
+                      widen_high(words[j]) * factor * (widen_high(scale[j]) + call.offset));
     x[at] = *(const uint4 *)put;
     if (rank == 1) ((uint4 *)(call.out + int64(token) * call.inputs))[at] = *(const uint4 *)put;
   }

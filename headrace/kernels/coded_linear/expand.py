@@ -106,11 +106,7 @@ def expand_and_gate(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor | None:
     """See `CODED_GATED`; None, and nothing expanded, where separate kernels are as fast."""
-    outputs = weight.out_features // 2
-    if (
-        bias is not None or outputs % 8 or weight.in_features % 8
-        or torch.cuda.get_device_capability(x.device)[0] != 9
-        or not gated_product.wins(x.shape[0], outputs, gated_product.count_clusters(x.device))
-    ):
+    is_hopper = torch.cuda.get_device_capability(x.device)[0] == 9
+    if not is_hopper or weight.in_features % 8 or not gated_product.takes(x, weight.out_features // 2, bias):
         return None
     return gated_product.gated_linear(x, expand(weight, x.dtype), bias, activation)

@@ -55,6 +55,11 @@ def wins(rows: int, outputs: int, clusters: int) -> bool:
     return rows >= LEAST_ROWS and rows * outputs >= LEAST_SHARE * rounds * clusters * CLUSTER * ROWS * OUTPUTS
 
 
+def takes(x: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> bool:
+    """Whether a describable product of ``x`` with ``outputs``, half of a weight's rows, is faster here."""
+    return bias is None and outputs % 8 == 0 and wins(x.shape[0], outputs, count_clusters(x.device))
+
+
 def multiply(x: torch.Tensor, weight: torch.Tensor, kernel: CudaKernel, *, band: int = BAND) -> torch.Tensor:
     """``activation(gate) * up`` [M, F], of x [M, K] and a weight [2F, K] whose rows begin at multiples of 16 bytes."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
@@ -72,11 +77,7 @@ def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
-    rows, outputs = x.shape[0], weight.shape[0] // 2
-    if (
-        bias is not None or outputs % 8 or not wins(rows, outputs, count_clusters(x.device))
-        or not hopper.is_describable(x, weight)
-    ):
+    if not takes(x, weight.shape[0] // 2, bias) or not hopper.is_describable(x, weight):
         return hopper.gated_linear(x, weight, bias, activation)
     kernel = find_kernel(x.dtype, activation, x.device)
     return None if kernel is None else multiply(x, weight, kernel)

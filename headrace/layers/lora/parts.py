@@ -16,9 +16,8 @@ from headrace.kernels.lora.codes import CodedFactors
 
 TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
 """Those of a `PreparedPart`."""
-ALIGNMENT = 64
-BUFFER_BYTES = 2 << 20
-"""Bytes, of tensors in one buffer."""
+ALIGNMENT, BUFFER_BYTES = 64, 2 << 20
+"""Bytes: of tensors in a buffer, and of a buffer; see `gather_parts`."""
 
 RANK_STEP = 16
 """Ranks are padded to multiples of this with zeros, for tensor cores."""
