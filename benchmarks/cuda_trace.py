@@ -45,14 +45,24 @@ def find_idle(spans: list[tuple[float, float]]) -> tuple[float, float]:
     return end - spans[0][0], idle
 
 
-def count_kernels(events: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    """``(name, launches, microseconds)``, most time first."""
-    counts: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in events:
+def count_kernels(events: list[dict[str, Any]], *, by_previous: bool = False) -> list[tuple[str, int, float, float]]:
+    """``(name, launches, microseconds, microseconds of its own)``, most of its own first.
+
+    A kernel's own time is from the end of the one that ended before it, or from its begin if that is later, to its end:
+    these add up to the time in which the device ran something, whatever runs beside the previous kernel. With
+    ``by_previous`` a name is followed by that of the kernel before.
+    """
+    counts: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    last_end, last_name = 0.0, ""
+    for event in sorted(events, key=lambda event: event["ts"] + event["dur"]):
         name = event["name"].split("<")[0].removeprefix("void ")[:70]
-        counts[name][0] += 1
-        counts[name][1] += event["dur"]
-    return sorted(((name, int(n), us) for name, (n, us) in counts.items()), key=lambda row: -row[2])
+        end = event["ts"] + event["dur"]
+        count = counts[f"{name} after {last_name}" if by_previous else name]
+        count[0] += 1
+        count[1] += event["dur"]
+        count[2] += end - max(event["ts"], last_end)
+        last_end, last_name = end, name
+    return sorted(((name, int(n), us, own) for name, (n, us, own) in counts.items()), key=lambda row: -row[3])
 
 
 def split_windows(events: list[dict[str, Any]], layers: int, windows: int) -> list[dict[str, float]]:
@@ -90,7 +100,9 @@ def record(llm: Any, run: Callable[[], object]) -> list[dict[str, Any]]:
         return [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in KERNELS]
 
 
-def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0) -> dict[str, Any]:
+def trace(
+    model: str, workload: str, options: dict[str, Any], *, most_tokens: int, windows: int = 0, by_previous: bool = False
+) -> dict[str, Any]:
     """Run and measure. Outputs are cut to ``most_tokens`` each: a trace of everything would not fit into memory."""
     config = read_config(model)
     prompts, output_lens = workloads.ALL[workload](config["vocab_size"])
@@ -103,7 +115,7 @@ def trace(model: str, workload: str, options: dict[str, Any], *, most_tokens: in
     return {
         "model": model, "workload": workload, "most_tokens": most_tokens, "seconds": round(plain, 4),
         "traced_seconds": round(total / 1e6, 4),
-        "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events),
+        "idle_percent": round(100 * idle / total, 2), "kernels": count_kernels(events, by_previous=by_previous),
         "windows": split_windows(events, config["num_hidden_layers"], windows) if windows else [],
     }
 
@@ -136,15 +148,19 @@ def main() -> None:
         help="parts of the run to tell apart; take --most-tokens as large as outputs are"
     )
     parser.add_argument("--rows", type=int, default=16, help="kernels to print")
+    parser.add_argument("--by-previous", action="store_true", help="tell kernels apart by the kernel before, too")
     parser.add_argument("--json", type=Path, help="write everything here")
     args = parser.parse_args()
     if args.workload == "startup":
         return time_startup(args.model, args.options)
-    traced = trace(args.model, args.workload, args.options, most_tokens=args.most_tokens, windows=args.windows)
+    traced = trace(
+        args.model, args.workload, args.options, most_tokens=args.most_tokens, windows=args.windows,
+        by_previous=args.by_previous,
+    )
     print({key: value for key, value in traced.items() if key not in ("kernels", "windows")})
-    busy = sum(us for _, _, us in traced["kernels"])
-    for name, count, us in traced["kernels"][: args.rows]:
-        print(f"{100 * us / busy:6.2f} % {count:8d} x {us / count:9.2f} us  {name}")
+    busy = sum(own for *_, own in traced["kernels"])
+    for name, count, us, own in traced["kernels"][: args.rows]:
+        print(f"{100 * own / busy:6.2f} % {count:8d} x {own / count:9.2f} us, {us / count:.2f} in all  {name}")
     for row in traced["windows"]:
         print("  ".join(f"{name} {value:.1f}" for name, value in row.items()))
     if args.json:

@@ -131,8 +131,8 @@ def trace_cell(llm: Any, name: str, vocab_size: int, most: int = 24) -> None:
         num_prefill = len(events)
         total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
         print(f"-- {name}, {kind}: {total / 1e3:.1f} ms, {100 * idle / total:.0f} % idle, {len(events)} launches")
-        for kernel, launches, us in count_kernels(events)[:most]:
-            print(f"{us / 1e3:10.2f} ms {launches:7d} x {us / launches:9.1f} us  {kernel}", flush=True)
+        for kernel, launches, us, own in count_kernels(events)[:most]:
+            print(f"{own / 1e3:9.2f} ms {launches:7d} x {own / launches:7.1f} us, {us / launches:.1f} in all  {kernel}")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def measure(run: Run, limit: float) -> Iterator[dict[str, Any]]:
             peer = PEER_SECONDS[run.model].get(row["cell"])
             yield {**about, "cell": row["cell"], "value": f"{row['seconds']:.3f} s", "peer": peer and f"{peer:.3f} s"}
     elif run.kind == "trace":
-        share = sum(us for name, _, us in made["kernels"] if COMMUNICATION.search(name))
-        busy = sum(us for _, _, us in made["kernels"])
+        share = sum(own for name, *_, own in made["kernels"] if COMMUNICATION.search(name))
+        busy = sum(own for *_, own in made["kernels"])
         cell = f"{made['workload']}: communication"
         yield {**about, "cell": cell, "value": f"{100 * share / busy:.1f} % of kernels' time", "peer": None}
     else:
