@@ -208,7 +208,7 @@ def _start(count: int, lock: int) -> tuple[subprocess.Popen[bytes], list[socket.
     # it finds modules where this process does, and none in the working folder
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_all; serve_all({theirs})"
     first = subprocess.Popen(
-        [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [sys.executable, "-P", *_bytecode_options(), "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, pass_fds=(lock, *theirs),
     )
     for _, line in pairs:
@@ -216,6 +216,12 @@ def _start(count: int, lock: int) -> tuple[subprocess.Popen[bytes], list[socket.
     # it ends by itself, when nobody may be asking: no zombie shall stay
     Thread(target=first.wait, name="compile-workers", daemon=True).start()
     return first, [line for line, _ in pairs]
+
+
+def _bytecode_options() -> list[str]:
+    """Have it read and write bytecode where this process does."""
+    where = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
+    return [*where, "-B"] if sys.dont_write_bytecode else where
 
 
 def serve_all(lines: list[int]) -> None:

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -185,9 +186,7 @@ def _give_memory_back() -> None:
 
 def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
     channel.send(Starting("importing", 0.0))
-    build = builder.result()
-    with keep_bytecode():
-        engine = build(config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
+    engine = builder.result()(config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
     produce_token(engine)
     _give_memory_back()
     gc.freeze()  # without a collection before: it would take longer than what it frees is worth
@@ -196,17 +195,6 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
     signal.signal(END_SIGNAL, lambda *_: loop.stop())
     channel.send(Ready(engine.executor.facts, engine.executor.memory))
     return loop
-
-
-def _import_builder(target: str) -> Builder:
-    with keep_bytecode():
-        builder: Builder = load_target(target)
-        return builder
-
-
-def _import_ahead(module: str) -> None:
-    with keep_bytecode():
-        importlib.import_module(module)
 
 
 def _open_channel() -> tuple[EngineChannel, EngineConfig]:
@@ -243,19 +231,24 @@ def main(argv: list[str] | None = None) -> int:
     continue_when_orphaned()
     parent = os.getppid()
     gc.disable()  # while starting, which makes many objects and hardly any garbage
+    # until the first token: whatever thread imports, and packages that a kernel or a family needs later
+    kept = ExitStack()
+    kept.enter_context(keep_bytecode())
     # takes seconds; the configuration comes meanwhile
     importing = ThreadPoolExecutor(1, "engine-import")
-    builder = importing.submit(_import_builder, arguments.builder)
+    builder: Future[Builder] = importing.submit(load_target, arguments.builder)
     if arguments.imports:
         start_early()
-        importing.submit(_import_ahead, arguments.imports)
+        importing.submit(importlib.import_module, arguments.imports)
     channel, config = _open_channel()
     die_with_parent(channel.await_end, parent)
     LAST_WORD.goes_to(partial(_tell, channel))
     if config.parallel.data_parallel_size > 1:
         logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
-        _start(config, builder, channel).run()
+        with kept:
+            loop = _start(config, builder, channel)
+        loop.run()
         LAST_WORD.part()
     except Exception as error:  # process main: tell the client why, then end
         if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client reports it to the user

@@ -91,6 +91,18 @@ def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_the
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("folder", [None, "/somewhere"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_they_keep_bytecode_where_this_process_does(monkeypatch: pytest.MonkeyPatch, folder: str | None, writes: bool):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    code = "import sys; print(sys.pycache_prefix, sys.dont_write_bytecode)"
+    command = [sys.executable, *compile_workers._bytecode_options(), "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60).split() == [str(folder), str(not writes)]
+
+
 class Nvrtc:
     """A library that compiles nothing itself."""
 

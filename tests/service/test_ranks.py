@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import EngineBroken, EngineUnavailable, HeadraceError, ModelError, WeightError
-from headrace.base.messages import EngineRequest
+from headrace.base.messages import EngineRequest, Place
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.ranks.commands import Reset
 from headrace.service.ranks.heartbeats import SILENCE_S, Heartbeats, Silence
+from headrace.service.ranks.launch import LocalHost
 from headrace.service.ranks.ring import RingPlace, RingReader, RingWriter
 
 
@@ -343,6 +344,21 @@ async def test_a_closed_client_leaves_no_worker(start_client):
     engine, workers = engine_and_workers()
     await client.close()
     await _await_gone([engine, *workers], 3.0)
+
+
+def test_a_worker_imports_while_rank_0_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_only: Path):
+    """Before it is assigned a rank, which takes as long as rank 0's own imports."""
+    mark = tmp_path / "imported"
+    (tmp_path / "marking_builder.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    host = LocalHost(ranked_config(config_only, 2), {1: Place(1, 2)}, "marking_builder:build")
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while not mark.exists():
+            assert time.monotonic() < until and host.workers[0].is_alive()
+            time.sleep(0.02)
+    finally:
+        host.close()
 
 
 def test_what_starts_ranks_imports_no_torch():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import select
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -166,20 +168,21 @@ def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> None:
     threading.Thread(target=watch, name="parent-silence", daemon=True).start()
 
 
-def serve(
+def start(
     assignment: Assignment, shared: Shared, line: RankLine, build: Callable[[], RankBuilder], parent: int
-) -> None:
-    """Build the executor and carry out commands until told to end."""
+) -> CommandLoop:
+    """Build the executor, for commands to be carried out."""
     heartbeats = Heartbeats(shared.num_heartbeats, shared.heartbeats)
     heartbeats.start(shared.heartbeat)
     line.send(Starting("importing", 0.0))
-    with keep_bytecode():
-        executor = build()(assignment, lambda stage, fraction: line.send(Starting(stage, fraction)))
+    executor = build()(assignment, lambda stage, fraction: line.send(Starting(stage, fraction)))
+    gc.freeze()
+    gc.enable()
     is_cpu = executor.facts.device == "cpu"
     ring = RingReader(shared.ring, SPIN_CPU_S if is_cpu else SPIN_GPU_S)
     watch_parent(heartbeats, parent, kills=shared.parent_is_replaced)
     line.send(RankReady())
-    CommandLoop(executor, line, ring).run()
+    return CommandLoop(executor, line, ring)
 
 
 def _start_logging(config: EngineConfig, rank: int) -> None:
@@ -207,13 +210,18 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     die_with_parent(line.await_end, parent)
-    assignment = line.read_assignment()
-    if assignment is None:
-        return 1
-    _start_logging(assignment.config, assignment.rank)
+    gc.disable()  # while starting, as in the engine process: a collection would also make all ranks wait
     try:
-        shared = msgspec.json.decode(arguments.shared, type=Shared)
-        serve(assignment, shared, line, lambda: load_target(arguments.builder), parent)
+        with keep_bytecode():
+            # takes seconds; the assignment comes when rank 0 has imported as much
+            builder = ThreadPoolExecutor(1, "rank-import").submit(load_target, arguments.builder)
+            assignment = line.read_assignment()
+            if assignment is None:
+                return 1
+            _start_logging(assignment.config, assignment.rank)
+            shared = msgspec.json.decode(arguments.shared, type=Shared)
+            loop = start(assignment, shared, line, builder.result, parent)
+        loop.run()
     except Exception as error:  # process main: tell rank 0 why, then end
         level = logging.DEBUG if isinstance(error, HeadraceError) else logging.ERROR
         logger.log(level, "the worker ends: %s", error, exc_info=error)
