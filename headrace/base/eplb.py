@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option, read_object
+from headrace.base.option import Section, option, read_object, suggest
 
 OPTION = "eplb_config"
 
@@ -31,9 +30,8 @@ def parse_eplb_config(text: str | None) -> BalancingOptions:
     known = [item.name for item in fields(BalancingOptions)]
     for name in stated:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"{OPTION}: no key {name[:80]!r}; {hint}", param=OPTION)
+            hint = suggest(name, known, otherwise=f"; known: {', '.join(known)}")
+            raise ConfigError(f"{OPTION}: no key {name[:80]!r}{hint}", param=OPTION)
     try:
         return BalancingOptions(**stated)
     except ConfigError as error:

@@ -6,13 +6,12 @@ Refuses: files. ``models/generation.py`` reads what a model states.
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import ConfigError, RequestError
-from headrace.base.option import read_object
+from headrace.base.option import read_object, suggest
 from headrace.base.sampling import SamplingParams
 
 DEFAULT_FIELDS = (
@@ -47,9 +46,8 @@ def parse_generation_override(text: str | None) -> dict[str, int | float]:
     stated = read_object(text, OVERRIDE, example='{"temperature": 0.2}')
     for name in stated:
         if name not in DEFAULT_FIELDS:
-            near = get_close_matches(name, DEFAULT_FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEFAULT_FIELDS)}"
-            raise ConfigError(f"{OVERRIDE} has no field {name[:80]!r}; {hint}", param=OVERRIDE)
+            hint = suggest(name, DEFAULT_FIELDS, otherwise=f"; known: {', '.join(DEFAULT_FIELDS)}")
+            raise ConfigError(f"{OVERRIDE} has no field {name[:80]!r}{hint}", param=OVERRIDE)
     try:
         return {name: read_default(name, value) for name, value in stated.items()}
     except RequestError as error:

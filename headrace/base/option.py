@@ -10,7 +10,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,12 +26,14 @@ _SYNONYMS = {
 """Other words for values of options."""
 
 
-def suggest(value: str, known: Collection[Any]) -> str:
-    """``"; did you mean bfloat16?"`` for a value that is none of ``known`` but near one; else nothing."""
-    plain = value[:64].lower()
-    names = list(map(str, known))
-    near = [_SYNONYMS[plain]] if _SYNONYMS.get(plain) in names else get_close_matches(plain, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def suggest(value: str, known: Iterable[Any], *, spell: Callable[[str], str] = str, otherwise: str = "") -> str:
+    """``"; did you mean bfloat16?"`` for a value that is none of ``known`` but near one, in whatever case; else
+    ``otherwise``. ``spell`` writes the known one as the user would."""
+    names = {str(one).lower(): str(one) for one in known}
+    plain = value[:64].lower()  # it may be a client's, and megabytes long
+    synonym = _SYNONYMS.get(plain, plain)
+    near = [synonym] if synonym in names else get_close_matches(plain, names, n=1)
+    return f"; did you mean {spell(names[near[0]])}?" if near else otherwise
 
 
 def option(

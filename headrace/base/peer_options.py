@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from difflib import get_close_matches
+
+from headrace.base.option import suggest
 
 # In braces: an option of ours; {no_x} switches x off.
 _SAME: dict[str, str] = {
@@ -87,8 +88,7 @@ def explain_unknown(name: str, known: Collection[str], spell: Callable[[str], st
     answer = ANSWERS.get(name)
     if answer and all(option in known or option.removeprefix("no_") in known for option in _OPTION.findall(answer)):
         return "; " + _OPTION.sub(lambda found: spell(found[1]), answer)
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {spell(near[0])}?" if near else ""
+    return suggest(name, known, spell=spell)
 
 
 def spell_keyword(option: str) -> str:

@@ -6,10 +6,9 @@ Refuses: files and drafters. Whether a method can draft for the served model is 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option, read_object
+from headrace.base.option import Section, option, read_object, suggest
 from headrace.base.registry import installed_points
 from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES
 
@@ -117,8 +116,7 @@ class SpeculativeOptions(Section):
             return
         known = [*(method for method in METHODS if method != "bench"), *installed]
         reason = "method mtp takes the modules of every family" if name.endswith("_mtp") else _OTHER_METHODS.get(name)
-        near = get_close_matches(name, known, n=1)
-        hint = f"; {reason}" if reason else f"; did you mean {near[0]}?" if near else ""
+        hint = f"; {reason}" if reason else suggest(name, known)
         raise _error(f"unknown method {name[:80]!r}{hint}; known: {', '.join(known)}", "method")
 
     @property
@@ -176,10 +174,8 @@ def parse_speculative_config(text: str | None) -> SpeculativeOptions:
         if name in _REFUSED:
             raise _error(f"{name} is not supported: {_REFUSED[name]}", name)
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            shown = [key for key in known if key != "acceptance_rate"]
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(shown)}"
-            raise _error(f"no key {name[:80]!r}; {hint}", name[:80])
+            shown = ", ".join(key for key in known if key != "acceptance_rate")
+            raise _error(f"no key {name[:80]!r}{suggest(name, known, otherwise=f'; known: {shown}')}", name[:80])
     try:
         return SpeculativeOptions(**stated)
     except ConfigError as error:

@@ -30,7 +30,7 @@ def test_every_option_is_documented_and_named_once():
     ({"device": "gpu"}, r"auto, cpu, cuda or cuda:N; got 'gpu'; did you mean cuda\?"), ({"device": "cpu:0"}, "cuda:N"),
     ({"device": "cuda:x"}, "cuda:N"), ({"device": "cuda:1\n"}, "cuda:N"),
     ({"quantization": "int9"}, "fp8, int4, int8, w8a8, none, stored, or .* got 'int9'; did you mean int8"),
-    ({"quantization": "gptqq"}, "did you mean gptq"),
+    ({"quantization": "gptqq"}, "did you mean gptq"), ({"PAGE_SIZE": 4}, "did you mean page_size"),
 ])
 def test_bad_values_name_the_field_and_the_fix(options: dict, message: str):
     with pytest.raises(ConfigError, match=message):

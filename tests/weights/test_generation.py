@@ -113,6 +113,7 @@ def test_the_users_fields_win_and_leave_the_others():
     ("text", "message"),
     [
         ("{", "no JSON"), ("[]", "must be a JSON object"), ('{"temprature": 1}', "did you mean temperature"),
+        ('{"TOP_P": 1}', "did you mean top_p"),
         ('{"max_new_tokens": 3}', "known: temperature, top_k"), ('{"top_p": 2}', "top_p must be at least"),
         ('{"temperature": "0.2"}', "finite number"), ('{"top_k": 1.5}', "whole number"), ('{"top_k": true}', "number"),
         ('{"temperature": NaN}', "finite number"), ('{"temperature": null}', "finite number"),

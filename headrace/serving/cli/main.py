@@ -10,11 +10,11 @@ import errno
 import logging
 import os
 import sys
-from difflib import get_close_matches
 from typing import NoReturn
 
 from headrace.base import VERSION, env
 from headrace.base.errors import EngineUnavailable, HeadraceError
+from headrace.base.option import suggest
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command, print_error
 from headrace.serving.cli.layout import lay_out, terminal_width, wrap
@@ -109,9 +109,8 @@ def _find_command(argv: list[str]) -> tuple[str | None, list[str]]:
         print(overview(argv[0]))
         raise SystemExit(0 if argv[1:] else USER_ERROR)
     wanted = " ".join(argv[:2]) if family else argv[0]
-    near = get_close_matches(wanted, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(family or COMMANDS)}"
-    raise HeadraceError(f"unknown command {wanted!r}; {hint}")
+    hint = suggest(wanted, COMMANDS, otherwise=f"; commands are {', '.join(family or COMMANDS)}")
+    raise HeadraceError(f"unknown command {wanted!r}{hint}")
 
 
 def overview(first_word: str = "") -> str:

@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.base.option import suggest
 from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, PARTS, RESTRICTED, LogitBias
 from headrace.serving.http.protocol.neutral import is_neutral
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
@@ -228,9 +228,7 @@ def _drop_fields(
 
 
 def _unknown_field(name: str, known: frozenset[str], within: str = "") -> RequestError:
-    near = get_close_matches(name[:64], known, n=1)  # the name is the client's: it may be megabytes long
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return RequestError(f"unknown field {within + name[:64]!r}{hint}", param=within + name[:64])
+    return RequestError(f"unknown field {within + name[:64]!r}{suggest(name, known)}", param=within + name[:64])
 
 
 def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body: bytes) -> RequestError:
