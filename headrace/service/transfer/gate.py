@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 ROOM_S = 5.0
 """How long a request waits for memory of the region before it goes on without."""
-SILENCE_S = 3.0
+PATIENCE_S = 3.0
 """How long requests wait for an agent that says nothing. It is given up later: it may only be slow, and to compute a
 prompt costs less than to start it anew."""
 IDLE_WAIT_S = 0.002
-SILENCE = f"the transfer agent has said nothing for {SILENCE_S:g} s"
+SILENCE = f"the transfer agent has said nothing for {PATIENCE_S:g} s"
 LOG_EVERY_S = 5.0
 """The same reason is logged at most so often."""
 
@@ -89,7 +89,7 @@ class TransferGate:
         self._exchange.expected[request.request_id] = 0
         if not self._line.is_up:
             self._go_alone(request, "the transfer agent is being started")
-        elif self._line.silent_s > SILENCE_S:
+        elif self._line.silent_s > PATIENCE_S:
             self._go_alone(request, SILENCE)
         elif self._no_room or not self._begin(request):
             self._no_room.append((request, self._clock() + ROOM_S))
@@ -102,7 +102,7 @@ class TransferGate:
             self._take(message)
         if self._line.epoch != self._epoch or not self._line.is_up:
             self._forget_agent()
-        elif self._line.silent_s > SILENCE_S:
+        elif self._line.silent_s > PATIENCE_S:
             self._await_no_more()
         while self._no_room:
             request, until = self._no_room[0]

@@ -23,8 +23,8 @@ from headrace.service.transport import READ_BYTES, Frames, frame
 logger = logging.getLogger(__name__)
 
 AGENT_MODULE = "headrace.service.transfer.agent"
-SILENCE_S = 6.0
-"""An agent says something every second; one that does not for so long hangs."""
+HANG_S = 6.0
+"""An agent says something every second; one that does not for so long hangs and is started anew."""
 FIRST_START_S = 30.0
 SEND_S, SEND_PAUSE_S = 1.0, 0.0005
 LEAST_LIFE_S = 1.0
@@ -113,8 +113,8 @@ class AgentLine:
             self.is_up = True
         now = time.monotonic()
         self._silent_s = now - self._heard_at
-        if self._line is not None and self.is_up and self._silent_s > SILENCE_S:
-            self._give_up(f"it has said nothing for {SILENCE_S:g} s")
+        if self._line is not None and self.is_up and self._silent_s > HANG_S:
+            self._give_up(f"it has said nothing for {HANG_S:g} s")
         if self._line is None and self._process is None and now - self._began_at > LEAST_LIFE_S:
             self.num_restarts += 1
             self._restart()
