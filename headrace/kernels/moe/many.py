@@ -27,6 +27,8 @@ LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
 """Pairs per expert, on average, from which this is faster than `hopper` on an H200."""
 MXFP4_ROWS = (16, 32, 64, 128, 256)
 """Of tiles."""
+PROBE = (MXFP4_ROWS[0], "")
+"""Rows and gate of the kernel that is compiled for FP8, which `wide` multiplies: it tells whether there is a compiler."""
 
 
 def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Tile:
@@ -60,7 +62,7 @@ def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:
 def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) -> bool:
     """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
     any size need: those of a start are small or the largest, and no request may wait for a compiler."""
-    wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [(MXFP4_ROWS[0], "")]
+    wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
     try:
         for rows, kind in wanted:
             sorted_rows.find_kernel("mxfp4_product", _tile_of(rows), kind, num_experts, device)
