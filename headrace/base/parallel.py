@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from headrace.base.eplb import BalancingOptions, parse_eplb_config
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option, suggest
+from headrace.base.option import Section, option, read_object, suggest
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
+EPLB = "eplb_config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,35 @@ class DeviceConfig(Section):
         if not _DEVICE.fullmatch(self.device):
             hint = suggest(self.device, _DEVICES)
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {self.device!r}{hint}", param="device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancingOptions(Section):
+    """When experts move between ranks, and how many copies there are: the JSON object of ``--eplb-config``, with the
+    keys of vLLM (expert-parallel load balancing)."""
+
+    step_interval: int = option(3000, "steps between two looks at the loads of experts", low=1)
+    window_size: int = option(1000, "steps before a look whose loads count", low=1)
+    num_redundant_experts: int = option(
+        0, "second copies of busy experts, in each layer; with the experts a multiple of the ranks", low=0, high=65536
+    )
+    log_balancedness: bool = option(False, "log at each look how evenly the ranks are loaded")
+
+
+def parse_eplb_config(text: str | None) -> BalancingOptions:
+    """The options of ``--eplb-config``; raises `ConfigError` naming what is wrong and what is known."""
+    if not text:
+        return BalancingOptions()
+    stated = read_object(text, EPLB, example='{"num_redundant_experts": 8}')
+    known = [item.name for item in fields(BalancingOptions)]
+    for name in stated:
+        if name not in known:
+            hint = suggest(name, known, otherwise=f"; known: {', '.join(known)}")
+            raise ConfigError(f"{EPLB}: no key {name[:80]!r}{hint}", param=EPLB)
+    try:
+        return BalancingOptions(**stated)
+    except ConfigError as error:
+        raise ConfigError(f"{EPLB}: {error}", param=EPLB) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +144,7 @@ class ParallelConfig(Section):
 
     def describe_sizes(self) -> str:
         """What of it needs several devices, for messages: ``tensor_parallel_size 2 x data_parallel_size 2``."""
-        names = (part.name for part in dataclasses.fields(self) if part.name.endswith("_parallel_size"))
+        names = (part.name for part in fields(self) if part.name.endswith("_parallel_size"))
         sizes = {name: getattr(self, name) for name in names}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 

@@ -7,8 +7,8 @@ import torch
 from layers.test_expert_exchange import CPU, NUM_EXPERTS, SPEC, TOP_K, WIDTH, batch_of, fill
 from parallel.thread_group import on_all_ranks
 
-from headrace.base.eplb import BalancingOptions
 from headrace.base.errors import ConfigError
+from headrace.base.parallel import BalancingOptions
 from headrace.layers.build import Build
 from headrace.layers.moe.balancing import ExpertBalancer, find_balancer
 from headrace.layers.moe.layer import ExpertSlots, MoeMlp

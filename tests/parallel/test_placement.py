@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.config import engine_config
-from headrace.base.eplb import parse_eplb_config
 from headrace.base.errors import ConfigError
+from headrace.base.parallel import parse_eplb_config
 from headrace.parallel.placement import NOBODY, Placement, balancedness, count_copies, place_experts
 
 

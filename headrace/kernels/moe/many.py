@@ -28,7 +28,7 @@ LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
 MXFP4_ROWS = (16, 32, 64, 128, 256)
 """Of tiles."""
 PROBE = (MXFP4_ROWS[0], "")
-"""Rows and gate of the kernel that is compiled for FP8, which `wide` multiplies: it tells whether there is a compiler."""
+"""Rows and gate of the kernel that FP8, which `wide` multiplies, is tried with: it tells if there is a compiler."""
 
 
 def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Tile:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from headrace.base.eplb import BalancingOptions
 from headrace.base.errors import ConfigError
 from headrace.base.messages import ExpertStats
+from headrace.base.parallel import BalancingOptions
 from headrace.layers.moe.layer import MoeMlp
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.placement import Placement, balancedness, place_experts
