@@ -254,6 +254,7 @@ def build_executor(
     error the device has its memory back, so that the caller may try again with less.
     """
     place = place or Place(config.replica, config.parallel.data_parallel_size)
+    progress("starting the device", 0.0)
     check_names(config)
     device = resolve_device(config.device.device, place.index, config.parallel)
     try:
@@ -277,6 +278,7 @@ def _build_on(
     threads = set_threads(config.device.threads, place.count)
     config = resolve_for_device(config, device.type)
     start_triton(device)
+    progress("finding kernels", 0.0)
     with kernels_ahead(config, device, ranks, partial(_assemble, config, device)):
         loaded = load_with_draft(config, device, progress, ranks)
         if device.type == "cuda":
@@ -287,6 +289,7 @@ def _build_on(
         progress("running the largest steps", 0.8)
         with ranks.muted():
             measured = prepare_steps(assembly)
+        progress("compiling kernels", 0.84)  # those that no step has waited for
     _log_memory("the largest steps", device)
     progress("sizing the KV cache", 0.85)
     reserve = assembly.graph_reserve(measured.captured) + _release_measured(config, device, measured)

@@ -194,6 +194,7 @@ def load_model(
         # Once all weights are in: schemes that quantise at load replace what the layers keep.
         schemes.finish(model)
         if device.type == "cuda":
+            progress("choosing kernels", 0.8)
             keep_faster_experts(model)
         # A stage may have dense layers alone.
         has_experts = stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
@@ -406,6 +407,7 @@ def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, p
         return
     form = find_form(Fields(source.config).section("quantization_config"))
     if form is not None and config.model.quantization in (None, AS_STORED):
+        progress("choosing kernels", 0.1)
         prepare_products(model, form, CodedChoice())
     tensors = open_weights(
         source, load_format=config.model.load_format, device=build.device, dtype=build.dtype,

@@ -49,6 +49,7 @@ from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering
 from headrace.service.spawn import END_SIGNAL, ENGINE_BUILDER
+from headrace.service.stages import Stages
 from headrace.service.transport import EngineChannel, engine_line
 
 logger = logging.getLogger(__name__)
@@ -184,15 +185,18 @@ def _give_memory_back() -> None:
         trim(0)
 
 
-def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChannel) -> EngineLoop:
-    channel.send(Starting("importing", 0.0))
-    engine = builder.result()(config, lambda stage, fraction: channel.send(Starting(stage, fraction)))
+def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChannel, began: float) -> EngineLoop:
+    stages = Stages(lambda stage, fraction: channel.send(Starting(stage, fraction)), began)
+    stages("importing", 0.0)
+    engine = builder.result()(config, stages)
+    stages("producing a first token", 1.0)
     produce_token(engine)
     _give_memory_back()
     gc.freeze()  # without a collection before: it would take longer than what it frees is worth
     gc.enable()
     loop = EngineLoop(engine, channel)
     signal.signal(END_SIGNAL, lambda *_: loop.stop())
+    logger.info(stages.describe())
     channel.send(Ready(engine.executor.facts, engine.executor.memory))
     return loop
 
@@ -222,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.service.process", description=__doc__)
     parser.add_argument("--builder", default=ENGINE_BUILDER, help="module:function that builds the engine")
     parser.add_argument("--imports", help="module to import meanwhile; what fails is raised when the builder needs it")
+    parser.add_argument("--began", type=float, default=time.monotonic(), help="when the start did, for its log")
     arguments = parser.parse_args(argv)
     logging.basicConfig(**_log_options("engine"))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -247,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
         with kept:
-            loop = _start(config, builder, channel)
+            loop = _start(config, builder, channel, arguments.began)
         loop.run()
         LAST_WORD.part()
     except Exception as error:  # process main: tell the client why, then end

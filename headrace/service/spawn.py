@@ -1,7 +1,6 @@
-"""`spawn_engine`: starts an engine process, which imports what it needs and waits for its configuration.
+"""`spawn_engine`: starts an engine process, which imports what it needs and reads its configuration.
 
-Imports only the standard library and base/spawn: a command calls this first, and both processes then import in
-parallel.
+Imports only the standard library and base: a command calls this first, and both processes then import in parallel.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import os
 import signal
 import socket
 import subprocess
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
+from headrace.base.config import EngineConfig
 from headrace.base.spawn import spawn_process
 
 ENGINE_MODULE = "headrace.service.process"
@@ -27,12 +28,10 @@ NUM_SPARE = 8
 
 @dataclass(frozen=True)
 class SpawnedEngine:
-    """A new engine process, and our end of the socket pair whose other end is its standard input. ``board``: see
-    `headrace.base.config.EngineConfig`."""
+    """A new engine process, and our end of the socket pair whose other end is its standard input."""
 
     process: subprocess.Popen[bytes]
     line: socket.socket
-    board: tuple[int, ...] = ()
 
     def end(self) -> None:
         """Kill it, if it still runs."""
@@ -61,8 +60,18 @@ class SpareDescriptors:
             os.close(self._held.pop())
 
 
-def spawn_engine(builder: str = ENGINE_BUILDER, board: tuple[int, ...] = ()) -> SpawnedEngine:
-    """Start an engine process, which inherits the descriptors of ``board``; it ends by itself when our end of the
-    socket is closed. Raises `OSError` as `spawn_process` does."""
-    arguments = ["--imports", ENGINE_IMPORTS] if builder == ENGINE_BUILDER else []
-    return SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder, *arguments], board), board)
+def spawn_engine(
+    config: EngineConfig, builder: str = ENGINE_BUILDER, board: tuple[int, ...] = ()
+) -> SpawnedEngine:
+    """Start an engine process for ``config``, which inherits the descriptors of ``board``; it ends by itself when our
+    end of the socket is closed. Raises `OSError` as `spawn_process` does."""
+    arguments = ["--began", str(time.monotonic())]
+    if builder == ENGINE_BUILDER:
+        arguments += ["--imports", ENGINE_IMPORTS]
+    spawned = SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder, *arguments], board))
+    from headrace.service.transport import frame  # takes a moment, in which the process starts
+
+    # At once: it starts its workers when it knows of them, while this process still imports.
+    with contextlib.suppress(OSError):  # it has ended already, as its exit code will tell
+        spawned.line.sendall(frame(replace(config, board=board)))
+    return spawned

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.base.admin import ADMIN_CALLS
@@ -118,7 +117,7 @@ class EngineProcess:
     passes it to the event loop. Raises `OSError` where no thread can be started."""
 
     def __init__(self, spawned: SpawnedEngine, channel: ClientChannel):
-        self.channel, self.board = channel, spawned.board
+        self.channel = channel
         # Set in the event loop alone, through `_tell`: futures of asyncio are not thread-safe.
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = spawned.process
@@ -178,11 +177,11 @@ class Supervisor:
     most ``max_restarts`` times in ten minutes. If the first process dies before it is ready there is no restart: the
     configuration is wrong, and would be wrong again. A process that is ready and then sends nothing for as long as
     `SilenceWatch` allows (at most ``stall_timeout_s`` seconds; 0: no limit) is killed. ``engine``: a process that was
-    spawned ahead of time, used for the first run."""
+    spawned ahead of time for the same configuration, used for the first run."""
 
     def __init__(
         self, config: EngineConfig, listener: Listener, *, max_restarts: int, stall_timeout_s: float = STALL_TIMEOUT_S,
-        spawn: Callable[[], SpawnedEngine] = spawn_engine, engine: SpawnedEngine | None = None,
+        spawn: Callable[[EngineConfig], SpawnedEngine] = spawn_engine, engine: SpawnedEngine | None = None,
     ):
         self.config = config
         """The configuration for the next start. May be replaced while the engine runs, as after new weights."""
@@ -288,8 +287,6 @@ class Supervisor:
         self._last_words, self._silence = None, SilenceWatch(self._stall_timeout_s)
         self._process = process = await self._open_process()
         channel = process.channel
-        with contextlib.suppress(EngineUnavailable):  # it has ended already, as the exit code will tell
-            channel.send(replace(self.config, board=process.board))
         silence = asyncio.create_task(self._await_silence(channel), name="engine-silence")
         try:
             ends: list[asyncio.Future[Any]] = [process.exit_code, channel.failure, silence]
@@ -319,7 +316,7 @@ class Supervisor:
         while True:
             self._spare.release()
             try:
-                spawned, self._spawned = self._spawned or self._spawn(), None
+                spawned, self._spawned = self._spawned or self._spawn(self.config), None
                 with contextlib.ExitStack() as undo:
                     undo.callback(spawned.end)
                     channel = await ClientChannel.open(spawned.line, self._take)

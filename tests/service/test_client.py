@@ -19,7 +19,7 @@ import psutil
 import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation
 
-from headrace.base.config import engine_config
+from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import EngineUnavailable, ModelError, RequestError
 from headrace.base.messages import EngineStats
 from headrace.base.sampling import SamplingParams
@@ -314,11 +314,11 @@ async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pyt
     client = await start_client(max_restarts=1)
     shortages, real = [errno.EMFILE, errno.ENOMEM], replica.spawn_engine
 
-    def spawn(builder: str) -> SpawnedEngine:
+    def spawn(config: EngineConfig, builder: str) -> SpawnedEngine:
         if shortages:
             number = shortages.pop()
             raise OSError(number, os.strerror(number))
-        return real(builder)
+        return real(config, builder)
 
     def start(thread: threading.Thread, begin: Callable = threading.Thread.start) -> None:
         if thread.name == "engine-watch" and threads:
@@ -339,7 +339,7 @@ async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pyt
 async def test_an_engine_that_cannot_be_started_at_all_is_given_up(start_client: Callable, monkeypatch):
     client = await start_client()
 
-    def spawn(_: str) -> SpawnedEngine:
+    def spawn(*_: object) -> SpawnedEngine:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "python")
 
     monkeypatch.setattr(replica, "spawn_engine", spawn)
@@ -392,7 +392,7 @@ async def test_nothing_is_left_behind(start_client: Callable):
 
 PARENT = """
 import asyncio, sys
-from headrace.base.config import engine_config
+from headrace.base.config import EngineConfig, engine_config
 from headrace.service import supervisor
 from headrace.service.client.client import EngineClient
 from headrace.service.client import replica

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.service.ranks.gate import Board
 from headrace.service.spawn import SpawnedEngine, spawn_engine
@@ -31,11 +32,11 @@ class Boards:
         self._boards: dict[int, Board] = {}
         """Each replica's, as of its last start."""
 
-    def spawn(self, builder: str, replica: int) -> SpawnedEngine:
+    def spawn(self, config: EngineConfig, builder: str) -> SpawnedEngine:
         """Start a replica's process, which inherits the board. Raises `OSError`."""
         board = self._board = self._board or Board(self._size)
-        spawned = spawn_engine(builder, board.descriptors)
-        self._boards[replica] = board
+        spawned = spawn_engine(config, builder, board.descriptors)
+        self._boards[config.replica] = board
         return spawned
 
     def note_end(self, ended: Member, members: Sequence[Member]) -> None:

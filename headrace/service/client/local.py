@@ -6,7 +6,9 @@ Refuses: streaming; it runs a batch of jobs to their end.
 from __future__ import annotations
 
 import gc
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,14 @@ from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
 from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.spawn import ENGINE_BUILDER
+from headrace.service.stages import Stages
 from headrace.service.tokenization import Tokenizer
 from headrace.service.transport import join_outputs
 
 if TYPE_CHECKING:
     from headrace.service.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 TOKENS_QUEUED = 32768
 """Prompt tokens prepared, and submitted, before one step: more than a step usually takes."""
@@ -83,8 +88,10 @@ class LocalClient:
 
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
+        stages = Stages(lambda stage, fraction: None, time.monotonic())
         with keep_bytecode():
-            self._engine: Engine = load_target(builder)(config, lambda stage, fraction: None)
+            self._engine: Engine = load_target(builder)(config, stages)
+        logger.info(stages.describe())
         gc.collect()
         gc.freeze()  # torch and the model are here to stay: no collection need look at their objects again
         # Reentrant: a signal handler that interrupts the owner may take them again. Order: `_turn` before `_touch`.

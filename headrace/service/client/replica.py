@@ -55,10 +55,10 @@ class Supervision:
     builder: str = ENGINE_BUILDER
     boards: Boards | None = None
 
-    def spawner(self, replica: int) -> Callable[[], SpawnedEngine]:
-        """Starts a process for a replica."""
-        boards = self.boards
-        return lambda: spawn_engine(self.builder) if boards is None else boards.spawn(self.builder, replica)
+    def spawn(self, config: EngineConfig) -> SpawnedEngine:
+        """Start a process for a replica."""
+        spawn = spawn_engine if self.boards is None else self.boards.spawn
+        return spawn(config, self.builder)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Replica:
         self.failure: HeadraceError | None = None
         self.supervisor = Supervisor(
             config, self, max_restarts=supervision.max_restarts, stall_timeout_s=supervision.stall_timeout_s,
-            spawn=supervision.spawner(self.index), engine=engine,
+            spawn=supervision.spawn, engine=engine,
         )
         self._notices = notices
         self._children: dict[str, _Child] = {}  # by engine request id

@@ -44,11 +44,13 @@ def meet_workers(
     store, port = _open_store(config, gate, config.parallel.num_ranks)
     workers.assign(port)
     _use_network(workers.num_hosts, workers.address)
+    progress("meeting the other ranks", 0.0)
     ranks = _join(config, 0, place, store)
     note_abort(ranks.tensor.waits.abort)
     resources.callback(ranks.close)
     with ranks.tensor.waits.patient():
         executor = build_rank_0(config, workers.note_progress(progress), ranks, place)
+    progress("waiting for the other ranks", 1.0)
     workers.await_ready()
     ranked = RankedExecutor(executor, workers, resources, gate)
     if config.disaggregation.disaggregation_mode is not None:

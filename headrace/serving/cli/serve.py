@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 from headrace.base.config import EngineConfig, ServeConfig, all_options, flatten
@@ -41,7 +42,8 @@ def run(invocation: Invocation) -> int:
     with contextlib.ExitStack() as undo:
         # started first: they have the most to import. Replicas that divide experts get what they share from the client.
         parallel = config.engine.parallel
-        engines = [] if parallel.shares_experts else [spawn_engine() for _ in range(parallel.data_parallel_size)]
+        count = 0 if parallel.shares_experts else parallel.data_parallel_size
+        engines = [spawn_engine(replace(config.engine, replica=i)) for i in range(count)]
         for engine in engines:
             undo.callback(engine.end)  # if the server did not stop it
         # imported while the engine process loads

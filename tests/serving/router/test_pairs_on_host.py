@@ -89,6 +89,8 @@ def test_a_server_whose_engine_is_lost_does_not_end_as_one_with_wrong_options(
     error: HeadraceError, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     class NoEngine:
+        def __init__(self, config: EngineConfig): ...
+
         def end(self) -> None:
             """Nothing was started."""
 
