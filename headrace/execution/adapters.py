@@ -27,6 +27,7 @@ from headrace.layers.lora.parts import LoadBytes
 from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
 from headrace.memory.copies import to_device
+from headrace.memory.pinning import PIECE_BYTES, PinnedReserve
 from headrace.memory.plan import free_bytes
 from headrace.models.adapters.gguf import GgufForm
 from headrace.models.adapters.reader import AdapterSource, count_whole_bytes, read_adapter
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 NUM_READERS = 2
 """Threads that read adapters."""
+MOST_RESERVED = 256 << 20
+"""Bytes of host memory that are pinned at most before an adapter needs them."""
 
 ReadAdapter = Callable[[LoadAdapter, AdapterSites, int], AdapterWeights]
 """From a call, the model's sites and the largest rank to weights; raises typed errors."""
@@ -140,6 +143,7 @@ class AdapterStore:
         self._begun = torch.cuda.Event() if is_gpu else None
         self._copied: torch.cuda.Event | None = None
         self._room = _Room(config.max_loras)
+        self._reserve = _reserve_pinned(banks) if is_gpu and banks is not None else None
 
     def serve(self, banks: AdapterBanks | None) -> None:
         """The model was loaded anew: its banks are others, of the same shapes, and empty."""
@@ -212,6 +216,8 @@ class AdapterStore:
     def close(self) -> None:
         """End the threads, and let go of the banks, which refer to the model."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._reserve is not None:
+            self._reserve.close()
         self._banks = None
 
     @property
@@ -232,7 +238,7 @@ class AdapterStore:
 
     def _read_first(self, adapter_id: int, source: _Source) -> PreparedAdapter:
         weights, banks = self._load(source), self._own_banks
-        prepared = banks.prepare(weights)
+        prepared = self._prepare(weights)
         needed = banks.count_bytes(prepared)
         self._room.reserve(adapter_id, source.call.name, needed, lambda: free_bytes(banks.device))
         source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
@@ -245,7 +251,10 @@ class AdapterStore:
                 f"the files of adapter {source.call.name} have changed since it was loaded; load it again in place",
                 param="model",
             )
-        return self._own_banks.prepare(weights)
+        return self._prepare(weights)
+
+    def _prepare(self, weights: AdapterWeights) -> PreparedAdapter:
+        return self._own_banks.prepare(weights, None if self._reserve is None else self._reserve.take)
 
     def _load(self, source: _Source) -> AdapterWeights:
         try:
@@ -254,6 +263,11 @@ class AdapterStore:
             raise
         except OSError as error:
             raise ModelError(f"adapter {source.call.name} cannot be read: {error.strerror or error}") from error
+
+
+def _reserve_pinned(banks: AdapterBanks) -> PinnedReserve:
+    """For one adapter of the largest rank, and what is lost at the ends of pieces."""
+    return PinnedReserve(-(-min(banks.slot_bytes * 9 // 8, MOST_RESERVED) // PIECE_BYTES))
 
 
 class AdapterInputs:

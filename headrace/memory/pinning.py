@@ -1,5 +1,5 @@
 """`register`: tells the driver of memory that a GPU copies from and to. `Pinning` does so on a thread, as it takes a
-second for every few gigabytes. Refuses: owning the memory.
+second for every few gigabytes. Refuses: owning that memory. `PinnedReserve` has pinned memory before it is needed.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,6 +19,13 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes that are registered at a time: meanwhile launches of others wait."""
+
+
+PIECE_BYTES = 2 << 20
+"""Bytes that a `PinnedReserve` pins at a time, for the same reason."""
+NEW_S, PAUSES = 1e-4, 4
+"""Seconds that pinning takes at least, and how many times as long it is paused then: launches of others wait meanwhile.
+Memory that torch has already takes less."""
 
 
 def register(address: int, num_bytes: int) -> Any | None:
@@ -76,3 +85,60 @@ class Pinning:
         self._ends.wait()
         for address in addresses:
             torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def pin_new(num_bytes: int) -> torch.Tensor:
+    """Pinned memory [num_bytes] uint8, of torch: when it is dropped, the next of about the same size need not be
+    pinned, once copies from it are done."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+class PinnedReserve:
+    """Up to ``num_pieces`` pieces of `PIECE_BYTES` of pinned memory that are ready when they are needed: ``pin`` is
+    called for them on a thread, with pauses, from the beginning on and when some were taken. For any thread."""
+
+    def __init__(self, num_pieces: int, pin: Callable[[int], torch.Tensor] = pin_new):
+        self._num_pieces, self._pin = num_pieces, pin
+        self._pieces: deque[torch.Tensor] = deque()
+        self._is_short, self._is_closed = threading.Event(), False
+        self._is_short.set()
+        self._thread = threading.Thread(target=self._refill, name="pinned-reserve", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_ready(self) -> int:
+        """Pieces that are there now."""
+        return len(self._pieces)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory [num_bytes] uint8 of the caller's own: a piece, or what is pinned now where a piece is too small or
+        none is left."""
+        if num_bytes > PIECE_BYTES:
+            return self._pin(num_bytes)
+        try:
+            piece = self._pieces.popleft()
+        except IndexError:
+            piece = self._pin(PIECE_BYTES)  # whole: it may be one of the reserve when it has been dropped
+        self._is_short.set()
+        return piece[:num_bytes]
+
+    def close(self) -> None:
+        """Pin no more, and drop what is left. Idempotent."""
+        self._is_closed = True
+        self._is_short.set()
+        self._thread.join()
+        self._pieces.clear()
+
+    def _refill(self) -> None:
+        while self._is_short.wait() and not self._is_closed:
+            self._is_short.clear()
+            while len(self._pieces) < self._num_pieces and not self._is_closed:
+                began = time.monotonic()
+                try:
+                    self._pieces.append(self._pin(PIECE_BYTES))
+                except RuntimeError as error:
+                    logger.warning("no more memory is pinned ahead of adapters: %s", error)
+                    return
+                seconds = time.monotonic() - began
+                if seconds > NEW_S:  # launches of others waited
+                    time.sleep(PAUSES * seconds)

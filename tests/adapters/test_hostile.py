@@ -169,6 +169,21 @@ def test_a_wrong_tensor_is_named(
         load(write(tmp_path, tensors, **fields))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_only_numbers_that_are_finite(tmp_path: Path, dtype: torch.dtype):
+    """The largest of both signs are, whatever else is there."""
+    limits = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
+    edges = torch.tensor([limits.min, limits.max, limits.tiny, -0.0], dtype=dtype)
+    good = torch.ones(4, 16, dtype=dtype)
+    good[1, :4] = edges
+    load(write(tmp_path, pair(**{f"{Q}.lora_A.weight": good})))
+    for value in ("inf", "-inf", "nan", "-nan"):
+        bad = good.clone()
+        bad[3, 15] = torch.tensor(float(value.lstrip("-")), dtype=dtype) * (-1 if value[0] == "-" else 1)
+        with pytest.raises(AdapterError, match="not finite, in a of"):
+            load(write(tmp_path, pair(**{f"{Q}.lora_A.weight": bad})))
+
+
 def test_a_rank_beyond_the_limit_names_the_flag(tmp_path: Path):
     with pytest.raises(RequestError, match="start with --max-lora-rank 4"):
         load(write(tmp_path, pair()), max_rank=3)

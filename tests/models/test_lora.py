@@ -291,7 +291,7 @@ def test_parts_in_one_buffer():
     a, ids = torch.randn(3, 7), torch.tensor([5, 2])
     parts = [PreparedPart(0, 0, a=a, b=a.t()), PreparedPart(1, 4, token_ids=ids, token_rows=torch.empty(0, 9))]
     before = [a.clone(), a.t().clone(), ids.clone()]
-    gather_parts(parts, is_pinned=False)
+    gather_parts(parts, lambda size: torch.empty(size, dtype=torch.uint8))
     found = [parts[0].a, parts[0].b, parts[1].token_ids]
     assert all(torch.equal(own, theirs) for own, theirs in zip(found, before, strict=True))
     assert parts[1].token_rows.shape == (0, 9) and parts[1].weight is None

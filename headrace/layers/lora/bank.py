@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import frexp
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,11 @@ class AdapterBank(nn.Module):
     num_experts: int = 0
     part_names: frozenset[str] | None = None
     """Of a layer that may lack some of a family's parts, see `StorableLayer.has_part`; None: all that are named."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that are set aside."""
+        return 0
 
     def sizes(self, part: str) -> tuple[int, int]:
         """Inputs and outputs of a part in the checkpoint; of all of them if it is empty."""
@@ -134,6 +140,11 @@ class LinearBank(AdapterBank):
         shares = self.shares.values() if part == "" else [self.shares[part]]
         return self.columns.size, sum(share.size for share in shares)
 
+    @property
+    def slot_bytes(self) -> int:
+        """See `AdapterBank`."""
+        return self.a[0].nbytes + self.b[0].nbytes
+
     def has_extras(self, slot: int) -> bool:
         """See `AdapterBank`."""
         return slot in self._extras or (slot in self._used and not self.is_capturable)
@@ -198,8 +209,7 @@ class LinearBank(AdapterBank):
         if part.magnitude is not None:
             found.magnitude = self._keep(part.magnitude[rows].float())
         if part.a is not None and part.b is not None:
-            b = part.b[rows].t() if part.scale == 1.0 else (part.b[rows].float() * part.scale).t()
-            self._prepare_factors(found, part.a[:, inputs], b)
+            self._prepare_factors(found, part.a[:, inputs], _scale(part.b[rows], part.scale).t())
         if part.bias is not None:
             found.bias = self._keep(part.bias[rows].float())
         if part.weight is not None:
@@ -332,6 +342,12 @@ class LinearBank(AdapterBank):
         return self._extras_maker.count_bytes(parts)
 
 
+def _scale(b: torch.Tensor, scale: float) -> torch.Tensor:
+    """``scale * b`` in float32, or in bfloat16 where that is the same."""
+    is_exact = b.dtype == torch.bfloat16 and abs(frexp(scale)[0]) == 0.5  # a power of two
+    return b if scale == 1.0 else (b if is_exact else b.float()) * scale
+
+
 class CodedLinearBank(LinearBank):
     """As `LinearBank`, for a CPU: additions are kept in 8 bits, as weights beside them are. They are rounded when they
     are prepared, beside the steps that run."""
@@ -340,6 +356,11 @@ class CodedLinearBank(LinearBank):
         shape = sizes.num_slots, sizes.padded_rank, self.columns.length
         self._coded = make_coded_bank(*shape, self.ends, self.ranks)
         self.codes = nn.Buffer(self._coded.codes.to(self.ranks.device), persistent=False)
+
+    @property
+    def slot_bytes(self) -> int:
+        """See `AdapterBank`."""
+        return self.codes[0].nbytes
 
     @property
     def tensors(self) -> CodedBank:

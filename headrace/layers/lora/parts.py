@@ -5,10 +5,13 @@ r rank, O outputs, I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from headrace.base.errors import UnsupportedFeature
@@ -18,6 +21,10 @@ TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
 """Those of a `PreparedPart`."""
 ALIGNMENT, BUFFER_BYTES = 64, 2 << 20
 """Bytes: of tensors in a buffer, and of a buffer; see `gather_parts`."""
+MAX_THREADS = 8
+"""That move tensors of an adapter; memory has no more for them."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that numpy has, by bytes of a number."""
 
 RANK_STEP = 16
 """Ranks are padded to multiples of this with zeros, for tensor cores."""
@@ -76,6 +83,10 @@ class PreparedPart:
         )
 
 
+_Owned = tuple[PreparedPart, str, torch.Tensor]
+"""A tensor of a part, and its name there."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadBytes:
     """Bytes of the device that loading an adapter takes: ``kept`` ones, and those given back when it is loaded."""
@@ -84,31 +95,36 @@ class LoadBytes:
     passing: int = 0
 
 
-def gather_parts(parts: Iterable[PreparedPart], *, is_pinned: bool) -> None:
-    """Move the tensors of an adapter's parts into few buffers, which with ``is_pinned`` a GPU copies from: pinning
-    hundreds of them one by one takes longer than reading their file. None is larger than `BUFFER_BYTES` for the sake of
-    more than one tensor: launches of other threads wait while memory is pinned, some milliseconds for each 10 MB."""
-    together: list[tuple[PreparedPart, str, torch.Tensor]] = []
+def gather_parts(parts: Iterable[PreparedPart], take: Callable[[int], torch.Tensor]) -> None:
+    """Move the tensors of an adapter's parts into few buffers, which a GPU may copy from: ``take`` returns one of so
+    many bytes, on any thread. None is larger than `BUFFER_BYTES` for the sake of more than one tensor."""
+    buffers: list[list[_Owned]] = [[]]
     num_bytes = 0
     for part in parts:
         for name in TENSORS:
             tensor = getattr(part, name)
             if tensor is None:
                 continue
-            if together and num_bytes + tensor.nbytes > BUFFER_BYTES:
-                _move(together, is_pinned=is_pinned)
-                together, num_bytes = [], 0
-            together.append((part, name, tensor))
+            if buffers[-1] and num_bytes + tensor.nbytes > BUFFER_BYTES:
+                buffers.append([])
+                num_bytes = 0
+            buffers[-1].append((part, name, tensor))
             num_bytes += _align(tensor.nbytes)
-    _move(together, is_pinned=is_pinned)
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads())), "adapter-copy") as threads:
+        for _ in threads.map(partial(_move, take), buffers):
+            pass  # raises what moving raised
 
 
-def _move(owned: list[tuple[PreparedPart, str, torch.Tensor]], *, is_pinned: bool) -> None:
+def _move(take: Callable[[int], torch.Tensor], owned: list[_Owned]) -> None:
     starts = [0, *accumulate(_align(tensor.nbytes) for _, _, tensor in owned)]
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
+    buffer = take(starts[-1])
     for (part, name, tensor), start in zip(owned, starts, strict=False):
         place = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        setattr(part, name, place.copy_(tensor))
+        if tensor.numel():
+            # by numpy: torch would transpose at half the rate, and start as many threads as there are cores
+            bits = BITS[tensor.element_size()]
+            np.copyto(np.asarray(place.view(bits)), np.asarray(tensor.view(bits)))
+        setattr(part, name, place)
 
 
 def _align(num_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -66,13 +66,21 @@ class AdapterBanks:
         others, if there are."""
         return 1 if self.num_dense == self.num_slots else 2
 
-    def prepare(self, adapter: AdapterWeights) -> PreparedAdapter:
-        """What an adapter needs here; on any thread. Raises `UnsupportedFeature`."""
+    @property
+    def slot_bytes(self) -> int:
+        """Of the room that banks have set aside, the bytes of one adapter."""
+        return sum(bank.slot_bytes for bank in self._banks.values())
+
+    def prepare(
+        self, adapter: AdapterWeights, take: Callable[[int], torch.Tensor] | None = None
+    ) -> PreparedAdapter:
+        """What an adapter needs here; on any thread. ``take``: see `gather_parts`; None: tensors stay where they are.
+        Raises `UnsupportedFeature`."""
         prepared: PreparedAdapter = defaultdict(list)
         for part in adapter.parts:
             prepared[part.module] += self._banks[part.module].prepare(part)
-        if self.device.type == "cuda":
-            gather_parts((part for parts in prepared.values() for part in parts), is_pinned=True)
+        if take is not None:
+            gather_parts((part for parts in prepared.values() for part in parts), take)
         return dict(prepared)
 
     def count_bytes(self, adapter: PreparedAdapter) -> LoadBytes:

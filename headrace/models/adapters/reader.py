@@ -21,7 +21,7 @@ from headrace.models.adapters.experts import read_experts
 from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, find_adapter
 from headrace.models.adapters.gguf import GgufForm, read_gguf_parts
 from headrace.models.adapters.naming import LOW_RANK, SiteNames, group_tensors, last_parts, list_names
-from headrace.models.adapters.tensors import AdapterTensors, check_parts
+from headrace.models.adapters.tensors import AdapterTensors, check_parts, start_threads
 
 WHOLE = ("weight", "token_rows")
 """Kinds of tensors that replace the base's."""
@@ -132,18 +132,21 @@ class _PeftReader:
         self._leave_out_unused()
         self._check_modules()
         parts: list[AdaptedPart] = []
-        for module, group in self._groups.items():
-            site = self._names.find(module)
-            found = (
-                read_experts(module, group, self._config, self._tensors, self._names, self._sites)
-                if site is None else self._read_module(module, site, {kind: name for (kind, _), name in group.items()})
-            )
-            if found:
-                self.modules.add(module.rpartition(".")[2])
-            parts += found
+        with start_threads() as threads:
+            for module, found in zip(self._groups, threads.map(self._read_group, self._groups), strict=True):
+                if found:
+                    self.modules.add(module.rpartition(".")[2])
+                parts += found
         self._tie(parts)
         self._note_unused()
         return parts
+
+    def _read_group(self, module: str) -> list[AdaptedPart]:
+        """The parts that the tensors of one module make."""
+        site, group = self._names.find(module), self._groups[module]
+        if site is None:
+            return read_experts(module, group, self._config, self._tensors, self._names, self._sites)
+        return self._read_module(module, site, {kind: name for (kind, _), name in group.items()})
 
     def _leave_out_unused(self) -> None:
         """Drop what is of modules that the served model does not compute, such as the head of a pretraining."""

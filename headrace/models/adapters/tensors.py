@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,15 +19,17 @@ from headrace.models.weights.safetensors_file import StoredTensor, read_header, 
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_THREADS = 8
-BFLOAT16_EXPONENT = 0x7F80
+INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
+"""Bits of it; those of what is no number are more."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AdapterTensors:
-    """The tensors of one file, by name. ``read`` copies one. Not by a mapping, as for the model's weights: trainers
-    write adapters anew while a server reads them, and a mapped file that gets shorter ends the process."""
+    """The tensors of one file, by name. ``read`` copies one, on any thread. Not by a mapping, as for the model's
+    weights: trainers write adapters anew while a server reads them, and a mapped file that gets shorter ends the
+    process."""
 
-    def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | io.BytesIO):
+    def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | memoryview):
         self.entries: Mapping[str, StoredTensor] = {entry.name: entry for entry in entries}
         self._file = file
 
@@ -39,11 +42,12 @@ class AdapterTensors:
     @classmethod
     def unpack(cls, data: bytes, name: str) -> AdapterTensors:
         """Of a file's bytes, which errors call ``name``; raises `WeightError`."""
-        return cls(read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES), io.BytesIO(data))
+        return cls(read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES), memoryview(data))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if isinstance(self._file, io.FileIO):
+            self._file.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -64,12 +68,20 @@ class AdapterTensors:
         return tensor.float() if entry.dtype == torch.float64 else tensor
 
     def _fill(self, rest: memoryview, entry: StoredTensor) -> None:
-        self._file.seek(entry.start)
+        if isinstance(self._file, memoryview):
+            rest[:] = self._file[entry.start : entry.stop]
+            return
+        at = entry.start
         while rest:
-            count = self._file.readinto(rest)
+            count = os.preadv(self._file.fileno(), [rest], at)
             if not count:
                 raise AdapterError(f"the file became shorter while {entry.name} was read; load the adapter again")
-            rest = rest[count:]
+            rest, at = rest[count:], at + count
+
+
+def start_threads() -> ThreadPoolExecutor:
+    """As many as read, scan and hash faster than fewer; all of these let other threads run."""
+    return ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads())), "adapter-part")
 
 
 def check_parts(parts: list[AdaptedPart]) -> str:
@@ -80,8 +92,7 @@ def check_parts(parts: list[AdaptedPart]) -> str:
         is_same = (before.module, before.expert) == (part.module, part.expert)
         if is_same and before.part in ("", part.part):
             raise AdapterError(f"the adapter changes {part.module} {part.part}".rstrip() + " twice, by different names")
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads()))) as threads:
-        # hashing and scanning let other threads run
+    with start_threads() as threads:
         digests = list(threads.map(_digest_part, ordered))
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -105,8 +116,11 @@ def _digest_part(part: AdaptedPart) -> bytes:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """By numpy: in each of several threads, torch would start as many threads as there are cores."""
-    if tensor.dtype != torch.bfloat16:
-        return bool(np.isfinite(np.asarray(tensor)).all())
-    exponents = np.asarray(tensor.view(torch.int16)) & BFLOAT16_EXPONENT
-    return bool((exponents != BFLOAT16_EXPONENT).all())
+    """By numpy: in each of several threads, torch would start as many threads as there are cores. By the largest bits
+    of positive numbers and of negative ones, so that no other memory is written."""
+    size, infinity = tensor.element_size(), INFINITY[tensor.dtype]
+    bits = np.asarray(tensor.contiguous().flatten().view(torch.uint8)).view(f"i{size}")
+    if not bits.size:
+        return True
+    sign = 1 << (8 * size - 1)
+    return bool(bits.max() < infinity and bits.view(f"u{size}").max() < sign + infinity)
