@@ -25,6 +25,16 @@ class Operation(Registry[Callable[..., Any]]):
     """Solutions of one operation. ``OPERATION.choose(query)`` returns the callable once, when a layer is built;
     nothing is looked up on the hot path."""
 
+    def add_triton(self, target: str, *, supports: Callable[[KernelQuery], str | None] | None = None, doc: str) -> None:
+        """Register a Triton kernel for GPUs, and ``{target}_pdl``, which from Hopper on is launched with programmatic
+        dependent launch (`headrace.kernels.launch`)."""
+        on_gpu, on_hopper = supports or requires(device="cuda"), requires(device="cuda", capability=(9, 0))
+        self.add("triton", target, supports=on_gpu, priority=10, doc=doc)
+        self.add(
+            "triton_pdl", f"{target}_pdl", supports=lambda query: on_hopper(query) or on_gpu(query), priority=15,
+            doc="the same, with dependent launch",
+        )
+
 
 LARGE_BLOCK = 227 << 10
 """Shared memory that a block may have on Hopper and on data centres' Blackwell, in bytes."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.lora import SlotRows
-from headrace.kernels.rowwise import LATENT_WRITE
+from headrace.kernels.rowwise.reference import latent_write
 from headrace.layers.attention.contract import AttentionInputs, AttentionParams, KvPages
 from headrace.layers.batch import GroupStep
 from headrace.layers.build import Build
@@ -56,8 +56,7 @@ class LatentAttention(AttentionLayer):
         if self.kv_up.lora is not None:
             self.kv_up.lora.is_capturable = False  # `_find_additions` needs to know rows on the host
         self.output = Linear(build, heads.times(spec.v_head_dim), hidden_size)
-        shape = dict(num_heads=self.num_heads, kv_lora_rank=spec.kv_lora_rank, rotary_dim=spec.qk_rope_head_dim)
-        self._write = partial(LATENT_WRITE.choose(build.query(**shape)), interleaved=layer.rope.interleaved)
+        self._write = partial(latent_write, interleaved=layer.rope.interleaved)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, spec, pages = self.step.batch, self.spec, self.pages

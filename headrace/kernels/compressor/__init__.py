@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.kernels.latents import reason_against_dependent, reason_against_latents
-from headrace.kernels.operation import Operation, requires
+from headrace.kernels.latents import reason_against_latents
+from headrace.kernels.operation import Operation
 
 if TYPE_CHECKING:
     import torch
@@ -100,29 +100,16 @@ of latents and of the first pool's entries.
 """
 
 COMPRESS.add("reference", "headrace.kernels.compressor.reference:compress", doc="plain torch")
-COMPRESS.add(
-    "triton", "headrace.kernels.compressor.triton:compress", supports=reason_against_latents, priority=10,
+COMPRESS.add_triton(
+    "headrace.kernels.compressor.triton:compress", supports=reason_against_latents,
     doc="one kernel: pooling, norm, rotation, packing, write",
 )
 STORE_STATE.add("reference", "headrace.kernels.compressor.reference:store_state", doc="plain torch")
-STORE_STATE.add(
-    "triton", "headrace.kernels.compressor.triton:store_state", supports=requires(device="cuda"), priority=10,
-    doc="one kernel; tokens that no later window needs write nothing",
-)
-COMPRESS.add(
-    "triton_pdl", "headrace.kernels.compressor.triton:compress_pdl", supports=reason_against_dependent, priority=15,
-    doc="with dependent launch",
+STORE_STATE.add_triton(
+    "headrace.kernels.compressor.triton:store_state", doc="one kernel; tokens that no later window needs write nothing"
 )
 FINISH_PROJECTIONS.add("reference", "headrace.kernels.compressor.reference:finish", doc="one after the other")
-FINISH_PROJECTIONS.add(
-    "triton", "headrace.kernels.compressor.fused:finish", supports=reason_against_latents, priority=10,
+FINISH_PROJECTIONS.add_triton(
+    "headrace.kernels.compressor.fused:finish", supports=reason_against_latents,
     doc="one kernel: norms, rotations, pooling, packing, writes",
-)
-FINISH_PROJECTIONS.add(
-    "triton_pdl", "headrace.kernels.compressor.fused:finish_pdl", supports=reason_against_dependent, priority=15,
-    doc="with dependent launch",
-)
-STORE_STATE.add(
-    "triton_pdl", "headrace.kernels.compressor.triton:store_state_pdl",
-    supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
 )

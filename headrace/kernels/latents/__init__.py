@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.kernels.operation import KernelQuery, Operation, requires
+from headrace.kernels.operation import KernelQuery, Operation
 
 if TYPE_CHECKING:
     import torch
@@ -74,20 +74,8 @@ def reason_against_latents(query: KernelQuery) -> str | None:
     return None
 
 
-def reason_against_dependent(query: KernelQuery) -> str | None:
-    """The same with programmatic dependent launch."""
-    return requires(device="cuda", capability=(9, 0))(query) or reason_against_latents(query)
-
-
 for _operation, _name in (
     (DECODE_WINDOWS, "decode_windows"), (DECODE_ENTRIES, "decode_entries"), (DECODE_STATE, "decode_state")
 ):
     _operation.add("reference", f"headrace.kernels.latents.reference:{_name}", doc="plain torch")
-    _operation.add(
-        "triton", f"headrace.kernels.latents.decodes:{_name}", supports=requires(device="cuda"), priority=10,
-        doc="one kernel"
-    )
-    _operation.add(
-        "triton_pdl", f"headrace.kernels.latents.decodes:{_name}_pdl",
-        supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
-    )
+    _operation.add_triton(f"headrace.kernels.latents.decodes:{_name}", doc="one kernel")

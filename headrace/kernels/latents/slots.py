@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.block_scaled.reference import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
+from headrace.kernels.block_scaled import LARGEST, LEAST_AMAX, power_of_two, quantise_groups
 from headrace.kernels.latents import GROUP, KEY_SCALE_BYTES, ROTATED, SCALE_BYTES
 
 

@@ -52,26 +52,17 @@ def _reason_against_tiles(query: KernelQuery) -> str | None:
 
 
 for _operation, _name in ((LINEAR, "linear"), (LINEAR_SUMS, "linear_sums")):
-    _operation.add(
-        "triton", f"headrace.kernels.linear.triton:{_name}", supports=lambda q: _in_half(q) or _reason_against_shape(q),
-        priority=10,
+    _operation.add_triton(
+        f"headrace.kernels.linear.triton:{_name}", supports=lambda q: _in_half(q) or _reason_against_shape(q),
         doc="GEMV for one row or two, skinny GEMM for up to 8, torch beyond",
-    )
-    _operation.add(
-        "triton_pdl", f"headrace.kernels.linear.triton:{_name}_pdl",
-        supports=lambda q: _on_hopper(q) or _reason_against_shape(q), priority=15, doc="with dependent launch",
     )
     _operation.add(
         "gluon_pdl", f"headrace.kernels.linear.hopper:{_name}", supports=_reason_against_tiles, priority=20,
         doc="the same, and tiles on tensor cores for up to 256 rows",
     )
 GATED_LINEAR.add(
-    "gluon_pdl", "headrace.kernels.linear.hopper:gated_linear", supports=_reason_against_tiles, priority=20,
-    doc="tiles on tensor cores for up to 256 rows",
-)
-GATED_LINEAR.add(
-    "cuda", "headrace.kernels.linear.gated_product:gated_linear", supports=_reason_against_tiles, priority=25,
-    doc="the same, and own CUDA C++ for many rows",
+    "cuda", "headrace.kernels.linear.gated_product:gated_linear", supports=_reason_against_tiles, priority=20,
+    doc="tiles on tensor cores for up to 256 rows, own CUDA C++ for many",
 )
 
 LINEAR_FLOAT = Operation("linear kernel with float32 output")
@@ -131,13 +122,7 @@ def _reason_against_norm(query: KernelQuery) -> str | None:
     return None
 
 
-NORM_LINEAR.add(
-    "triton", "headrace.kernels.linear.norm_linear:norm_linear",
-    supports=lambda q: _in_half(q) or _reason_against_norm(q), priority=10,
+NORM_LINEAR.add_triton(
+    "headrace.kernels.linear.norm_linear:norm_linear", supports=lambda q: _in_half(q) or _reason_against_norm(q),
     doc="a GEMV whose programs normalise the row themselves",
-)
-NORM_LINEAR.add(
-    "triton_pdl", "headrace.kernels.linear.norm_linear:norm_linear_pdl",
-    supports=lambda q: _on_hopper(q) or _reason_against_norm(q), priority=15,
-    doc="with dependent launch",
 )

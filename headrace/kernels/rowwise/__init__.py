@@ -68,19 +68,8 @@ first half cosines, second half sines; None: no rotation). k and v are written a
 (layout in `headrace.kernels.attention.reference`) and ``scales``. Returns q [T, H, E], contiguous, in qkv's dtype.
 """
 
-LATENT_WRITE = Operation("latent_write kernel")
-"""``latent_write(q_rope [T, H, E], latent [T, L], k_rope [T, E], positions [T] int64, cos_sin [length, E] float32,
-slots [T] int64, pages [P, page_size, 1, L + E], *, interleaved) -> q_rope [T, H, E]``: the same for MLA, L being
-``kv_lora_rank`` and E ``qk_rope_head_dim``.
-
-Rotates ``q_rope`` and ``k_rope`` as `ROPE_WRITE` does, and writes ``latent`` followed by the rotated ``k_rope`` at
-``slots``. Returns the rotated ``q_rope``, which may be strided.
-"""
-
 
 _on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
-_on_gpu = requires(device="cuda")
-_on_hopper = requires(device="cuda", capability=(9, 0))
 _MODULE = "headrace.kernels.rowwise"
 
 
@@ -93,8 +82,4 @@ for _operation, _name, _has_cpu in (
     _operation.add("reference", f"{_MODULE}.reference:{_name}", doc="plain torch")
     if _has_cpu:
         _operation.add("cpu", f"{_MODULE}.cpu:{_name}", supports=_on_cpu, priority=10, doc="own C++, fused")
-    _operation.add("triton", f"{_MODULE}.triton:{_name}", supports=_on_gpu, priority=10, doc="one pass, fused")
-    _operation.add(
-        "triton_pdl", f"{_MODULE}.triton:{_name}_pdl", supports=_on_hopper, priority=15, doc="with dependent launch"
-    )
-LATENT_WRITE.add("reference", f"{_MODULE}.reference:latent_write", doc="plain torch")
+    _operation.add_triton(f"{_MODULE}.triton:{_name}", doc="one pass, fused")

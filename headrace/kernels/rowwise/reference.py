@@ -120,7 +120,10 @@ def latent_write(
     q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
     slots: torch.Tensor, pages: torch.Tensor, *, interleaved: bool,
 ) -> torch.Tensor:
-    """See `LATENT_WRITE`. DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    """What `ROPE_WRITE` does, for MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every device: rotates ``q_rope``
+    [T, H, E] and ``k_rope`` [T, E], E being ``qk_rope_head_dim``, and writes ``latent`` [T, L], L being
+    ``kv_lora_rank``, followed by the rotated ``k_rope`` at ``slots`` [T] int64 of the pages [P, page_size, 1, L + E].
+    Returns the rotated ``q_rope``, which may be strided."""
     num_heads, width = q_rope.shape[1:]
     # k_rope is one more head: [T, H + 1, E] is rotated in one call
     both = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)

@@ -93,14 +93,14 @@ def _reason_against_attention(query: KernelQuery) -> str | None:
 
 
 ATTEND_SLOTS.add("reference", "headrace.kernels.sparse_attention.reference:attend_slots", doc="plain torch, by tiles")
-ATTEND_SLOTS.add(
-    "triton", "headrace.kernels.sparse_attention.triton:attend_slots", supports=_reason_against_attention, priority=10,
+ATTEND_SLOTS.add_triton(
+    "headrace.kernels.sparse_attention.triton:attend_slots", supports=_reason_against_attention,
     doc="reads packed slots; splits the slots of few tokens among programs",
 )
 ATTEND_ROWS.add("reference", "headrace.kernels.sparse_attention.reference:attend_rows", doc="plain torch, by tiles")
 INDEX_SCORES.add("reference", "headrace.kernels.sparse_attention.reference:index_scores", doc="plain torch")
-INDEX_SCORES.add(
-    "triton", "headrace.kernels.sparse_attention.indexer:index_scores", supports=_reason_against_attention, priority=10,
+INDEX_SCORES.add_triton(
+    "headrace.kernels.sparse_attention.indexer:index_scores", supports=_reason_against_attention,
     doc="one kernel; reads packed keys",
 )
 SELECT_ENTRIES.add("reference", "headrace.kernels.sparse_attention.reference:select_entries", doc="torch's topk")
@@ -121,18 +121,10 @@ def _reason_against_rows(query: KernelQuery) -> str | None:
     )(query)
 
 
-def _reason_against_dependent_rows(query: KernelQuery) -> str | None:
-    return requires(device="cuda", capability=(9, 0))(query) or _reason_against_rows(query)
-
-
-for _name, _target, _reason, _priority in (
-    ("triton", "attend_rows", _reason_against_rows, 10),
-    ("triton_pdl", "attend_rows_pdl", _reason_against_dependent_rows, 15),
-):
-    ATTEND_ROWS.add(
-        _name, f"headrace.kernels.sparse_attention.rows:{_target}", supports=_reason, priority=_priority,
-        doc="splits the slots of few tokens among programs",
-    )
+ATTEND_ROWS.add_triton(
+    "headrace.kernels.sparse_attention.rows:attend_rows", supports=_reason_against_rows,
+    doc="splits the slots of few tokens among programs",
+)
 
 
 def _reason_against_hopper(query: KernelQuery) -> str | None:
@@ -152,17 +144,6 @@ def _reason_against_dependent(query: KernelQuery) -> str | None:
     return requires(device="cuda", capability=(9, 0))(query) or _reason_against_attention(query)
 
 
-for _operation, _target in (
-    (ATTEND_SLOTS, "triton:attend_slots_pdl"), (INDEX_SCORES, "indexer:index_scores_pdl"),
-):
-    _operation.add(
-        "triton_pdl", f"headrace.kernels.sparse_attention.{_target}", supports=_reason_against_dependent, priority=15,
-        doc="with dependent launch",
-    )
-SELECT_ENTRIES.add(
-    "triton_pdl", "headrace.kernels.sparse_attention.indexer:select_entries_pdl",
-    supports=requires(device="cuda", capability=(9, 0)), priority=15, doc="with dependent launch",
-)
 # Below the others: not yet compared with other solutions on a device.
 INDEX_SCORES.add(
     "cuda", "headrace.kernels.sparse_attention.few_scores:index_scores", supports=_reason_against_dependent,

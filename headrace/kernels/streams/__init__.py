@@ -66,10 +66,6 @@ WRITE_READ_STREAMS = Operation("stream write and read kernel")
 [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS` of what is pending, whose two parts are added up
 and rounded, then `READ_STREAMS` of what was written. The query's shape as for these."""
 
-READ_STREAMS.add("reference", "headrace.kernels.streams.reference:read_streams", doc="plain torch")
-WRITE_STREAMS.add("reference", "headrace.kernels.streams.reference:write_streams", doc="plain torch")
-WRITE_READ_STREAMS.add("reference", "headrace.kernels.streams.reference:write_read_streams", doc="plain torch")
-
 
 def _reason_against(query: KernelQuery) -> str | None:
     # Triton's blocks are powers of two; a token's S x S matrix and its S x D streams stay in registers
@@ -81,21 +77,13 @@ def _reason_against(query: KernelQuery) -> str | None:
     return None
 
 
-def _reason_against_dependent(query: KernelQuery) -> str | None:
-    return requires(device="cuda", capability=(9, 0))(query) or _reason_against(query)
-
-
 for _operation, _name, _doc in (
     (READ_STREAMS, "read_streams", "two kernels: split sums of products, then weights, sum of streams and norm"),
     (WRITE_STREAMS, "write_streams", "one kernel"),
     (WRITE_READ_STREAMS, "write_read_streams", "the kernels of both in turn"),
 ):
-    _module = "headrace.kernels.streams.triton"
-    _operation.add("triton", f"{_module}:{_name}", supports=_reason_against, priority=10, doc=_doc)
-    _operation.add(
-        "triton_pdl", f"{_module}:{_name}_pdl", supports=_reason_against_dependent, priority=15,
-        doc="with dependent launch",
-    )
+    _operation.add("reference", f"headrace.kernels.streams.reference:{_name}", doc="plain torch")
+    _operation.add_triton(f"headrace.kernels.streams.triton:{_name}", supports=_reason_against, doc=_doc)
 
 
 def _reason_against_four(query: KernelQuery) -> str | None:
