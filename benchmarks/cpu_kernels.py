@@ -26,10 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from headrace.execution.device import has_fast_bfloat16
-from headrace.kernels import native
+from headrace.kernels import block_scaled, native
 from headrace.kernels.attention.cpu import paged_attention
 from headrace.kernels.attention.reference import write_codes
-from headrace.kernels.block_scaled import QUANTISE_MXFP4
 from headrace.kernels.packed_linear import PACKED_LINEAR
 from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import OnednnWeight, PanelWeight, TurnedWeight, keep_in_panels
@@ -77,7 +76,7 @@ def onednn_int8(weight: torch.Tensor) -> Product:
 
 def quantise_mxfp4(weight: torch.Tensor) -> PackedMatrix:
     """As a checkpoint has them; inputs are a multiple of 32."""
-    codes, scales = QUANTISE_MXFP4.load("reference")(weight)
+    codes, scales = block_scaled.quantise_mxfp4(weight)
     raw = torch.cat((scales.unsqueeze(-1), codes.unflatten(-1, (-1, 16))), dim=-1).flatten(1)
     return pack_blocks([WeightBlocks("MXFP4_PAIRS", raw)])
 

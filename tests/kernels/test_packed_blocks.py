@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from headrace.kernels import native
-from headrace.kernels.block_scaled.reference import dequantise_mxfp4
+from headrace.kernels.block_scaled import dequantise_mxfp4
 from headrace.kernels.coded_linear.codes import Code, stack_matrices
 from headrace.kernels.coded_linear.device_codes import pack_for_device, read_codes
 from headrace.kernels.packed_linear.blocks import BLOCK_TYPES, ROUNDED_SIZES, WeightBlocks, pack_blocks

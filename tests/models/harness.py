@@ -142,6 +142,13 @@ class Harness:
         )
 
 
+def dequantise_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """values [O, I] in e4m3 whose blocks of 128 rows and columns share a scale [ceil(O / 128), ceil(I / 128)]."""
+    rows, columns = values.shape
+    spread = scales.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return values.float() * spread
+
+
 def make_pages(
     spec: CacheSpec, num_pages: int, page_size: int, *, values_in_keys: bool, device: torch.device = CPU
 ) -> KvPages:

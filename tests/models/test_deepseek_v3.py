@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import build_harness
+from harness import build_harness, dequantise_blocks
 from test_parity import CASES, config_json, make_oracle, oracle_logits, prompt
 
 from headrace.base.errors import ConfigError, WeightError
-from headrace.kernels.block_scaled.reference import dequantise_blocks
 from headrace.layers import latent_attention
 from headrace.models.catalog import find_family
 
@@ -45,7 +44,7 @@ def test_a_checkpoint_of_scaled_8_bit_floats(oracle: Any):
         if name.split(".")[-2] in SCALED and tensor.dim() == 2:
             scale = tensor.abs().max().view(1, 1) / 448
             stored[name], stored[f"{name}_scale_inv"] = (tensor / scale).to(torch.float8_e4m3fn), scale
-            plain[name] = dequantise_blocks(stored[name], scale, torch.float32)
+            plain[name] = dequantise_blocks(stored[name], scale)
         else:
             stored[name] = plain[name] = tensor
     assert len(stored) > len(plain)

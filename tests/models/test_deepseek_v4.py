@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from deepseek_v4_tiny import TINY, build_harness, make_oracle, oracle_logits, prompt, published_config
+from harness import dequantise_blocks
 
 from headrace.base.errors import ConfigError, WeightError
-from headrace.kernels.block_scaled.reference import dequantise_blocks, dequantise_mxfp4
+from headrace.kernels.block_scaled import dequantise_mxfp4
 from headrace.kernels.latents.reference import hadamard
 from headrace.kernels.sparse_attention.reference import choose_entries
 from headrace.kernels.streams.reference import balance
@@ -275,7 +276,7 @@ def quantise(published: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
         ):
             exponents = torch.full(tuple(-(-n // 128) for n in tensor.shape), 121, dtype=torch.uint8)
             stored[name], stored[scale] = (tensor * 64).to(torch.float8_e4m3fn), exponents.view(torch.float8_e8m0fnu)
-            plain[name] = dequantise_blocks(stored[name], stored[scale], torch.float32)
+            plain[name] = dequantise_blocks(stored[name], stored[scale])
         else:
             stored[name] = plain[name] = tensor
     return stored, plain

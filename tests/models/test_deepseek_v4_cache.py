@@ -16,7 +16,7 @@ from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec, group_layers
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 from headrace.execution.assembly import Assembly
-from headrace.kernels.block_scaled.reference import ceil_power_of_two, power_of_two
+from headrace.kernels.block_scaled import ceil_power_of_two, power_of_two
 from headrace.kernels.latents.slots import pack_keys, pack_vectors, unpack_keys, unpack_vectors
 from headrace.kernels.sparse_attention.reference import attend
 from headrace.layers.attention.contract import KvPages

@@ -12,7 +12,7 @@ from test_layers_together import LENGTHS, build
 from test_parity import CASES, config_json, make_oracle, prompt
 
 from headrace.kernels import native
-from headrace.kernels.block_scaled.reference import quantise_mxfp4
+from headrace.kernels.block_scaled import quantise_mxfp4
 from headrace.kernels.decoder_layers.table import FusedDecode
 from headrace.kernels.packed_linear.blocks import WeightBlocks, pack_blocks
 from headrace.kernels.packed_linear.forms import PanelWeight, keep_in_panels

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear import reference
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.block_scaled import MXFP4_BLOCK
-from headrace.kernels.block_scaled.reference import LARGEST, power_of_two, quantise_mxfp4
+from headrace.kernels.block_scaled import LARGEST, MXFP4_BLOCK, power_of_two, quantise_mxfp4
 from headrace.kernels.coded_linear.codes import CHUNK_WEIGHTS, Code, CodedMatrix
 
 

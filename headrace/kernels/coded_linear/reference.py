@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear.codes import decode
 from headrace.kernels.coded_linear.device_codes import HALF, DeviceCodes, Fp8Rows
 from headrace.kernels.rowwise import reference as rowwise

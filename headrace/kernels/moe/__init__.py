@@ -71,11 +71,6 @@ choice_bias, **RouteShape) -> (x [T, D], new_residual [T, D], ids, weights) | No
 separate kernels are as fast.
 """
 
-MASK_CHOICES = Operation("choice mask kernel")
-"""``mask_choices(ids [T, k], num_tokens [1])``: in place, the choices of padding tokens (from ``num_tokens`` on)
-become -1, no expert. ``num_tokens`` is read on the device, so that a captured graph serves any number.
-"""
-
 GROUPED_LINEAR = Operation("grouped linear kernel")
 """``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
@@ -148,7 +143,6 @@ def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_
 
 
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
-MASK_CHOICES.add("reference", "headrace.kernels.moe.reference:mask_choices", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
 NORM_ROUTE.add("reference", "headrace.kernels.moe.reference:norm_route", doc="one behind the other")
 GROUPED_LINEAR.add(
@@ -198,38 +192,20 @@ def _reason_against_route(query: KernelQuery) -> str | None:
 
 
 ROUTE.add("native", "headrace.kernels.moe.cpu:route", supports=requires(device="cpu"), priority=10, doc="own C++")
-ROUTE.add("triton", "headrace.kernels.moe.triton:route", supports=_reason_against_route, priority=10, doc="one kernel")
-ROUTE.add(
-    "triton_pdl", "headrace.kernels.moe.triton:route_pdl",
-    supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
-    priority=15, doc="with dependent launch",
-)
+ROUTE.add_triton("headrace.kernels.moe.triton:route", supports=_reason_against_route, doc="one kernel")
 NORM_ROUTE.add(
     "cuda", "headrace.kernels.moe.norm_route:norm_route",
     supports=lambda q: _on_hopper(q) or (None if q.capability == (9, 0) else "compiled for Hopper alone"), priority=10,
     doc="own CUDA C++ for up to 16 tokens: a cluster has a token",
 )
-HASH_ROUTE.add(
-    "triton", "headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, priority=10, doc="one kernel"
-)
-HASH_ROUTE.add(
-    "triton_pdl", "headrace.kernels.moe.triton:hash_route_pdl",
-    supports=lambda q: requires(device="cuda", capability=(9, 0))(q) or _reason_against_route(q),
-    priority=15, doc="with dependent launch",
-)
+HASH_ROUTE.add_triton("headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, doc="one kernel")
 RUN_EXPERTS.add(
     "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_with_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",
 )
-CODED_EXPERTS.add(
-    "triton", "headrace.kernels.moe.coded:run_experts",
-    supports=requires(device="cuda", dtypes=("float16", "bfloat16")),
-    priority=10, doc="three kernels, four for more than 16 tokens",
-)
-CODED_EXPERTS.add(
-    "triton_pdl", "headrace.kernels.moe.coded:run_experts_pdl",
-    supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0)), priority=15,
-    doc="the same, with dependent launch",
+CODED_EXPERTS.add_triton(
+    "headrace.kernels.moe.coded:run_experts", supports=requires(device="cuda", dtypes=("float16", "bfloat16")),
+    doc="three kernels, four for more than 16 tokens",
 )
 CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_with_large_blocks, priority=20,

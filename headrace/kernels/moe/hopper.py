@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.block_scaled.reference import LARGEST
+from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply

@@ -13,9 +13,6 @@ from headrace.kernels.moe import CodedStack, Gate, PackedStack, RouteShape, Stac
 from headrace.kernels.packed_linear.layout import unpack
 from headrace.kernels.rowwise import reference as rowwise
 
-NO_EXPERT = -1
-"""Marks a choice without an expert: of a padding token."""
-
 LEAST_SUM = 1e-20
 """Added to the sum that weights are divided by; it matters only where every chosen score is 0."""
 
@@ -52,11 +49,6 @@ def hash_route(
     """See `HASH_ROUTE`."""
     ids = table.index_select(0, token_ids)
     return ids, _weigh(make_scores(logits.float(), score).gather(1, ids), renormalise=renormalise, scale=scale)
-
-
-def mask_choices(ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """See `MASK_CHOICES`."""
-    ids.masked_fill_(torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens, NO_EXPERT)
 
 
 def _weigh(scores: torch.Tensor, *, renormalise: bool, scale: float) -> torch.Tensor:

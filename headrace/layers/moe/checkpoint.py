@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from headrace.kernels.block_scaled import DEQUANTISE_MXFP4
-from headrace.kernels.operation import KernelQuery
+from headrace.kernels.block_scaled import dequantise_mxfp4
 from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.layers.quantization.blocks import BlockTensor
 
@@ -166,5 +165,4 @@ def _make_plain(blocks: WeightBlocks) -> torch.Tensor:
 
 def _dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """One expert's [O, I / 32, 16] and [O, I / 32] to [1, I, O]."""
-    dequantise = DEQUANTISE_MXFP4.choose(KernelQuery(blocks.device.type, "bfloat16"))
-    return dequantise(blocks.flatten(-2), scales, torch.bfloat16).T.unsqueeze(0)
+    return dequantise_mxfp4(blocks.flatten(-2), scales, torch.bfloat16).T.unsqueeze(0)

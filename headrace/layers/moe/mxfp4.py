@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.block_scaled import DEQUANTISE_MXFP4, MXFP4_BLOCK
-from headrace.kernels.block_scaled.reference import powers_of_two
+from headrace.kernels.block_scaled import MXFP4_BLOCK, dequantise_mxfp4, powers_of_two
 from headrace.kernels.coded_linear.codes import TABLES, Code
 from headrace.kernels.coded_linear.device_codes import LIFT, DeviceCodes, reorder_pairs
 from headrace.kernels.moe import CODED_EXPERTS
@@ -62,7 +61,6 @@ class Mxfp4Linear(EncodedWeight):
         )
         self.is_packed, self.has_bytes = False, False
         self._view: DeviceCodes | None = None
-        self._dequantise = DEQUANTISE_MXFP4.choose(build.query(in_features=in_features, out_features=out_features))
 
     def pack(self) -> DeviceCodes:
         """Codes and scales in the layout of GPU kernels, in the same memory. The first call after they are complete
@@ -114,7 +112,7 @@ class Mxfp4Linear(EncodedWeight):
     def matrices(self, experts: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
         """Dequantised matrices of some experts, by index or range: [n, O, I]."""
         assert not self.is_packed, "codes are in another order once they are packed"
-        return self._dequantise(self.codes[experts], self.scales[experts], dtype)
+        return dequantise_mxfp4(self.codes[experts], self.scales[experts], dtype)
 
 
 class Mxfp4ExpertWeights(nn.Module):

@@ -1,12 +1,19 @@
-"""Block-scaled floats in plain torch: the oracle, and fast enough for loading."""
+"""Block-scaled floats, to and from plain ones in plain torch: MXFP4, and FP8 in groups of a row.
+
+MXFP4: e2m1 in blocks of 32 that share a power of two (e8m0). OCP Microscaling Formats 1.0, 2023.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from headrace.kernels.block_scaled import FP8_BLOCK, FP8_GROUP, MXFP4_BLOCK
 from headrace.kernels.once import cache_once
 
+MXFP4_BLOCK = 32
+"""Values of MXFP4 that share a scale."""
+FP8_BLOCK = 128
+"""Rows and columns of a weight in FP8 that share a scale, where blocks have one: DeepSeek-V3, arXiv:2412.19437, section
+3.3.2. Blocks at the end may be smaller."""
 LARGEST = 448.0
 """The largest e4m3 value."""
 LEAST_AMAX = 1e-4
@@ -17,14 +24,20 @@ HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `DEQUANTISE_MXFP4`."""
+    """``codes`` [..., I / 2] and ``scales`` [..., I / 32], uint8, to [..., I] in ``dtype``, bfloat16 or float32: exact.
+
+    A byte holds two neighbouring values, the first in its low half: bit 3 is the sign, bits 0 to 2 stand for the
+    `MAGNITUDES`. They are multiplied by ``2 ** (scale - 127)``; scale 255 means NaN.
+    """
     # a lookup per byte gives both of its values, [.., I / 2] wide integers viewed as [.., I / 32, 32] of ``dtype``
     values = pairs_of_bytes(dtype, codes.device)[codes.int()].view(dtype).view(*scales.shape, MXFP4_BLOCK)
     return values.mul_(powers_of_two(dtype, codes.device)[scales.int()].unsqueeze(-1)).flatten(-2)
 
 
 def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `QUANTISE_MXFP4`."""
+    """x [..., I] to codes and scales as above. A scale is the least power of two by which every value of its block, and
+    at least 1e-4, fits; values become the nearest code, a tie the one nearer to 0, and never minus zero. Computed in
+    float32."""
     blocks = x.float().unflatten(-1, (-1, MXFP4_BLOCK))
     scales = ceil_power_of_two(blocks.abs().amax(-1).clamp_(min=LEAST_AMAX) / MAGNITUDES[-1])
     scaled = blocks / power_of_two(scales).unsqueeze(-1)
@@ -50,15 +63,10 @@ def powers_of_two(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).to(dtype).to(device)
 
 
-def dequantise_blocks(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `DEQUANTISE_BLOCKS`."""
-    rows, columns = values.shape
-    spread = scales.float().repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return values.float().mul_(spread).to(dtype)
-
-
-def quantise_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `QUANTISE_GROUPS`."""
+def quantise_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., I] to codes [..., I] in e4m3 and exponents [..., I / group] uint8. An exponent byte e stands for
+    ``2 ** (e - 127)`` (e8m0): the least power of two by which every value of its group, and at least 1e-4, fits e4m3.
+    Computed in float32; `power_of_two` reads exponents."""
     groups = x.float().unflatten(-1, (-1, group))
     exponents = ceil_power_of_two(groups.abs().amax(-1).clamp_(min=LEAST_AMAX) / LARGEST)
     return (groups / power_of_two(exponents).unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2), exponents
