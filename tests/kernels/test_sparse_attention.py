@@ -18,10 +18,11 @@ RUNS = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda",
 def make_seen(kind: str, head_dim: int, device: str, dtype: torch.dtype, tokens: int, width: int, seed: int) -> Any:
     """Slots of random vectors, of which each token sees some, the first at least; NaN in plain slots it does not."""
     generator = torch.Generator().manual_seed(seed)
-    slots = make_slots(kind, head_dim, device, pages=40, dtype=dtype)
+    pages = max(40, width // 8 + 2)
+    slots = make_slots(kind, head_dim, device, pages=pages, dtype=dtype)
     if slots.scales is None:
         slots.values.fill_(float("nan"))
-    written = torch.randperm(39 * 8, generator=generator)[:width] + 8
+    written = torch.randperm((pages - 1) * 8, generator=generator)[:width] + 8
     slots.write(written.to(device), (torch.randn(width, head_dim, generator=generator) * 1.5).to(device, dtype))
     numbers = torch.stack([written[torch.randperm(width, generator=generator)] for _ in range(tokens)]).to(device)
     counts = torch.randint(1, width + 1, (tokens,), generator=generator).to(device)
