@@ -51,6 +51,10 @@ LARGE_BYTES = 1 << 16
 LAST_WORDS_S = 1.0
 """How long a closing engine waits until its last messages are written."""
 
+decode_config = msgspec.msgpack.Decoder(EngineConfig).decode
+"""Made here, before there are threads: msgspec keeps what it knows of a type in the type, also while it is still
+finding that out, and a second thread that decodes the same type then crashes the process."""
+
 Message = TypeVar("Message")
 
 USER_TIMEOUT_MS = 10_000
@@ -220,7 +224,7 @@ class EngineChannel:
         payload = self._line.recv(length, socket.MSG_WAITALL) if length <= MAX_CONFIG_BYTES else b""
         if not length or len(payload) < length:
             raise ConfigError("the engine process is started by the supervisor, which sends it its configuration")
-        return msgspec.msgpack.decode(payload, type=EngineConfig)
+        return decode_config(payload)
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
         """Messages that have arrived; waits at most ``wait_ms`` milliseconds for the first one (0: not at all)."""

@@ -361,6 +361,16 @@ def test_a_worker_imports_while_rank_0_does(tmp_path: Path, monkeypatch: pytest.
         host.close()
 
 
+@pytest.mark.parametrize("main", ["headrace.service.process", "headrace.service.ranks.worker"])
+def test_types_are_known_before_another_thread_imports(main: str):
+    """msgspec crashes when one thread decodes a type while another, in a module's body, finds out what it is."""
+    code = (
+        f"import {main}, sys; from headrace.base.config import EngineConfig; "
+        "sys.exit('__msgspec_cache__' not in vars(EngineConfig))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
+
+
 def test_what_starts_ranks_imports_no_torch():
     """So that workers, and the agents of other hosts, are there before it is imported."""
     text = (

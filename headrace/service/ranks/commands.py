@@ -134,5 +134,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 FromWorker = Starting | RankReady | Done | Moved | Failed
 
+# made before a worker imports on another thread, see `headrace.service.transport.decode_config`
+decode_assignment = msgspec.msgpack.Decoder(Assignment).decode
+decode_shared = msgspec.json.Decoder(Shared).decode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_reply = msgspec.msgpack.Decoder(FromWorker).decode

@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
-
 from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, HeadraceError
@@ -52,7 +50,9 @@ from headrace.service.ranks.commands import (
     Replace,
     Reset,
     Shared,
+    decode_assignment,
     decode_command,
+    decode_shared,
 )
 from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
 from headrace.service.ranks.ring import SPIN_CPU_S, SPIN_GPU_S, RingReader
@@ -82,7 +82,7 @@ class RankLine:
             return None
         length = LENGTH.unpack(header)[0]
         payload = self._line.recv(length, socket.MSG_WAITALL)
-        return msgspec.msgpack.decode(payload, type=Assignment) if len(payload) == length else None
+        return decode_assignment(payload) if len(payload) == length else None
 
     def send(self, reply: FromWorker) -> None:
         """Send it; what a dead parent does not take is lost."""
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
             if assignment is None:
                 return 1
             _start_logging(assignment.config, assignment.rank)
-            shared = msgspec.json.decode(arguments.shared, type=Shared)
+            shared = decode_shared(arguments.shared)
             loop = start(assignment, shared, line, builder.result, parent)
         loop.run()
     except Exception as error:  # process main: tell rank 0 why, then end
