@@ -144,6 +144,26 @@ def test_a_store_that_is_stopped_ends_with_its_engine(store: IsolatedStore):
         store.exists(["a"])
 
 
+def test_a_stopped_store_does_not_block_calls_that_are_larger_than_its_buffer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(isolated, "CALL_TIMEOUT_S", 0.3)
+    store = IsolatedStore("shelf", StoreOptions(config={"folder": str(folder)}))
+    os.kill(store.pid, signal.SIGSTOP)
+    asking, errors = psutil.Process(store.pid), list[StoreDied]()
+
+    def ask() -> None:
+        with pytest.raises(StoreDied) as caught:
+            store.exists([f"{number:0100}" for number in range(20_000)])
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert len(errors) == 1 and "took no call" in str(errors[0]) and not asking.is_running()
+    store.close()
+
+
 def test_errors_of_a_store_are_those_of_a_call(store: IsolatedStore):
     pid = store.pid
     with pytest.raises(RuntimeError, match="IsADirectoryError"):

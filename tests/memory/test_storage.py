@@ -379,7 +379,7 @@ def test_with_all_threads_stuck_moves_fail_at_once(monkeypatch: pytest.MonkeyPat
     store = MemoryStore()
     setup = Setup(store)
     store.gate.clear()
-    for _ in range(lane.NUM_READERS):
+    for _ in range(lane.MOST_STUCK):
         assert setup.move("storage", "", [], "a") == [Arrival(1, [0])]
     began = time.monotonic()
     for _ in range(20):
@@ -405,6 +405,29 @@ def test_a_store_that_was_too_slow_is_left_alone_for_a_while(monkeypatch: pytest
     slow.pages["model-0-62"] = b"x"
     time.sleep(1.0)
     assert setup.move("storage", "", [], "b") == [Arrival(1)]
+    setup.mover.close()
+
+
+def test_threads_that_hang_in_one_store_leave_others_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    """As many requests at once as there are threads find a store that hangs; the store before it has their pages."""
+    monkeypatch.setattr(lane, "EXISTS_TIMEOUT_S", 0.2)
+    fast, slow = MemoryStore(), MemoryStore()
+    setup, before = Setup(fast, slow), threading.active_count()
+    setup.move("host", "storage", [1], "a")
+    slow.gate.clear()
+    setup.mover.start([PageMove(10 + n, 0, "storage", "", [], [], [b"b"]) for n in range(lane.NUM_READERS)])
+    late: list[Arrival] = []
+    while len(late) < lane.NUM_READERS:
+        late += setup.mover.poll(5.0)
+    assert {end.ticket: end.failed for end in late} == {10 + n: [0] for n in range(lane.NUM_READERS)}
+    for _ in range(3):
+        assert setup.move("storage", "host", [5], "a") == [Arrival(1)] and int(setup.rows[5][0]) == 1
+        setup.rows[5] = 5
+    slow.gate.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before, "threads that were replaced have ended"
     setup.mover.close()
 
 

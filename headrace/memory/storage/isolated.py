@@ -8,6 +8,7 @@ import contextlib
 import logging
 import queue
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -82,6 +83,9 @@ class _Life:
             self.region = Region.create(NUM_SLOTS * slot_bytes)
             undo.callback(self.region.close)
             pairs = [socket.socketpair() for _ in range(NUM_SLOTS + 1)]
+            for ours, _ in pairs:  # names of a long prompt are more than the buffer of a process that is stopped
+                for limited in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                    ours.setsockopt(socket.SOL_SOCKET, limited, _as_timeval(CALL_TIMEOUT_S))
             self._lines = [Connection(ours.detach()) for ours, _ in pairs]
             with contextlib.ExitStack() as closing:
                 first, *others = [closing.enter_context(its) for _, its in pairs]
@@ -120,6 +124,8 @@ class _Life:
             if not line.poll(CALL_TIMEOUT_S):
                 raise StoreDied(f"it did not answer within {CALL_TIMEOUT_S:g} s")
             answer = msgspec.msgpack.decode(line.recv_bytes(), type=Answer)
+        except BlockingIOError as error:
+            raise StoreDied(f"it took no call, or no whole answer came, within {CALL_TIMEOUT_S:g} s") from error
         except (EOFError, OSError) as error:
             raise StoreDied("its process ended") from error
         if answer.error:
@@ -149,6 +155,10 @@ class _Life:
         self.process.kill()
         self.process.wait()
         self.region.close()
+
+
+def _as_timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _shut_down(line: Connection) -> None:

@@ -3,6 +3,7 @@ failed, and what it still does then happens in memory of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 NUM_READERS, NUM_WRITERS = 4, 2
 """Threads that look for pages and read them, and others that write: requests wait for the former alone."""
+MOST_STUCK = 16
+"""Calls that were given up and have not ended, of either kind: another thread takes the place of each that is stuck in
+one, as a store that hangs must not keep others from answering. Beyond these, moves are refused."""
 MOST_JOBS = 256
 """Unfinished jobs beyond which moves are refused: the stores are too slow, or hang."""
 BATCH_BYTES = 32 * 2**20
@@ -40,6 +44,8 @@ class _Job:
     deadline: float
     mutex: threading.Lock = field(default_factory=threading.Lock)
     is_void: bool = False
+    is_begun: bool = False  # by a thread
+    is_replaced: bool = False  # that thread is
     is_done: bool = False
     error: Exception | None = None  # of a store
     store: int = -1  # the one that is asked
@@ -64,9 +70,13 @@ class StorageLane:
         self._logged_at = -LOG_PERIOD_S
         self._paused_until = [0.0] * len(stores)
         for writes, count in ((False, NUM_READERS), (True, NUM_WRITERS)):
-            for number in range(count):  # daemons: a store that hangs must not keep the process from ending
-                name = f"page-store-{'put' if writes else 'get'}-{number}"
-                threading.Thread(target=self._work, args=(self._waiting[writes],), name=name, daemon=True).start()
+            for _ in range(count):
+                self._add_thread(writes)
+
+    def _add_thread(self, writes: bool) -> None:
+        name = f"page-store-{'put' if writes else 'get'}"
+        # A daemon: a store that hangs must not keep the process from ending.
+        threading.Thread(target=self._work, args=(self._waiting[writes],), name=name, daemon=True).start()
 
     def rename(self, label: str) -> None:
         """Name pages otherwise from now on: the weights were replaced."""
@@ -78,8 +88,7 @@ class StorageLane:
         # Rows that are not usable yet are still to be cleared: what was read into them would become zeros.
         is_early = move.target == "host" and not self._host.is_usable(move.group, move.target_pages)
         writes = move.target == "storage"
-        num_stuck = sum(job.writes == writes for job in self._stuck)
-        is_stuck = num_stuck >= (NUM_WRITERS if writes else NUM_READERS)
+        is_stuck = sum(job.writes == writes for job in self._stuck) >= MOST_STUCK
         if is_early or is_stuck or len(self._jobs) + len(self._stuck) >= MOST_JOBS:
             self._ended.append(failed(move))
             return
@@ -113,9 +122,13 @@ class StorageLane:
         return Arrival(job.move.ticket, sorted(job.lacking))
 
     def _give_up(self, job: _Job) -> None:
+        self._stuck.append(job)
         with job.mutex:  # waits at most for the copy of a batch
             job.is_void = True
-        self._stuck.append(job)
+            if job.is_begun and not job.is_done:
+                with contextlib.suppress(RuntimeError):  # there is no thread now
+                    self._add_thread(job.writes)
+                    job.is_replaced = True
 
     def reset(self) -> None:
         """See `headrace.memory.moving.Lane`."""
@@ -142,14 +155,18 @@ class StorageLane:
     def _work(self, waiting: queue.SimpleQueue[_Job | None]) -> None:
         while (job := waiting.get()) is not None:
             kinds = {"": self._probe, "host": self._get, "storage": self._put}
+            job.is_begun = True
             try:
                 if not job.is_void:
                     kinds[job.move.target](job)
             except MemoryError as error:  # for the pages of a batch
                 job.error, job.lacking = error, set(range(len(job.names)))
             finally:
-                job.is_done = True
+                with job.mutex:
+                    job.is_done = True
                 self._wake()
+            if job.is_replaced:
+                return
 
     def _find_stores(self, job: _Job) -> Iterator[PageStore]:
         """Those that are not paused, each noted as the one that a job is waiting for."""
