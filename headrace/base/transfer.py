@@ -197,9 +197,10 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag="released"):
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """Sent every second, to engine and peers. ``engine_silent_s``: for how long the sender's engine has done nothing,
-    although somebody waits for it."""
+    although somebody waits for it. ``writing_s``: how long the write to this peer takes that is under way."""
 
     engine_silent_s: float = 0.0
+    writing_s: float = 0.0
 
 
 FromAgent = Listening | Arrived | Lost | Released | Alive

@@ -427,7 +427,7 @@ def test_threads_that_hang_in_one_store_leave_others_to_the_next(monkeypatch: py
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before, "threads that were replaced have ended"
+    assert threading.active_count() <= before, "threads that were replaced have ended"
     setup.mover.close()
 
 

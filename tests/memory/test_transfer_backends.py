@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import ConfigError, PluginError, TransferFailed
+from headrace.memory.transfer import mooncake, nixl
 from headrace.memory.transfer.contract import TRANSFER_BACKENDS, Copy, Region, create_backend, split_backend
 from headrace.memory.transfer.device_region import DeviceCopies, DriverError
 from headrace.memory.transfer.door import Door, take_descriptor
@@ -113,6 +114,62 @@ def test_a_failed_write_leaves_no_copy_behind(fault, regions, monkeypatch):
     seen[4096:4106] = 1
     destination.close()
     assert (target.data == seen).all()
+
+
+class Library:
+    """NIXL's agent and Mooncake's engine in one: of two copies one fails, the other is written until `may_end`."""
+
+    def __init__(self):
+        self.may_end, self.is_asked = threading.Event(), threading.Event()
+
+    def initialize_xfer(self, *arguments: object) -> str:
+        return "transfer"
+
+    def transfer(self, transfer: object) -> str:
+        return "ERR"
+
+    def get_xfer_descs(self, descriptions: object, kind: str) -> object:
+        return descriptions
+
+    def release_xfer_handle(self, transfer: object) -> None:
+        self.is_asked.set()
+        if not self.may_end.is_set():
+            raise ValueError("the transfer is active")
+
+    def transfer_submit_write(self, session: str, here: int, there: int, num_bytes: int) -> int:
+        return num_bytes
+
+    def transfer_check_status(self, batch: int) -> int:
+        self.is_asked.set()
+        return -1 if batch == 1 or self.may_end.is_set() else 0
+
+    def batch_transfer_sync_write(self, *arguments: object) -> int:
+        self.is_asked.set()
+        return -1
+
+
+@pytest.mark.parametrize("kind", ["nixl", "mooncake"])
+def test_a_write_of_which_a_part_failed_returns_when_the_others_have_ended(kind: str, regions):
+    library, ended = Library(), list[TransferFailed]()
+    if kind == "nixl":
+        peer = nixl._Handle("peer", b"", 0, SIZE)
+        destination = nixl._NixlDestination(library, regions[0], peer, "peer", (ValueError,))
+    else:
+        destination = mooncake._MooncakeDestination(library, regions[0], mooncake._Handle("peer", 0, SIZE))
+
+    def write() -> None:
+        with pytest.raises(TransferFailed, match="could not write") as caught:
+            destination.write([Copy(0, 0, 1), Copy(1, 1, 2)])
+        ended.append(caught.value)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert library.is_asked.wait(10)
+    thread.join(0.2)
+    is_early = not thread.is_alive()
+    library.may_end.set()
+    thread.join(10)
+    assert ended and not is_early
 
 
 def test_a_failed_copy_between_gpus_is_told_when_those_before_it_have_ended():

@@ -29,11 +29,16 @@ from headrace.base.transfer import (
     digest_prompt,
 )
 from headrace.memory.transfer.contract import Copy, Region
-from headrace.service.transfer import fetching
+from headrace.service.transfer import fetching, offering
 from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
 from headrace.service.transfer.wire import LENGTH, PeerLine
 from headrace.service.transport import frame
+
+
+@pytest.fixture(autouse=True)
+def _networks_that_bring_nothing_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "DRAIN_S", 0.05)
 
 
 async def test_a_message_that_comes_in_two_parts_survives_a_time_limit_between_them():
@@ -143,7 +148,7 @@ async def test_a_peer_that_is_never_heard_of_again_keeps_no_lease_for_ever(monke
         fetches.check_held()
         monkeypatch.setattr(fetching, "HELD_S", 0.05)
         await asyncio.sleep(0.06)
-        with pytest.raises(TransferFailed, match=f"nothing was heard of prefill agent 127.0.0.1:{ports[0]}"):
+        with pytest.raises(TransferFailed, match=f"prefill agent 127.0.0.1:{ports[0]} did not say"):
             fetches.check_held()
         is_silent = False
         fetches.fetch(Fetch(4, TransferSpec("8", "127.0.0.1", ports[1]), b"p", 64, 64))
@@ -260,6 +265,58 @@ async def test_a_later_link_that_was_greeted_fences_an_earlier_one_and_stays(mon
     assert len(lines) == 3 and len(heard) == 2, "the second fetch goes on"
     for line in lines:
         line.close()
+    server.close()
+    region.close()
+
+
+async def test_a_write_that_stands_still_costs_its_link_and_keeps_its_lease_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch
+):
+    """The second write of a transfer, in an agent that says all the while that it is alive. The first is not alone in
+    its message: each write takes a part of a chunk."""
+    monkeypatch.setattr(fetching, "SILENCE_S", 0.5)
+    monkeypatch.setattr(offering, "BEAT_S", 0.05)
+    monkeypatch.setattr(offering, "WRITE_BYTES", offering.PIECE_BYTES)
+    may_end, written = threading.Event(), list[Copy]()
+
+    class Destination:
+        def write(self, copies: list[Copy]) -> None:
+            written.extend(copies)
+            assert len(written) < 2 or may_end.wait(10)
+
+        def close(self) -> None:
+            pass
+
+    size = offering.PIECE_BYTES + 64
+    region, heard = Region.create(2 * size), list[FromAgent]()
+    backend = SimpleNamespace(connect=lambda handle: Destination())
+    offers = Offers(HELLO, region, cast(Any, backend), heard.append, lambda: 0.0)
+    fetches = Fetches(HELLO, region, heard.append)
+    server = await asyncio.start_server(offers.serve, "127.0.0.1", 0)
+    spec = TransferSpec("7", "127.0.0.1", server.sockets[0].getsockname()[1])
+    offers.take(Offer(1, "7", b"p", 0, size))
+    offers.take(Filled(1, [(0, size)]))
+    fetches.fetch(Fetch(3, spec, b"p", size, size))
+    async with asyncio.timeout(10):
+        while not heard:
+            await asyncio.sleep(0.01)
+        assert isinstance(heard[0], Lost) and "its write of pages hangs" in heard[0].reason
+        await asyncio.sleep(0.2)
+        assert len(heard) == 1 and len(written) == 2, "it may still be written"
+        offers.check_writes()
+        fetches.check_held()
+        monkeypatch.setattr(offering, "WRITE_S", 0.1)
+        with pytest.raises(TransferFailed, match="a write has not ended within"):
+            offers.check_writes()
+        monkeypatch.setattr(fetching, "HELD_S", 0.1)
+        with pytest.raises(TransferFailed, match="did not say that nothing is written any more"):
+            fetches.check_held()
+        may_end.set()
+        while len(heard) < 3:
+            await asyncio.sleep(0.01)
+    assert {(type(message), message.ticket) for message in heard[1:]} == {(Released, 1), (Released, 3)}
+    offers.check_writes()
+    fetches.check_held()
     server.close()
     region.close()
 

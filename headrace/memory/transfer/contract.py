@@ -122,7 +122,8 @@ class Destination(Protocol):
 
     def write(self, copies: Sequence[Copy]) -> None:
         """Write, and return when everything is there. Called from a thread, one call at a time. Raises
-        `headrace.base.errors.TransferFailed`, after which nothing more is written: copies that began have ended."""
+        `headrace.base.errors.TransferFailed`, after which nothing more is written: copies that began have ended. As
+        long as they have not, it does not return: an agent that waits for too long ends, and they with it."""
 
     def close(self) -> None:
         """Forget the peer; safe to call after it has died."""

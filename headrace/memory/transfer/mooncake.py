@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +12,11 @@ from headrace.base.errors import ConfigError, TransferFailed
 from headrace.memory.transfer.contract import AnyRegion, Copy, refuse_unknown
 
 PEER_TO_PEER = "P2PHANDSHAKE"
+WRITTEN, FAILED = 1, -1
+"""Of what ``transfer_check_status`` returns: these are ends."""
+REFUSED = (0, -1, 2**64 - 1)
+"""In place of a batch: nothing began."""
+PAUSE_S = 0.0002
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -72,12 +78,24 @@ class _MooncakeDestination:
             self._region.check(copy.begin, copy.num_bytes)
             if copy.target < 0 or copy.target + copy.num_bytes > self._peer.num_bytes:
                 raise TransferFailed("a write is outside of the peer's region")
-        status = self._engine.batch_transfer_sync_write(
-            self._peer.session, [self._region.address + c.begin for c in copies],
-            [self._peer.address + c.target for c in copies], [c.num_bytes for c in copies]
-        )
-        if status != 0:
-            raise TransferFailed(f"Mooncake could not write to {self._peer.session}: status {status}")
+        # Each alone: the library's calls for batches return when one has failed or 30 s are over, and others go on.
+        begun = [
+            self._engine.transfer_submit_write(
+                self._peer.session, self._region.address + copy.begin, self._peer.address + copy.target, copy.num_bytes
+            )
+            for copy in copies
+        ]
+        ends = [self._await(batch) for batch in begun]
+        if any(status != WRITTEN for status in ends):
+            raise TransferFailed(f"Mooncake could not write to {self._peer.session}")
+
+    def _await(self, batch: int) -> int:
+        """How a copy ended, when it has."""
+        if batch in REFUSED:
+            return FAILED
+        while (status := int(self._engine.transfer_check_status(batch))) not in (WRITTEN, FAILED):
+            time.sleep(PAUSE_S)
+        return status
 
     def close(self) -> None:
         """See `Destination`: sessions are the engine's."""

@@ -13,9 +13,7 @@ import msgspec
 from headrace.base.errors import ConfigError, TransferFailed
 from headrace.memory.transfer.contract import AnyRegion, Copy, refuse_unknown
 
-WRITE_S = 30.0
-"""Most seconds for one write."""
-PAUSE_S = 0.0002
+PAUSE_S, RELEASE_PAUSE_S = 0.0002, 0.01
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -103,13 +101,19 @@ class _NixlDestination:
     def _transfer(self, local: Any, remote: Any) -> None:
         transfer = self._agent.initialize_xfer("WRITE", local, remote, self._name, b"")
         try:
-            state, limit = self._agent.transfer(transfer), time.monotonic() + WRITE_S
+            state = self._agent.transfer(transfer)
             while state == "PROC":
-                if time.monotonic() > limit:
-                    raise TransferFailed(f"NIXL did not finish a write within {WRITE_S:g} s")
                 time.sleep(PAUSE_S)
                 state = self._agent.check_xfer_state(transfer)
             if state != "DONE":
                 raise TransferFailed(f"NIXL could not write: {state}")
         finally:
+            while not self._has_released(transfer):  # a part has failed, others are written still
+                time.sleep(RELEASE_PAUSE_S)
+
+    def _has_released(self, transfer: Any) -> bool:
+        try:
             self._agent.release_xfer_handle(transfer)
+        except self._errors:
+            return False
+        return True

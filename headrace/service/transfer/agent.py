@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from headrace.base import env
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, TransferFailed
 from headrace.base.transfer import (
     AgentOptions,
     Alive,
@@ -108,7 +108,7 @@ class Agent:
         self._fetches = Fetches(self._hello, region, self._line.send)
 
     async def run(self, line: socket.socket) -> None:
-        """Serve until the engine is gone; raises `TransferFailed` when its region must be given up."""
+        """Serve until the engine is gone. Ends the process when its region must be given up, or that of a peer."""
         loop = asyncio.get_running_loop()
         line.setblocking(False)
         await loop.create_unix_connection(lambda: self._line, sock=line)
@@ -117,7 +117,12 @@ class Agent:
         while True:
             self._line.send(Alive())
             self._watch.silent_s()
-            self._fetches.check_held()
+            try:
+                self._offers.check_writes()
+                self._fetches.check_held()
+            except TransferFailed as error:
+                logger.error("%s", error)
+                leave(1)  # at once: threads may never return
             await asyncio.sleep(BEAT_S)
 
     async def _listen(self) -> int:

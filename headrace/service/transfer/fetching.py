@@ -5,8 +5,9 @@ has said that it writes no more, or is gone: a late write must not reach the pag
 breaks says neither, as a network may split for a while: then the peer is greeted again until it answers, which ends
 what the epoch of this agent had asked for before, or nobody listens there any more.
 
-A peer that is never heard of again, as its host is off, would keep its leases for ever. After `HELD_S` the agent must
-end (`check_held`): the engine starts another one with a new region, and late writes to the old one reach nothing.
+A peer that is never heard of again, as its host is off, or never says that it stopped, would keep its leases for ever.
+After `HELD_S` the agent must end (`check_held`): the engine starts another one with a new region, and late writes to
+the old one reach nothing.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ BREAK_S = 2.0
 FENCE_S, LONGEST_FENCE_S = 1.0, 10.0
 """Pauses between greetings of a peer whose connection broke."""
 HELD_S, LONGEST_HELD_S = 60.0, 300.0
-"""How long a peer that is not heard of may keep leases: where nothing else is being fetched, and in any case."""
+"""How long a peer may keep leases whose pages are lost: where nothing else is being fetched, and in any case."""
+DRAIN_S = 1.0
+"""For so long the network may still bring what a peer has written that is gone."""
 
 
 @dataclass(eq=False)
 class _Fetching:
     fetch: Fetch
     num_bytes: int = 0  # written, with the right checksums
-    is_lost: bool = False
+    lost_at: float | None = None
+    """When its pages were given up, by `time.monotonic`."""
 
 
 class Fetches:
@@ -102,13 +106,13 @@ class Fetches:
             link.give_up(ticket, "", is_silent=True)
 
     def check_held(self) -> None:
-        """Raise `TransferFailed` if a peer that is not heard of has kept leases for too long."""
-        links = set(self._by_ticket.values())
-        held = [link for link in links if link.broken_at is not None]
-        longest_s = max((time.monotonic() - (link.broken_at or 0.0) for link in held), default=0.0)
-        if longest_s > (HELD_S if len(held) == len(links) else LONGEST_HELD_S):
+        """Raise `TransferFailed` if a peer has kept leases of lost pages for too long."""
+        now, links = time.monotonic(), set(self._by_ticket.values())
+        held = {link.name: now - link.held_since for link in links if link.held_since is not None}
+        longest_s = max(held.values(), default=0.0)
+        if longest_s > (LONGEST_HELD_S if any(link.is_fetching for link in links) else HELD_S):
             raise TransferFailed(
-                f"nothing was heard of {', '.join(sorted(link.name for link in held))} for {longest_s:.0f} s; memory "
+                f"for {longest_s:.0f} s {', '.join(sorted(held))} did not say that nothing is written any more; memory "
                 "that it may write to is given up"
             )
 
@@ -142,8 +146,17 @@ class _Link:
         self._fetches, self._greeting = fetches, fetches.greeting_lock(address)
         self._line: PeerLine | None = None
         self._open: dict[int, _Fetching] = {}
-        self.broken_at: float | None = None
-        """Since when it is used for nothing new, by `time.monotonic`."""
+        self._is_broken = False  # and used for nothing new
+
+    @property
+    def held_since(self) -> float | None:
+        """Since when its peer keeps a lease of lost pages, by `time.monotonic`; None where it keeps none."""
+        return min((each.lost_at for each in self._open.values() if each.lost_at is not None), default=None)
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether pages are still to come."""
+        return any(each.lost_at is None for each in self._open.values())
 
     def add(self, fetch: Fetch) -> None:
         """Fetch over this link, now or when it is connected."""
@@ -154,9 +167,9 @@ class _Link:
     def give_up(self, ticket: int, reason: str, *, is_silent: bool = False) -> None:
         """The pages of a ticket are of no use; its lease is released when the peer has stopped."""
         fetching = self._open.get(ticket)
-        if fetching is None or fetching.is_lost:
+        if fetching is None or fetching.lost_at is not None:
             return
-        fetching.is_lost = True
+        fetching.lost_at = time.monotonic()
         if not is_silent:
             self._fetches.report(Lost(ticket, reason))
         if self._line is None:  # never asked for
@@ -183,6 +196,8 @@ class _Link:
         if is_broken and self._open:
             await self._fence()
         # Nobody at the other end writes any more: a process that ended has no mapping, a closed session no writes.
+        if self._open:
+            await asyncio.sleep(DRAIN_S)
         for ticket in list(self._open):
             self._release(ticket)
 
@@ -234,7 +249,7 @@ class _Link:
 
     async def _listen(self, line: PeerLine) -> None:
         timeout_s: float | None = SILENCE_S
-        while self._open or self.broken_at is None:
+        while self._open or not self._is_broken:
             try:
                 message = await line.receive(decode_from_prefill, timeout_s)
             except TimeoutError:
@@ -245,6 +260,8 @@ class _Link:
             if isinstance(message, Alive):
                 if message.engine_silent_s > SILENCE_S:
                     self._break(f"its engine hangs, for {message.engine_silent_s:.0f} s now")
+                elif message.writing_s > SILENCE_S:
+                    self._break(f"its write of pages hangs, for {message.writing_s:.0f} s now")
             elif isinstance(message, (Hello, Refusal)):
                 raise TransferFailed("it greeted twice")
             else:
@@ -255,21 +272,21 @@ class _Link:
         if fetching is None:
             return
         match message:
-            case Written() if not fetching.is_lost:
+            case Written() if fetching.lost_at is None:
                 try:
                     wrong = await run_in_thread(self._compare, fetching, message)
                 except TransferFailed as error:
                     wrong = error.message
                 if wrong:
                     self.give_up(message.ticket, wrong)
-            case Done() if not fetching.is_lost:
+            case Done() if fetching.lost_at is None:
                 if fetching.num_bytes == fetching.fetch.num_bytes:
                     self._forget(message.ticket)
                     self._fetches.report(Arrived(message.ticket, message.first))
                 else:
                     self.give_up(message.ticket, "the pages came incomplete")
             case Failed():
-                if not fetching.is_lost:
+                if fetching.lost_at is None:
                     self._fetches.report(Lost(message.ticket, message.reason))
                 self._release(message.ticket)
             case Stopped():
@@ -290,7 +307,7 @@ class _Link:
         self._line.send(Want(fetch.ticket, fetch.spec.room, fetch.prompt, fetch.begin, fetch.num_bytes))
 
     def _break(self, reason: str) -> None:
-        self.broken_at = self.broken_at or time.monotonic()
+        self._is_broken = True
         self._fetches.note_broken(self, reason)
         for ticket in list(self._open):
             self.give_up(ticket, f"{self.name}: {reason}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ from headrace.service.transfer.wire import (
     BEAT_S,
     HELLO_S,
     MAX_HELLO_BYTES,
+    PIECE_BYTES,
     Checksums,
     PeerLine,
     run_in_thread,
@@ -49,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 OFFER_S = 5.0
 """How long a decode agent may ask for a room before it is offered: a router sends both requests at once."""
+WRITE_S = 30.0
+"""Most seconds for one write: then the agent must end, as nothing else ends what a backend may still write."""
+WRITE_BYTES = 64 << 20
+"""Of one write, so that those of a slow network end in time; where the host reads them, for their checksums."""
 MOST_WAITING = 1 << 14
 MOST_FAILED = 1 << 10
 
@@ -187,6 +193,12 @@ class Offers:
         finally:
             del self._asked[name]
 
+    def divide(self, spans: list[Span]) -> list[list[Span]]:
+        """The same bytes by the writes that they take, each in pieces."""
+        pieces = split_spans(spans)
+        size = WRITE_BYTES // PIECE_BYTES if self._region.data.size else len(pieces)
+        return [pieces[begin : begin + size] for begin in range(0, len(pieces), size)]
+
     def write(self, room: _Room, destination: Destination, want: Want, spans: list[Span]) -> list[int]:
         """Write spans of a room into a peer's lease; returns their checksums. Called in a thread; raises
         `TransferFailed`."""
@@ -203,6 +215,12 @@ class Offers:
     def end(self, room: _Room, reason: str = "") -> None:
         """A delivery is over: nobody reads the lease any more."""
         self._end(room, reason)
+
+    def check_writes(self) -> None:
+        """Raise `TransferFailed` if a write takes so long that it may never end."""
+        longest_s = max((link.writing_s for link in self._links), default=0.0)
+        if longest_s > WRITE_S:
+            raise TransferFailed(f"a write has not ended within {longest_s:.0f} s; memory of its peer is given up")
 
     @property
     def engine_silent_s(self) -> float:
@@ -240,6 +258,12 @@ class _Link:
         self._listening: asyncio.Task[None] | None = None
         self._is_given_up = False
         self._has_ended = asyncio.Event()
+        self._writing_since: float | None = None
+
+    @property
+    def writing_s(self) -> float:
+        """For how long a write has been under way."""
+        return 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
 
     async def run(self) -> None:
         """Until the peer is gone, or `end`. Leaves no write behind."""
@@ -279,7 +303,7 @@ class _Link:
 
     async def _beat(self) -> None:
         while True:
-            self._line.send(Alive(self._offers.engine_silent_s))
+            self._line.send(Alive(self._offers.engine_silent_s, self.writing_s))
             await asyncio.sleep(BEAT_S)
 
     def _begin(self, want: Want) -> None:
@@ -326,14 +350,22 @@ class _Link:
             room.changed.clear()
             filled = room.spans[num_done:]
             if filled:
-                spans = split_spans(filled)
-                async with self._turn:
-                    sums = await run_in_thread(self._offers.write, room, self._destination, delivery.want, spans)
-                self._line.send(Written(delivery.want.ticket, spans, sums))
+                for spans in self._offers.divide(filled):
+                    if not delivery.is_stopped:
+                        await self._write(delivery, room, spans)
                 num_done += len(filled)
             elif not room.is_open:
                 return
             else:
                 await room.changed.wait()
+
+    async def _write(self, delivery: _Delivery, room: _Room, spans: list[Span]) -> None:
+        async with self._turn:
+            self._writing_since = time.monotonic()
+            try:
+                sums = await run_in_thread(self._offers.write, room, self._destination, delivery.want, spans)
+            finally:
+                self._writing_since = None
+        self._line.send(Written(delivery.want.ticket, spans, sums))
 
 
