@@ -6,7 +6,9 @@ Imports only the standard library and `env`: a command may call this before anyt
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from headrace.base import env
 
 BUFFER_BYTES = 4 << 20
 """Socket buffer for each direction; the system may grant less."""
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) that sets the signal which a process gets when its parent dies."""
 
 
 def spawn_process(
@@ -50,3 +54,11 @@ def module_environment() -> dict[str, str]:
     return env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
+
+
+def continue_when_orphaned() -> None:
+    """On Linux, have the system continue this process when its parent dies: one that was stopped (SIGSTOP) would
+    otherwise hold its memory and device for ever, as it cannot see the end of its line. SIGCONT and not SIGKILL,
+    because the system sends it as well when only the thread that started this process has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)

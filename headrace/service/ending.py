@@ -1,4 +1,5 @@
-"""How the engine process and its workers end: with their parent, at once, and with a last word to the client.
+"""How the engine process and its workers end: with their parent, at once, and with a last word to the client; and how
+long one has shown no sign of life.
 
 Refuses: deciding that the process has to end.
 """
@@ -6,12 +7,10 @@ Refuses: deciding that the process has to end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
-import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,8 +19,6 @@ import psutil
 logger = logging.getLogger(__name__)
 
 PARENT_POLL_S = 1.0
-PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal which a process gets when its parent dies."""
 
 
 class LastWord:
@@ -74,12 +71,25 @@ def die_with_parent(await_end: Callable[[float], bool], parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def continue_when_orphaned() -> None:
-    """On Linux, have the system continue this process when its parent dies: one that was stopped (SIGSTOP) would
-    otherwise hold its memory and device for ever, as `die_with_parent` cannot run. SIGCONT and not SIGKILL, because
-    the system sends it as well when only the thread that started this process has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+class ProcessWatch:
+    """How long a process has shown no sign of life: it was not heard, and has used no processor time."""
+
+    def __init__(self, pid: int):
+        self._process = psutil.Process(pid)
+        self._used_s, self._seen_at = 0.0, time.monotonic()
+
+    def note(self) -> None:
+        """It has sent something, or may begin."""
+        self._seen_at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Seconds; call it every second or so."""
+        with contextlib.suppress(psutil.Error):
+            times = self._process.cpu_times()
+            if times.user + times.system > self._used_s:
+                self._used_s = times.user + times.system
+                self.note()
+        return time.monotonic() - self._seen_at
 
 
 def leave(code: int) -> NoReturn:

@@ -41,10 +41,11 @@ from headrace.base.messages import (
 from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.base.spawn import continue_when_orphaned
 from headrace.kernels.compile_workers import start_early
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
-from headrace.service.ending import LAST_WORD, continue_when_orphaned, die_with_parent, leave
+from headrace.service.ending import LAST_WORD, die_with_parent, leave
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering

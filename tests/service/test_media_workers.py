@@ -7,13 +7,18 @@ import asyncio
 import base64
 import hashlib
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
 from headrace.base.config import ModelConfig
-from headrace.base.errors import MediaError, QueueFull
+from headrace.base.errors import HeadraceError, MediaError, QueueFull
 from headrace.base.media_config import MediaConfig
 from headrace.service.media import workers as module
 from headrace.service.media.wire import Job, PreparedItem, Setup
@@ -102,6 +107,62 @@ async def test_what_hangs_is_ended(make):
         await pool.prepare(job("sleep 60"))
     assert time.monotonic() - began < 5
     assert await pool.prepare(job("ok again"))
+
+
+async def test_items_of_processes_that_are_stopped_are_prepared_by_others(make, monkeypatch):
+    """All of them at once, one with more data than its line takes, one that has prepared nothing yet."""
+    monkeypatch.setattr(module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(module, "WATCH_S", 0.1)
+    pool = make(3)
+    await pool.prepare(job("ok"))
+    await pool.start()
+    stopped = [worker.process for worker in pool._idle]
+    while any(not psutil.Process(each.pid).cpu_times().user for each in stopped):  # they have come to live
+        await asyncio.sleep(0.02)
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    texts = ["size 7", "size 8", "size 9" + " " * 20_000_000]
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*(pool.prepare(job(text)) for text in texts))
+    assert [len(each.item.arrays["pixel_values"].data) for each in found] == [7, 8, 9]
+    assert {process.wait() for process in stopped} == {-signal.SIGKILL}
+
+
+async def test_what_is_killed_from_outside_twice_may_be_tried_again(make):
+    pool = make(1)
+    task = asyncio.create_task(pool.prepare(job("sleep 60", "there")))
+    for _ in range(2):
+        while not pool._busy or (worker := next(iter(pool._busy))).process.poll() is not None:
+            await asyncio.sleep(0.01)
+        worker.process.kill()
+        await asyncio.to_thread(worker.process.wait)
+    with pytest.raises(HeadraceError, match=r"there could not be read: .* was killed; try again") as caught:
+        await task
+    assert caught.value.status == 503 and caught.value.retry_after and caught.value.param == "there"
+    assert await pool.prepare(job("ok"))
+
+
+async def test_a_process_that_is_stopped_ends_with_its_parent():
+    setup = 'Setup(ModelConfig(), MediaConfig(), "tests.service.media_preparers:Obedient")'
+    code = "; ".join((
+        "import sys, time", "from headrace.base.config import ModelConfig",
+        "from headrace.base.media_config import MediaConfig", "from headrace.service.media.wire import Setup",
+        "from headrace.service.media.workers import _Worker",
+        f"worker = _Worker.start({setup})", "print(worker.process.pid, flush=True)", "time.sleep(60)",
+    ))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    process = psutil.Process(int(parent.stdout.readline()))
+    while b"\0headrace.service.media.worker" not in Path(f"/proc/{process.pid}/cmdline").read_bytes() or (
+        process.nice() == os.nice(0)
+    ):  # it does so when it has told the system what it wants of it
+        await asyncio.sleep(0.01)
+    process.suspend()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await asyncio.to_thread(process.wait, 10)
 
 
 async def test_errors_are_typed_and_name_the_part(make):

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from headrace.base.errors import ConfigError
+from headrace.base.spawn import continue_when_orphaned
 from headrace.memory.storage import PAGE_STORES, PageStore, StoreOptions
 from headrace.memory.storage.isolated import Answer, Call, Setup
 from headrace.memory.transfer.contract import Region
@@ -67,6 +68,7 @@ def _end_with(door: Connection, opened: list[PageStore]) -> None:
 
 
 def main() -> None:
+    continue_when_orphaned()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine ends this process
     door = Connection(os.dup(sys.stdin.fileno()))
     setup = msgspec.msgpack.decode(door.recv_bytes(), type=Setup)

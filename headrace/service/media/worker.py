@@ -18,6 +18,7 @@ from headrace.base import env
 from headrace.base.errors import HeadraceError, MediaError
 from headrace.base.messages import ErrorInfo
 from headrace.base.registry import load_target
+from headrace.base.spawn import continue_when_orphaned
 from headrace.service.media.wire import (
     LENGTH,
     Failed,
@@ -43,6 +44,7 @@ def main() -> None:
     logging.basicConfig(level=env.log_level().upper(), format="%(asctime)s %(levelname)s media: %(message)s")
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent decides
         signal.signal(ignored, signal.SIG_IGN)
+    continue_when_orphaned()
     with contextlib.suppress(OSError, ValueError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

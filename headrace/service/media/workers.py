@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import subprocess
 import threading
@@ -18,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headrace.base.errors import MediaError, QueueFull
+from headrace.base.errors import HeadraceError, MediaError, QueueFull
 from headrace.base.spawn import spawn_process
+from headrace.service.ending import ProcessWatch
 from headrace.service.media.wire import (
     LENGTH,
     Failed,
@@ -46,8 +48,21 @@ START_S = 120.0
 """Seconds that a worker has for its first item beyond those of the item: it loads the model's processor."""
 
 
+END_S = 1.0
+"""Between the end of a process's line and its own."""
+SILENCE_S, WATCH_S = 4.0, 0.5
+"""A process that has an item and uses no processor time for so long hangs; how often that is looked at."""
+
+
 class WorkerDied(MediaError):
-    """The process ended while it prepared an item."""
+    """The process ended while it prepared an item, which is probably why."""
+
+
+class WorkerKilled(HeadraceError):
+    """Somebody else ended it, or it was ended as it stood still. Another one may prepare the item."""
+
+    status = 503
+    kind = "media_unavailable"
 
 
 class PreparedCache:
@@ -81,6 +96,7 @@ class _Worker:
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket):
         self.process, self._line = process, line
+        self._watch = ProcessWatch(process.pid)
         self._lock = threading.Lock()  # while the line is used
         self.is_used = False
 
@@ -111,6 +127,21 @@ class _Worker:
             return True
         except OSError:
             return False
+
+    def start_watch(self) -> None:
+        """Before `run`: it has used nothing while it was idle."""
+        self._watch.note()
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it has done nothing for too long since."""
+        return self._watch.silent_s() > SILENCE_S
+
+    def was_killed(self) -> bool:
+        """Of one whose line has ended. Blocks until the process has, for a moment."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(END_S) == -signal.SIGKILL
+        return False
 
     def end(self) -> None:
         """End the process, and `run` with it; `clear_up` comes behind."""
@@ -175,7 +206,7 @@ class MediaWorkers:
         try:
             # Shielded: others may wait for the same item, and a worker's answer must be read to its end.
             return await asyncio.shield(running.task)
-        except MediaError as error:  # it may name another request's part
+        except (MediaError, WorkerKilled) as error:  # it may name another request's part
             raise _renamed(error, job.param) from None
         finally:
             running.num_waiting -= 1
@@ -221,7 +252,7 @@ class MediaWorkers:
                 running.has_begun = True
                 try:
                     item = await self._run(job)
-                except WorkerDied:  # it may have been killed from outside; what crashes a process, crashes the next
+                except (WorkerDied, WorkerKilled):  # what crashes a process, crashes the next
                     item = await self._run(job)
         finally:
             self._num_waiting -= 1
@@ -233,7 +264,7 @@ class MediaWorkers:
         worker, is_sound = await self._take(), False
         try:
             async with asyncio.timeout(self._timeout_s + (0.0 if worker.is_used else START_S)):
-                answer = await self._call(worker.run, job)
+                answer = await self._watched(worker, job)
             is_sound = True
         except TimeoutError:
             raise MediaError(
@@ -241,6 +272,11 @@ class MediaWorkers:
             ) from None
         except OSError:
             logger.warning("a media worker has died")
+            if await self._call(_Worker.was_killed, worker):
+                raise WorkerKilled(
+                    f"{job.param} could not be read: the process that decoded it was killed; try again",
+                    param=job.param, retry_after=1.0
+                ) from None
             raise WorkerDied(
                 f"{job.param} could not be read: the process that decoded it ended", param=job.param
             ) from None
@@ -253,6 +289,19 @@ class MediaWorkers:
         if isinstance(answer, Failed):
             raise answer.error.to_error()
         return answer
+
+    async def _watched(self, worker: _Worker, job: Job) -> PreparedItem | Failed:
+        """What it answers; ends a process that stands still. Raises `OSError`."""
+        worker.start_watch()
+        call = asyncio.ensure_future(self._call(worker.run, job))
+        try:
+            while not (await asyncio.wait([call], timeout=WATCH_S))[0]:
+                if worker.stands_still:
+                    logger.warning("a media worker has stood still for %g s, and is ended", SILENCE_S)
+                    worker.end()
+            return call.result()
+        finally:
+            call.cancel()
 
     async def _take(self) -> _Worker:
         while self._idle:
@@ -273,7 +322,7 @@ def job_key(job: Job) -> bytes:
     return b"|".join((job.kind.encode(), form.encode(), job.sha256, options.encode(), job.salt.encode()))
 
 
-def _renamed(error: MediaError, param: str) -> MediaError:
+def _renamed(error: MediaError | WorkerKilled, param: str) -> HeadraceError:
     """The error with the name of this request's part in place of the one that was read first."""
     message = error.message
     if error.param is not None and message.startswith(error.param):

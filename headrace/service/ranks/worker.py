@@ -27,8 +27,9 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.messages import ErrorInfo, Starting
 from headrace.base.registry import load_target
+from headrace.base.spawn import continue_when_orphaned
 from headrace.service.bytecode import keep_bytecode
-from headrace.service.ending import continue_when_orphaned, die_with_parent, leave
+from headrace.service.ending import die_with_parent, leave
 from headrace.service.executor import Executor, Progress
 from headrace.service.ranks.commands import (
     Acquire,

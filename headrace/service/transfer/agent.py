@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import psutil
 
 from headrace.base import env
 from headrace.base.errors import HeadraceError, TransferFailed
+from headrace.base.spawn import continue_when_orphaned
 from headrace.base.transfer import (
     AgentOptions,
     Alive,
@@ -34,7 +34,7 @@ from headrace.base.transfer import (
 )
 from headrace.memory.transfer.contract import AnyRegion, Region, create_backend
 from headrace.memory.transfer.device_region import DeviceRegion
-from headrace.service.ending import continue_when_orphaned, leave
+from headrace.service.ending import ProcessWatch, leave
 from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
 from headrace.service.transfer.wire import BEAT_S
@@ -44,29 +44,6 @@ logger = logging.getLogger(__name__)
 
 BIND_S = 5.0
 """How long the port of an agent that has just ended may stay in use."""
-
-
-class EngineWatch:
-    """How long the engine has shown no sign of life: no message, and no processor time used."""
-
-    def __init__(self, parent: int):
-        self._process = psutil.Process(parent)
-        self._used_s, self._seen_at = 0.0, time.monotonic()
-
-    def note(self) -> None:
-        """The engine has sent something."""
-        self._seen_at = time.monotonic()
-
-    def silent_s(self) -> float:
-        """Seconds; call it every second or so."""
-        try:
-            times = self._process.cpu_times()
-        except psutil.Error:
-            return time.monotonic() - self._seen_at
-        if times.user + times.system > self._used_s:
-            self._used_s = times.user + times.system
-            self.note()
-        return time.monotonic() - self._seen_at
 
 
 class EngineLine(asyncio.Protocol):
@@ -100,7 +77,7 @@ class Agent:
         backend = create_backend(options.backend, region)
         name = options.backend.partition("?")[0]
         self._hello = Hello(options.facts, options.epoch, name, backend.handle())
-        self._watch = EngineWatch(os.getppid())
+        self._watch = ProcessWatch(os.getppid())
         self._line = EngineLine(self._take)
         self._offers = Offers(
             self._hello, region, backend, self._line.send, self._watch.silent_s, lease_s=options.lease_s
