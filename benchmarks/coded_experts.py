@@ -34,7 +34,7 @@ TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
     Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 4), Tile(128, 128, 8, 2)
 ]
 PROGRAMS = (0, 400, 800, 1600)
-FEW_SHAPES = [Shape(*numbers) for numbers in ((12, 2, 4), (16, 2, 4), (16, 1, 4), (8, 2, 6))]
+FEW_SHAPES = [Shape(*numbers) for numbers in ((8, 6), (12, 4), (12, 6), (16, 4))]
 
 
 def draw(form: Callable[[torch.Tensor], CodedMatrix], outputs: int, inputs: int) -> DeviceCodes:

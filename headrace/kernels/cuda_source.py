@@ -45,6 +45,23 @@ SWIZZLES, PROMOTE_128 = {64: 2, 128: 3}, 2
 """``CU_TENSOR_MAP_SWIZZLE_64B`` and ``_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
 MAP_BYTES = 128
 """Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
+SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
+"""Shared memory of a multiprocessor of Hopper, and what the system takes of it for a block."""
+MOST_BYTES = SM_BYTES - RESERVED_BYTES
+"""Dynamic shared memory of a block, at most."""
+LONE_BYTES = SM_BYTES // 2 - RESERVED_BYTES + 128
+"""The least that does not fit twice."""
+
+
+def keep_apart(needed: int) -> int:
+    """Dynamic shared memory to ask for, for a block that needs so many bytes and shall be the only one of its kernel on
+    a multiprocessor.
+
+    With programmatic dependent launch a kernel's blocks begin while the previous kernel's still run, and are dealt to
+    whatever has room at that moment. Where two blocks of a kernel fit, some multiprocessors get two and others none,
+    and a kernel that has one for each takes up to twice as long.
+    """
+    return max(needed, LONE_BYTES)
 
 
 NOT_YET = b""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import headrace.kernels
+from headrace.kernels import cuda_source
 from headrace.kernels.coded_linear import CODED_LINEAR
 from headrace.kernels.moe import CODED_EXPERTS, GROUPED_LINEAR, RUN_EXPERTS
 from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, count_block_bytes
@@ -103,3 +104,9 @@ def test_tiles_of_prefill_fit_each_gpu():
             # queries, a block of keys, one of values, and shares: what is there at once without a pipeline
             least = 2 * (tile.rows * width + 2 * tile.keys * width + tile.rows * tile.keys)
             assert least <= count_block_bytes(own)
+
+
+@pytest.mark.parametrize("needed", [0, 20 << 10, cuda_source.LONE_BYTES, cuda_source.MOST_BYTES])
+def test_blocks_that_are_kept_apart_fit_once_and_not_twice(needed: int):
+    asked = cuda_source.keep_apart(needed) + cuda_source.RESERVED_BYTES
+    assert needed + cuda_source.RESERVED_BYTES <= asked <= cuda_source.SM_BYTES < 2 * asked

@@ -17,8 +17,7 @@
 //
 // Layouts are those of `DeviceCodes`: of e2m1 a byte has input b in its low half and input b + 64 in its high half.
 //
-// Compiled by NVRTC. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS, BLOCKS on a multiprocessor;
-// DEPTH.
+// Compiled by NVRTC. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS; DEPTH.
 
 #include "numbers.cuh"
 
@@ -355,7 +354,7 @@ __device__ __forceinline__ void finish(const float *parts, const Call &call, con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) coded_experts(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_experts(const __grid_constant__ Call call) {
   extern __shared__ __align__(128) char memory[];
   Shared &s = *(Shared *)memory;
   const int warp = threadIdx.x / 32, rows = DOWN ? call.tokens * call.top_k : call.tokens;

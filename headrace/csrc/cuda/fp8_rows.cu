@@ -11,9 +11,8 @@
 //
 // Gated, a tile has 32 outputs: of each 16 rows 8 are of gate and 8 of up, so that a thread holds both of an output.
 //
-// Compiled by NVRTC for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of
-// the ring; GROUPS; SPLITS; BLOCKS on a multiprocessor; GATE 0 none, 1 silu, 2 gelu_tanh; NORM; TABLES 1: the weight has
-// a scale for each 128 inputs.
+// Compiled by NVRTC for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of the ring; GROUPS;
+// SPLITS; GATE 0 none, 1 silu, 2 gelu_tanh; NORM; TABLES 1: the weight has a scale for each 128 inputs.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -49,15 +48,6 @@ __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint3
   else
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
                  "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * TILE), "r"(block) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_tile(const TensorMap *map, int tile, int block) {
-  if (GATE)
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0),
-                 "r"(tile * 4), "r"(block) : "memory");
-  else
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0),
-                 "r"(tile * TILE), "r"(block) : "memory");
 }
 
 // x: pieces of 16 inputs, of each piece all `rows`; eight of them are 128 bytes, not swizzled.
@@ -233,7 +223,7 @@ extern "C" __global__ void
 #if SPLITS > 1
 __cluster_dims__(SPLITS, 1, 1)
 #endif
-__launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap map, const Call call) {
+__launch_bounds__(THREADS, 1) fp8_rows(const __grid_constant__ TensorMap map, const Call call) {
   extern __shared__ char unaligned[];
   const int blocks = (call.inputs + BLOCK - 1) / BLOCK, all_chunks = (blocks + UNIT - 1) / UNIT;
   const int split = blockIdx.x % SPLITS, first_chunk = min(split * call.chunks, all_chunks);
@@ -264,9 +254,6 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
     // weights are asked for before the previous kernel has ended
     for (int nth = 0; nth < min(STAGES, total); nth++)
       fill(&map, s, nth, count, tiles_apart, first_tile, first_chunk, nth);
-    for (int nth = STAGES; nth < min(STAGES + AHEAD, total); nth++)
-      prefetch_tile(&map, first_tile + nth / count * tiles_apart, (first_chunk + nth % count) * UNIT);
-    if (TRIGGER == 2) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
   __syncthreads();
   if (SPLITS > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -283,13 +270,11 @@ __launch_bounds__(THREADS, BLOCKS) fp8_rows(const __grid_constant__ TensorMap ma
         fill(&map, s, nth, count, tiles_apart, first_tile, first_chunk, slot);
         if (++slot == STAGES) slot = 0, parity ^= 1;
       }
-      // the next kernel may begin to ask for its weights when this one has asked for all of its own
-      if (TRIGGER == 1) asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
     }
     __syncwarp();
   } else {
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (TRIGGER == 0) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (NORM)
       stage_normalised(call, s, first_chunk * UNIT * BLOCK, own_blocks * BLOCK);
     else

@@ -5,15 +5,14 @@
 // and input b + 64 in its high half, or 64 of 8 bits. Codes [N / 8, units, 8, 64] and scales [N / 8, groups, 8] hold
 // eight rows together, so that a part of them is one piece of memory. A block computes 16 outputs at a time. One warp
 // copies CHUNK units of both eights into a ring in shared memory, as far ahead as the ring is long, and begins before
-// the previous kernel has ended: half of a multiprocessor's memory is left to the next kernel, which does the same. The
-// others share the units of a chunk and add up their sums in a fixed order. Codes become bfloat16 in registers and are
-// the left operand of mma.m16n8k16, rows of x the right one. Which inputs a thread holds does not matter as long as both
-// operands agree, so that a thread reads 16 bytes at a time, and x is put into shared memory in the order in which codes
-// come out of a word.
+// the previous kernel has ended, where that leaves room. The others share the units of a chunk and add up their sums in a
+// fixed order. Codes become bfloat16 in registers and are the left operand of mma.m16n8k16, rows of x the right one.
+// Which inputs a thread holds does not matter as long as both operands agree, so that a thread reads 16 bytes at a time,
+// and x is put into shared memory in the order in which codes come out of a word.
 //
 // Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
-// pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; WARPS that multiply; BLOCKS on a
-// multiprocessor; CHUNK: units, a multiple of what shares a scale.
+// pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; WARPS that multiply;
+// CHUNK: units, a multiple of what shares a scale.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -324,7 +323,7 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
   if (pending >= 0) finish(call, p, pending, count - 1);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, BLOCKS) tiled_rows(const Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) tiled_rows(const Call call) {
   extern __shared__ __align__(128) char memory[];
   const Place p = find_place(call, memory);
   if (threadIdx.x == 0) {

@@ -18,7 +18,15 @@ import torch
 from headrace.kernels.coded_linear import grouped, hopper
 from headrace.kernels.coded_linear.cuda import Addition, arrange
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    CudaSourceError,
+    cache_compiled,
+    compile_source,
+    describe_boxes,
+    keep_apart,
+)
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -27,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK, TILE = 128, 64
 """As in the source: inputs of a block, rows of the weight in a tile."""
-MOST_SHARED_BYTES = 227 << 10
-"""Of a multiprocessor of Hopper, of which every block takes `RESERVED_BYTES` more than it asks for."""
-RESERVED_BYTES = 1 << 10
+MOST_SHARED_BYTES = MOST_BYTES
+"""Of a program."""
 MOST_SPLITS, MOST_X_BYTES = 8, 48 << 10
 """Programs of a cluster, and codes of x that one keeps."""
 NUM_SMS = 132
@@ -48,20 +55,16 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Shape:
-    """Blocks of inputs of a tile, tiles of the ring, programs that share the inputs of a tile, warpgroups of a program,
-    and programs on a multiprocessor."""
+    """Blocks of inputs of a tile, tiles of the ring, programs that share the inputs of a tile, warpgroups of a
+    program."""
 
     unit: int
     stages: int
     splits: int = 1
     groups: int = 2
-    blocks: int = 1
-    ahead: int = 0
-    trigger: int = 0
 
 
 RING = Shape(4, 4)
-"""One program fits a multiprocessor: where rings are small enough for two, some get two of the same kernel."""
 
 
 @cache_compiled
@@ -146,11 +149,11 @@ def launch(
         call.residual, call.residual_stride = before.residual.data_ptr(), before.residual.stride(0)
         call.norm, call.total = before.norm.weight.data_ptr(), before.total.data_ptr()
         call.eps, call.offset = before.norm.eps, before.norm.offset
-    programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, _count_sms(x.device) * shape.blocks)
+    programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, _count_sms(x.device))
     kernel = find_kernel(columns, shape, gate, before is not None, weight.num_groups > 1, x.device)
     kernel.launch(
-        programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=gate > 0), call,
-        is_dependent=True, shared_bytes=count_shared_bytes(rows, inputs, shape, has_norm=before is not None),
+        programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=gate > 0), call, is_dependent=True,
+        shared_bytes=keep_apart(count_shared_bytes(rows, inputs, shape, has_norm=before is not None)),
     )
     return out
 

@@ -14,9 +14,9 @@ import torch
 
 from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, arrange
 from headrace.kernels.coded_linear.device_codes import HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.coded_linear.tiles import BLOCK_BYTES, SM_BYTES, Form, count_sms, describe_form
+from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import RESERVED_BYTES, SM_BYTES, CudaKernel, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 
 STATIC_BYTES = 2 << 10
@@ -51,7 +51,7 @@ class Block:
 def choose_block(form: Form, rows: int) -> Block:
     """The fastest of those that were tried on an H200; with fewer stages where these take too much memory."""
     block = Block(2, 8, 2, 4, 2) if rows <= 16 else Block(4, 8, 2, 3, 2) if rows <= 32 else Block(8, 8, 1, 6, 1)
-    while block.room * (block.count_bytes(form) + STATIC_BYTES + BLOCK_BYTES) > SM_BYTES:
+    while block.room * (block.count_bytes(form) + STATIC_BYTES + RESERVED_BYTES) > SM_BYTES:
         block = replace(block, stages=block.stages - 1)
     return block
 

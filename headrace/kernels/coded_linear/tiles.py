@@ -16,17 +16,12 @@ import torch
 
 from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, RED, Addition, arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, keep_apart
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
 
-SM_BYTES, BLOCK_BYTES = 228 << 10, 1 << 10
-"""Shared memory of a multiprocessor of Hopper, and what the system takes of it for a block."""
-GROUPS_OF_SMS = 8
-"""Blocks are dealt to the groups of multiprocessors of a GPU (GPCs), which differ in size, in turn: with one for each
-of 132, some multiprocessors get two blocks of a kernel and others none, and it takes 1.45 times as long. 128 fit."""
-BARRIER_BYTES, LEAST_STAGES, MOST_STAGES = 16, 3, 64
+BARRIER_BYTES, MOST_STAGES = 16, 64
 BUFFERS = 2
 """Of sums of a tile, as in the source, with two barriers each, like the ring's stages."""
 
@@ -42,15 +37,13 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Shape:
-    """Warps of a block that multiply, blocks that a multiprocessor has room for, and units that are copied at a time. A
-    multiprocessor gets one block of a launch: the rest of its room is for the next kernel's."""
+    """Warps of a block that multiply, and units that are copied at a time."""
 
     warps: int
-    room: int
     chunk: int
 
 
-SHAPE = Shape(8, 2, 16)
+SHAPE = Shape(8, 16)
 
 
 class Form(NamedTuple):
@@ -89,7 +82,7 @@ def describe_form(weight: DeviceCodes) -> Form:
 def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     major, minor = torch.cuda.get_device_capability(device)
-    macros = {**form._asdict(), "warps": shape.warps, "blocks": shape.room, "chunk": shape.chunk}
+    macros = {**form._asdict(), "warps": shape.warps, "chunk": shape.chunk}
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
     with torch.cuda.device(device):
         return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_SHARED_BYTES)
@@ -109,14 +102,9 @@ def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:
 
 
 def count_stages(form: Form, fixed: int, shape: Shape, most: int) -> tuple[int, int]:
-    """How long the ring is, and the bytes of a stage: what lets ``room`` blocks share a multiprocessor, if that leaves
-    some stages; at most ``most``, but two."""
+    """How long the ring is, and the bytes of a stage: what fits, at most ``most``, but two."""
     stage = 2 * TILE_ROWS * (shape.chunk * HALF + 4 * form.count_words(shape.chunk)) + BARRIER_BYTES
-    for blocks in (shape.room, 1):
-        stages = ((SM_BYTES // blocks - BLOCK_BYTES) // 128 * 128 - fixed) // stage
-        if stages >= LEAST_STAGES:
-            break
-    return max(2, min(stages, most, MOST_STAGES)), stage
+    return max(2, min((MOST_SHARED_BYTES - fixed) // stage, most, MOST_STAGES)), stage
 
 
 def launch(
@@ -129,7 +117,7 @@ def launch(
     form, (rows, inputs) = describe_form(weight), x.shape
     outputs = weight.out_features // (2 if gate else 1)
     tiles = ceil_div(outputs, TILE_ROWS if gate else MATRIX_ROWS)
-    blocks = min(tiles, max(GROUPS_OF_SMS, count_sms(x.device) // GROUPS_OF_SMS * GROUPS_OF_SMS))
+    blocks = min(tiles, count_sms(x.device))
     fixed = count_fixed_bytes(form, rows, inputs, shape)
     chunks = ceil_div(tiles, blocks) * ceil_div(inputs // form.unit, shape.chunk)
     stages, stage = count_stages(form, fixed, shape, chunks)
@@ -141,7 +129,7 @@ def launch(
     if before is not None:
         before.describe(call)
     find_kernel(form, shape, x.device).launch(
-        blocks, 32 * (shape.warps + 1), call, is_dependent=True, shared_bytes=fixed + stages * stage
+        blocks, 32 * (shape.warps + 1), call, is_dependent=True, shared_bytes=keep_apart(fixed + stages * stage)
     )
     return out
 

@@ -17,7 +17,14 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    CudaSourceError,
+    cache_compiled,
+    compile_source,
+    keep_apart,
+)
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
 from headrace.kernels.once import cache_once
@@ -31,7 +38,7 @@ MOST_TOKENS = 4
 """For more it was not measured."""
 FIXED_BYTES = ceil_div(4 * (MOST_PAIRS * (MOST_SOURCE_TOKENS + 3) + 2), 128) * 128
 """``Shared`` of the source."""
-MOST_SHARED_BYTES = 227 << 10
+MOST_SHARED_BYTES = MOST_BYTES
 """Of a block on Hopper."""
 X_PADDING = 16
 """Bytes between rows of x, against bank conflicts."""
@@ -51,15 +58,13 @@ class _Call(ctypes.Structure):
 
 
 class Shape(NamedTuple):
-    """Warps of a block; blocks that a multiprocessor has registers for, the next kernel's among them; steps that a warp
-    has on their way."""
+    """Warps of a block, and steps that a warp has on their way."""
 
     warps: int
-    room: int
     depth: int
 
 
-ONE_SHAPE, SEVERAL_SHAPE = Shape(12, 2, 4), Shape(16, 1, 4)
+ONE_SHAPE, SEVERAL_SHAPE = Shape(12, 4), Shape(16, 4)
 """For one token, and for several."""
 
 
@@ -104,7 +109,7 @@ class Product(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        is_down, (warps, _, depth) = self.form.is_down, self.form.shape
+        is_down, (warps, depth) = self.form.is_down, self.form.shape
         rows = self.num_tokens * (self.top_k if is_down else 1) + 1
         sums = warps * self.slots * self.form.columns * EIGHT * EIGHT * (1 if is_down else 2) * 4
         ring = warps * depth * (2 * EIGHT * UNIT // 2 + (1 if is_down else 2) * 128)
@@ -121,7 +126,7 @@ class Product(NamedTuple):
             limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset,
         )
         self.form.load(x.device).launch(
-            self.sms, 32 * self.form.shape.warps, call, is_dependent=True, shared_bytes=self.shared_bytes
+            self.sms, 32 * self.form.shape.warps, call, is_dependent=True, shared_bytes=keep_apart(self.shared_bytes)
         )
 
 
@@ -164,10 +169,7 @@ def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     shape = form.shape
     major, minor = torch.cuda.get_device_capability(device)
-    macros = {
-        "DOWN": int(form.is_down), "COLUMNS": form.columns, "WARPS": shape.warps, "BLOCKS": shape.room,
-        "DEPTH": shape.depth,
-    }
+    macros = {"DOWN": int(form.is_down), "COLUMNS": form.columns, "WARPS": shape.warps, "DEPTH": shape.depth}
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
     with torch.cuda.device(device):
         return CudaKernel(compile_source("coded_experts", options), "coded_experts", MOST_SHARED_BYTES)

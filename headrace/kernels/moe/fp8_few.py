@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes, keep_apart
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.moe import CodedStack, Gate
 from headrace.kernels.rowwise.triton import GATES
@@ -134,7 +134,7 @@ class Product(NamedTuple):
         shape, box = self.form.shape, describe_boxes(*self.view_weight())
         self.form.load(x.device).launch(
             self.num_clusters * shape.splits, 128 * shape.groups + 32, box, call, is_dependent=True,
-            shared_bytes=self.shared_bytes,
+            shared_bytes=keep_apart(self.shared_bytes),
         )
 
 
