@@ -106,7 +106,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def index_cases() -> Iterator[Case]:
-    from headrace.kernels.sparse_attention import indexer, reference, selection
+    from headrace.kernels.sparse_attention import few_scores, indexer, reference, selection
 
     cos_sin = angles(9000)
     for tokens, entries in ((1, 2048), (1, 32768), (1, 262144), (64, 2048), (1024, 2048)):
@@ -127,7 +127,7 @@ def index_cases() -> Iterator[Case]:
             2.0 * tokens * 64 * entries * 128,
             {
                 n: partial(m.index_scores, queries, weights, pool, view, scale=0.01, top_k=512, tokens=whole)
-                for n, m in (("torch", reference), ("triton", indexer))
+                for n, m in (("torch", reference), ("triton", indexer), ("cuda", few_scores))
             },
             lambda result: result,
         )

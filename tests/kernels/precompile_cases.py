@@ -111,13 +111,15 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
 def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):
     """Lengths and numbers of splits are arguments: nothing is left to compile when a chunk has other ones."""
     from headrace.kernels.latents.slots import Slots
-    from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots
+    from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots, paired_scores
     from headrace.kernels.sparse_attention.indexer import index_scores, select_entries
     from headrace.kernels.sparse_attention.rows import attend_rows
     from headrace.kernels.sparse_attention.triton import attend_slots
 
     slots, cos_sin, dtype = Slots(torch.zeros(4, 16, 64, dtype=torch.bfloat16)), torch.zeros(99, 16), torch.bfloat16
     rows = Slots(torch.zeros(4, 16, 48, dtype=dtype))
+    pages = torch.zeros(4, 64 * 132, dtype=torch.uint8)
+    keys = Slots(pages[:, : 64 * 128].unflatten(1, (64, 128)), pages[:, 64 * 128 :].unflatten(1, (64, 4)))
 
     def step(tokens: int, window: int, entries: int) -> None:
         queries = Queries(torch.zeros(tokens, 16, 64, dtype=dtype), torch.zeros(tokens).long(), cos_sin, 1e-6)
@@ -131,16 +133,21 @@ def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedD
                 queries, torch.zeros(tokens, 16, dtype=dtype), slots, view, scale=1.0, top_k=8, tokens=tokens_of
             )
             select_entries(scores, view, top_k=8, per_page=16, tokens=tokens_of)
+        if tokens >= paired_scores.LEAST_TOKENS:
+            queries = queries._replace(q=torch.zeros(tokens, 16, 128, dtype=dtype))
+            paired_scores.index_scores(
+                queries, torch.zeros(tokens, 16, dtype=dtype), keys, view, scale=1.0, top_k=8, tokens=slice(1, tokens)
+            )
 
     def run() -> None:
-        for sizes in ((2, 128, 2048), (200, 128, 512), (16, 128, 512)):  # most splits, none, few
+        for sizes in ((2, 128, 2048), (4500, 128, 512), (16, 128, 512)):  # most splits, none, few
             step(*sizes)
 
-    assert precompile(run, "sparse attention", CUDA) == 2 + 2 + 2 + 2 + 1 + 1, "attention and sums, scores, selection"
+    assert precompile(run, "sparse attention", CUDA) == 2 + 2 + 2 + 2 + 1 + 1 + 2, "attention, sums, scores, selection"
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
     try:
-        for sizes in ((3, 127, 601), (5, 64, 77), (40, 17, 1031), (133, 100, 8000)):
+        for sizes in ((3, 127, 601), (5, 64, 77), (40, 17, 1031), (133, 100, 8000), (4301, 100, 77)):
             step(*sizes)
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None

@@ -140,20 +140,15 @@ ATTEND_SLOTS.add(
 )
 
 
-def _reason_against_dependent(query: KernelQuery) -> str | None:
-    return requires(device="cuda", capability=(9, 0))(query) or _reason_against_attention(query)
+def _reason_against_scores(query: KernelQuery) -> str | None:
+    if query.capability[0] != 9:
+        return "was compared with the others on Hopper alone"
+    return _reason_against_attention(query)
 
 
-# Below the others: not yet compared with other solutions on a device.
 INDEX_SCORES.add(
-    "cuda", "headrace.kernels.sparse_attention.few_scores:index_scores", supports=_reason_against_dependent,
-    priority=-1,
-    doc="own CUDA C++ for up to 64 tokens and packed keys of 128 dims; beyond as triton_pdl",
-)
-INDEX_SCORES.add(
-    "triton_pairs", "headrace.kernels.sparse_attention.paired_scores:index_scores_pdl",
-    supports=_reason_against_dependent, priority=-1,
-    doc="two tokens of a prompt at a time, queries packed by a kernel of their own; chosen by name alone",
+    "cuda", "headrace.kernels.sparse_attention.few_scores:index_scores", supports=_reason_against_scores, priority=20,
+    doc="own CUDA C++ for few scores, two tokens of a prompt at a time for many; others as triton_pdl",
 )
 SELECT_ENTRIES.add(
     "cuda", "headrace.kernels.sparse_attention.selection:select_entries",

@@ -1,4 +1,4 @@
-"""Index scores of few tokens in own CUDA C++ (``csrc/cuda/index_scores.cu``, which says how it works).
+"""Few index scores in own CUDA C++ (``csrc/cuda/index_scores.cu``, which says how it works).
 
 T tokens, H index heads, N entries.
 """
@@ -14,14 +14,14 @@ import torch
 from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.sparse_attention import EntryView, Queries, indexer
+from headrace.kernels.sparse_attention import EntryView, Queries, indexer, paired_scores
 
 logger = logging.getLogger(__name__)
 
 DIMS, KEYS, THREADS = 128, 128, 256
 """As in the source: dims of a key, keys that a block scores at a time, its threads."""
-MOST_TOKENS = 64
-"""More share a block's packed queries among too few keys; Triton's kernel takes them."""
+MOST_SCORES = 1 << 16
+"""Tokens times entries up to which this is faster on an H100 than Triton's kernel."""
 MOST_HEADS = 64
 
 
@@ -51,15 +51,15 @@ def find_kernel(num_heads: int, device: torch.device) -> CudaKernel | None:
             options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DHEADS={num_heads}")
             return CudaKernel(compile_source("index_scores", options), "index_scores", 0)
     except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("index scores of few tokens run in Triton: %s", error)
+        logger.warning("few index scores are computed in Triton: %s", error)
         return None
 
 
-def takes(queries: Queries, weights: torch.Tensor, keys: Slots, count: int) -> bool:
+def takes(queries: Queries, weights: torch.Tensor, keys: Slots) -> bool:
     """Whether the source computes these."""
     num_heads, dim = queries.q.shape[1:]
     return (
-        0 < count <= MOST_TOKENS and keys.holds_keys and dim == DIMS and num_heads % 8 == 0 and num_heads <= MOST_HEADS
+        keys.holds_keys and dim == DIMS and num_heads % 8 == 0 and num_heads <= MOST_HEADS
         and queries.q.dtype == torch.bfloat16 and weights.dtype in (torch.float32, torch.bfloat16)
         and keys.values.stride(0) % 16 == 0 and keys.values.stride(1) % 16 == 0 and keys.values.data_ptr() % 16 == 0
     )
@@ -68,12 +68,13 @@ def takes(queries: Queries, weights: torch.Tensor, keys: Slots, count: int) -> b
 def index_scores(
     queries: Queries, weights: torch.Tensor, keys: Slots, view: EntryView, *, scale: float, top_k: int, tokens: slice
 ) -> torch.Tensor:
-    """See `INDEX_SCORES`; what `takes` refuses is left to `indexer`."""
+    """See `INDEX_SCORES`; more scores, and what `takes` refuses, are left to `paired_scores`."""
     first, until, _ = tokens.indices(len(queries.q))
     count, num_heads = until - first, queries.q.shape[1]
-    kernel = find_kernel(num_heads, queries.q.device) if takes(queries, weights, keys, count) else None
-    if kernel is None:
-        return indexer.index_scores_pdl(queries, weights, keys, view, scale=scale, top_k=top_k, tokens=tokens)
+    # of any step, few scores or not: a start has the largest ones, and no request may wait for a compiler
+    kernel = find_kernel(num_heads, queries.q.device) if takes(queries, weights, keys) else None
+    if kernel is None or not 0 < count * view.longest <= MOST_SCORES:
+        return paired_scores.index_scores_pdl(queries, weights, keys, view, scale=scale, top_k=top_k, tokens=tokens)
     scores = torch.empty((count, view.longest), dtype=torch.float32, device=queries.q.device)
     assert queries.q.is_contiguous() and weights.stride(1) == 1 and view.page_table.stride(1) == 1
     assert queries.cos_sin.is_contiguous() and keys.scales is not None
@@ -85,6 +86,5 @@ def index_scores(
         keys.values.stride(1), keys.per_page, first, view.longest, top_k, queries.cos_sin.shape[1],
         int(weights.dtype == torch.bfloat16), parts, scale,
     )
-    if parts:
-        kernel.launch(count * parts, THREADS, call, is_dependent=True)
+    kernel.launch(count * parts, THREADS, call, is_dependent=True)
     return scores

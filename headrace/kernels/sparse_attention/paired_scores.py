@@ -18,8 +18,9 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.sparse_attention import EntryView, Queries, indexer
 from headrace.kernels.sparse_attention.indexer import _load_queries
 
-LEAST_TOKENS = 128
-"""With fewer, one kernel for both is faster."""
+LEAST_TOKENS = 4096
+"""Of a step. With fewer than 2,048, or few entries, one kernel for both is faster; and where steps may have as many as
+this, the largest one of a start has so many entries too that it compiles what is here."""
 MOST_HEADS = 64
 """More than twice as many sums take too many registers."""
 KEYS = 64
@@ -31,10 +32,10 @@ PROGRAMS = 1056
 multiprocessor of a large GPU."""
 
 
-def takes(keys: Slots, count: int, num_heads: int) -> bool:
-    """Whether this is faster, and possible, for so many tokens."""
+def takes(keys: Slots, num_tokens: int, num_heads: int) -> bool:
+    """Whether this is faster, and possible, for a step of so many tokens."""
     return (
-        keys.scales is not None and keys.holds_keys and keys.per_page % KEYS == 0 and count >= LEAST_TOKENS
+        keys.scales is not None and keys.holds_keys and keys.per_page % KEYS == 0 and num_tokens >= LEAST_TOKENS
         and num_heads <= MOST_HEADS
     )
 
@@ -123,7 +124,7 @@ def index_scores(
     """See `INDEX_SCORES`; what `takes` refuses is left to `indexer`."""
     num_heads, dim = queries.q.shape[1:]
     first, until, _ = tokens.indices(len(queries.q))
-    if not takes(keys, until - first, num_heads):
+    if first == until or not takes(keys, len(queries.q), num_heads):
         return indexer.index_scores(queries, weights, keys, view, scale=scale, top_k=top_k, tokens=tokens, pdl=pdl)
     count, heads, device = until - first, max(16, next_power_of_2(num_heads)), queries.q.device
     codes = torch.empty((count, heads, dim), dtype=torch.float8_e4m3fn, device=device)
