@@ -3,9 +3,11 @@ count."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
-from attention_cases import MIXED, SHAPES, SHARING, Case, make_problem
+from attention_cases import MIXED, SHAPES, SHARING, Case, Problem, make_problem
 from cpu_isas import isa  # noqa: F401
 
 from headrace.kernels import native
@@ -41,11 +43,17 @@ CASES = {
 }
 
 
+@cache
+def make(name: str, dtype: torch.dtype) -> Problem:
+    """Drawn once for all instruction sets; tests leave it as it is."""
+    return make_problem(CASES[name], "cpu", dtype)
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_dense_attention(name, dtype):
-    problem = make_problem(CASES[name], "cpu", dtype)
+    problem = make(name, dtype)
     assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCES[dtype]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -33,15 +34,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """Of pages; queries over int8 are float32."""
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+THREADS = (1, 2, 5)
+CUTS = ((5, 2), (33, 5), (96, 1), (96, 2), (250, 5))
+"""Tokens of each piece of a prompt, and threads that compute it."""
+
+
+@pytest.fixture(autouse=True)
+def threads_are_restored() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
+@cache
 def make(name: str, dtype: torch.dtype) -> Problem:
+    """Drawn once for all instruction sets; tests leave it as it is."""
     if dtype == torch.int8:
         return code_problem(CASES[name], torch.float32)
     return make_problem(CASES[name], "cpu", dtype)
@@ -63,45 +70,50 @@ def run(problem: Problem, *spans: tuple[int, int]) -> list[torch.Tensor]:
 
 def decode_alone(problem: Problem) -> dict[int, torch.Tensor]:
     """Each of `POSITIONS` by itself, by one thread."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        return {at: run(problem, (at, at + 1))[0][0] for at in POSITIONS}
-    finally:
-        torch.set_num_threads(before)
+    return {at: run(problem, (at, at + 1))[0][0] for at in POSITIONS}
 
 
 def check(alone: dict[int, torch.Tensor], spans: list[tuple[int, int]], out: list[torch.Tensor]) -> None:
     for (first, end), rows in zip(spans, out, strict=True):
         for at in range(first, end):
             if at in alone:
-                assert torch.equal(rows[at - first], alone[at]), f"position {at} in {first} to {end}"
+                assert torch.equal(rows[at - first], alone[at]), (at, first, end, torch.get_num_threads())
 
 
-@pytest.mark.usefixtures("isa", "threads")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 class TestOneRow:
     def test_a_prompt_gives_what_decodes_give(self, name: str, dtype: torch.dtype):
         problem = make(name, dtype)
-        spans = [(0, LENGTH)]
-        check(decode_alone(problem), spans, run(problem, *spans))
+        alone, spans = decode_alone(problem), [(0, LENGTH)]
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            check(alone, spans, run(problem, *spans))
 
-    @pytest.mark.parametrize("size", [5, 33, 96, 250])
-    def test_wherever_a_prompt_is_cut(self, name: str, dtype: torch.dtype, size: int):
+    def test_wherever_a_prompt_is_cut(self, name: str, dtype: torch.dtype):
         problem = make(name, dtype)
-        spans = [(first, min(first + size, LENGTH)) for first in range(0, LENGTH, size)]
-        spans = [span for span in spans if any(first in range(*span) for first in POSITIONS)]
-        check(decode_alone(problem), spans, [run(problem, span)[0] for span in spans])
+        alone = decode_alone(problem)
+        for size, threads in CUTS:
+            torch.set_num_threads(threads)
+            spans = [(first, min(first + size, LENGTH)) for first in range(0, LENGTH, size)]
+            spans = [span for span in spans if any(first in range(*span) for first in POSITIONS)]
+            check(alone, spans, [run(problem, span)[0] for span in spans])
 
     def test_decodes_over_a_shared_prefix(self, name: str, dtype: torch.dtype):
         """Requests of one query that share nothing, some, or nearly all of their pages, in one step."""
         problem = make(name, dtype)
-        spans = [(at, at + 1) for at in POSITIONS]
-        check(decode_alone(problem), spans, run(problem, *spans))
+        alone, spans = decode_alone(problem), [(at, at + 1) for at in POSITIONS]
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            check(alone, spans, run(problem, *spans))
 
     def test_drafts_and_short_chunks_over_a_shared_prefix(self, name: str, dtype: torch.dtype):
         problem = make(name, dtype)
+        alone = decode_alone(problem)
         spans = [(at - n, at + 1) for n, at in zip((1, 2, 3, 4, 6, 9, 15, 0, 30), POSITIONS[-9:], strict=True)]
-        check(decode_alone(problem), spans, run(problem, *spans))
-        check(decode_alone(problem), spans, [run(problem, span)[0] for span in spans])
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            check(alone, spans, run(problem, *spans))
+            check(alone, spans, [run(problem, span)[0] for span in spans])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
-from attention_cases import MIXED, SHAPES, Case, code_problem, empty_pages, make_problem
+from attention_cases import MIXED, SHAPES, Case, Problem, code_problem, empty_pages, make_problem
 from cpu_isas import isa  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,11 +38,17 @@ TOLERANCE = 1.2e-2
 """Beside what rounding keys and values costs: queries, and weights for each 32 keys, are rounded to 8 bits, too."""
 
 
+@cache
+def make(name: str, dtype: torch.dtype) -> Problem:
+    """Drawn once for all instruction sets; tests leave it as it is."""
+    return code_problem(CASES[name], dtype)
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_that_over_what_codes_stand_for(name: str, dtype: torch.dtype):
-    problem = code_problem(CASES[name], dtype)
+    problem = make(name, dtype)
     assert ATTENTION_BACKENDS.choose(problem.geometry) is CpuAttention
     steep = CASES[name].steepness
     assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCE * steep
