@@ -31,34 +31,76 @@ def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
+FAMILIES_ALONE = """
+import importlib, json, os, sys, traceback
+first, *families = sys.argv[1:]
+if first == "torch":
+    import torch
+for family in families:
+    child = os.fork()
+    if not child:
+        told = {"family": family}
+        try:
+            declared = importlib.import_module(f"headrace.models.{family}.family").FAMILY
+            told |= {"name": declared.name, "has_torch": "torch" in sys.modules}
+            if first == "torch":
+                importlib.import_module(declared.model.partition(":")[0])
+        except BaseException:
+            told["error"] = traceback.format_exc()
+        ours = (name.split(".") for name in sys.modules if name.startswith("headrace.models."))
+        told["folders"] = sorted({name[2] for name in ours if len(name) > 3} & set(families))
+        os.write(1, json.dumps(told).encode() + b"\\n")
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def import_families(first: str) -> dict[str, dict]:
+    """What each family's own process has after importing its declaration, and after ``first`` torch, its model."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAMILIES_ALONE, first, *FAMILIES], cwd=ROOT, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    return {told["family"]: told for told in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def declared() -> dict[str, dict]:
+    return import_families("nothing")
+
+
+@pytest.fixture(scope="module")
+def modelled() -> dict[str, dict]:
+    return import_families("torch")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_imports_alone(family: str):
-    code = f"""
-import sys, json
-import headrace.models.{family}.family as declared
-assert declared.FAMILY.name == {family!r}
-assert 'torch' not in sys.modules
-others = {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
-__import__(declared.FAMILY.model.partition(':')[0])
-others |= {{n.split('.')[2] for n in sys.modules if n.startswith('headrace.models.') and n.count('.') >= 3}}
-print(json.dumps(sorted(others & set({FAMILIES!r}))))
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [family], "a family imports another one"
+def test_family_imports_alone(family: str, declared: dict[str, dict], modelled: dict[str, dict]):
+    alone = {"family": family, "name": family, "folders": [family]}
+    assert declared[family] == {**alone, "has_torch": False}, "a family imports another one, or torch"
+    assert modelled[family] == {**alone, "has_torch": True}, "a family's model imports another family"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_operation_imports_without_its_solutions(operation: str):
-    code = f"""
-import sys
-import headrace.kernels.{operation}
-ours = [n for n in sys.modules if n.startswith('headrace')]
-assert not [n for n in ours if n.split('.')[-1] in ('triton', 'cudnn', 'flashinfer')]
-assert 'triton' not in sys.modules
+OPERATIONS_ALONE = """
+import importlib, os, sys
+import torch
+for operation in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        importlib.import_module(f"headrace.kernels.{operation}")
+        ours = [name for name in sys.modules if name.startswith("headrace")]
+        found = [name for name in ours if name.split(".")[-1] in ("triton", "cudnn", "flashinfer")]
+        os.write(1, " ".join([operation, *found, *({"triton"} & sys.modules.keys())]).encode() + b"\\n")
+        os._exit(0)
+    os.waitpid(child, 0)
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+
+
+def test_operations_import_without_their_solutions():
+    done = subprocess.run(
+        [sys.executable, "-c", OPERATIONS_ALONE, *OPERATIONS], cwd=ROOT, capture_output=True, text=True, timeout=250
+    )
+    assert done.stdout.splitlines() == OPERATIONS, done.stderr
 
 
 @pytest.mark.parametrize("target", ["service.ranks.build", "service.build", "serving.offline.llm", "serving.cli.serve"])
