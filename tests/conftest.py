@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +24,9 @@ hypothesis.settings.register_profile("settled", derandomize=True, database=None,
 hypothesis.settings.register_profile("explore", **UNTIMED)
 hypothesis.settings.load_profile("settled")
 
+TESTS = Path(__file__).parent
+WAITING = ("on_ray", "e2e", "parallel", "service")
+"""Folders of tests that start processes, those with the longest first."""
 HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:  # before any test module imports a kernel: Triton decides at the import
@@ -79,7 +83,20 @@ def _settle_interpreted(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="the GPU runs the same test"))
 
 
+def _order(items: list[pytest.Item]) -> None:
+    """Files whose tests wait for processes evenly among those that compute, so that workers seldom all do the same,
+    and the longest are not left to the end."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for folder in WAITING for path in files if (TESTS / folder) in path.parents]
+    computing = [path for path in files if path not in waiting]
+    place = {path: number / len(paths) for paths in (waiting, computing) for number, path in enumerate(paths)}
+    items[:] = [item for path in sorted(files, key=lambda path: place[path]) for item in files[path]]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _order(items)
     _settle_interpreted(items)
     for item in items:
         if item.get_closest_marker("slow") and not item.config.getoption("slow"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, relative_error
+from devices import in_turns, relative_error
 
 pytest.importorskip("triton")
 
@@ -79,18 +79,16 @@ def compare(
     return relative_error(out, expected)
 
 
-@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("case,device,dtype,tolerance", in_turns([
+    ((1, 8, 2), SILU, False), ((5, 4, 3), CLAMPED, True), ((70, 3, 1), Gate("gelu_tanh"), True)
+]))
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "gate", "has_bias"),
-    [(1, 8, 2, SILU, False), (5, 4, 3, CLAMPED, True), (70, 3, 1, Gate("gelu_tanh"), True)],
-)
 def test_experts(
-    form: str, num_tokens: int, num_experts: int, top_k: int, gate: Gate, has_bias: bool, device: str,
-    dtype: torch.dtype, tolerance: float
+    form: str, case: tuple[tuple[int, int, int], Gate, bool], device: str, dtype: torch.dtype, tolerance: float
 ):
-    sizes = (num_tokens, num_experts, top_k, 160, 96)
-    assert compare(form, sizes, gate, device, dtype, has_bias=has_bias) < tolerance
+    """Of so many tokens, experts, and experts of a token."""
+    sizes, gate, has_bias = case
+    assert compare(form, (*sizes, 160, 96), gate, device, dtype, has_bias=has_bias) < tolerance
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICES, relative_error
+from devices import DEVICES, in_turns, relative_error
 
 pytest.importorskip("triton")
 
@@ -122,32 +122,30 @@ def test_tables_are_kept_in_words():
     assert not kinds["int4-words"].has_whole_zeros and kinds["int4-32"].has_whole_zeros
 
 
-@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind,device,dtype,tolerance", in_turns(KINDS))
 def test_whole_weights(kind: str, device: str, dtype: torch.dtype, tolerance: float):
     for outputs, inputs in ((40, 96), (33, 700), (150, 1300)):
         weight, plain = make(kind, outputs, inputs, device)
         assert relative_error(expand.expand(weight, dtype), plain) < tolerance
 
 
-@pytest.mark.parametrize("device,dtype,tolerance", DEVICES)
+@pytest.mark.parametrize("shape,device,dtype,tolerance", in_turns(SHAPES))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows,outputs,inputs", SHAPES)
-def test_few_rows(kind: str, rows: int, outputs: int, inputs: int, device: str, dtype: torch.dtype, tolerance: float):
+def test_few_rows(kind: str, shape: tuple[int, int, int], device: str, dtype: torch.dtype, tolerance: float):
+    rows, outputs, inputs = shape
     weight, plain = make(kind, outputs, inputs, device)
     x = draw(rows, inputs, device, dtype)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     expected = x.double() @ plain.to(device).T
-    for own in (None, bias):
+    for own, splits in ((None, 1), (bias, 2)):
         wanted = expected if own is None else expected + own.double()
         if rows <= 3:
             assert relative_error(triton.gemv(x, weight, own), wanted) < tolerance
-        for splits in (1, 2):
-            assert relative_error(triton.skinny(x, weight, own, splits), wanted) < tolerance
+        assert relative_error(triton.skinny(x, weight, own, splits), wanted) < tolerance
         assert relative_error(reference.coded_linear(x, weight, own), wanted) < tolerance
-    assert torch.equal(triton.skinny(x, weight, bias), triton.skinny(x, weight, bias))
-    sums = triton.skinny_sums(x, weight)
-    assert torch.equal(sums if sums.dim() == 2 else sums.sum(0).to(dtype), triton.skinny(x, weight, None))
+    out, sums = triton.skinny(x, weight, None), triton.skinny_sums(x, weight)
+    assert torch.equal(out, triton.skinny(x, weight, None))
+    assert torch.equal(sums if sums.dim() == 2 else sums.sum(0).to(dtype), out)
 
 
 def check_rows(rows: Fp8Rows, wanted: Fp8Rows, device: str, rtol: float = 1e-6) -> None:

@@ -254,9 +254,12 @@ def check_drafts(rig: Rig, dice: random.Random, num_steps: int) -> None:
         assert not rig.hot.marks.any()
 
 
-@pytest.mark.parametrize(("solution", "device"), SOLUTIONS)
+@pytest.mark.parametrize(("solution", "device"), [
+    SOLUTIONS[0], pytest.param("triton", "cpu", marks=[pytest.mark.interpreted, pytest.mark.slow]), SOLUTIONS[2]
+])
 def test_what_wrong_drafts_left_is_never_found(solution: str, device: str):
-    """Beside the slots' limit too, from which a row may go back."""
+    """Beside the slots' limit too, from which a row may go back. The interpreted kernels agree with the reference,
+    below."""
     rig = Rig(solution, device)
     check_drafts(rig, random.Random(7), 150)
     assert rig.hot.counts[1] < rig.hot.counts[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_isas import isa  # noqa: F401
-from devices import DEVICES, relative_error
+from devices import DEVICES, in_turns, relative_error
 
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import (
@@ -208,10 +208,9 @@ def test_additions_to_gate_and_up(
     assert relative_error(gated, act(gate) * up) < tolerance
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
+@pytest.mark.parametrize("num_rows, device, dtype, tolerance", in_turns([1, 2, 4]))
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("num_partials", [1, 3])
-@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
 def test_additions_before_a_norm(
     device: str, dtype: torch.dtype, tolerance: float, num_partials: int, is_dense: bool, num_rows: int,
     monkeypatch: pytest.MonkeyPatch,

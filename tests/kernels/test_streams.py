@@ -124,7 +124,7 @@ def test_writing(
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize(("num_tokens", "num_streams", "width"), [(0, 4, 64), (1, 4, 2080), (20, 2, 96), (300, 4, 96)])
+@pytest.mark.parametrize(("num_tokens", "num_streams", "width"), [(0, 4, 64), (1, 4, 2080), (20, 2, 96), (70, 4, 96)])
 def test_writing_and_reading_at_once(
     num_tokens: int, num_streams: int, width: int, device: str, dtype: torch.dtype, tolerance: float
 ):

@@ -73,8 +73,7 @@ async def test_no_descriptor_or_process_is_left(make):
     await asyncio.to_thread(time.sleep, 0)  # the loop's threads
     begun = count()
     await pool.start()
-    await pool.prepare(job("ok"))
-    await pool.prepare(job("ok also"))
+    await asyncio.gather(*(pool.prepare(job(f"ok {number}")) for number in range(2)))  # both have loaded
     await asyncio.gather(*(pool.prepare(job(text)) for text in ("crash", "sleep 60")), return_exceptions=True)
     leaver = asyncio.create_task(pool.prepare(job("sleep 0.2")))
     last = asyncio.create_task(pool.prepare(job("sleep 50")))
