@@ -235,14 +235,16 @@ class GpuHostLane:
             self._ended.append(failed(move))
         elif not copier.page_bytes(move.group):
             self._ended.append(Arrival(move.ticket))
-        elif move.target == "host":
-            self._write(copier, move)
         else:
-            self._read(copier, move)
+            try:
+                (self._write if move.target == "host" else self._read)(copier, move)
+            except RuntimeError:
+                self._synchronize()  # what was begun of it
+                raise
 
     def _write(self, copier: PageCopier, move: PageMove) -> None:
         free, staging, rows = self._free[move.group], self._staging[move.group], self._host.rows[move.group]
-        places = sorted(free.pop() for _ in move.source_pages)  # consecutive ones where possible
+        places = sorted(free[-move.num_pages :])  # consecutive ones where possible
         copier.gather(move.group, move.source_pages, staging, places)
         outgoing = self._outgoing
         outgoing.stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -252,6 +254,7 @@ class GpuHostLane:
                     begin = first + at - index
                     rows[begin : begin + length].copy_(staging[place : place + length], non_blocking=True)
             self._record(outgoing, move, places)
+        del free[-move.num_pages :]
 
     def _read(self, copier: PageCopier, move: PageMove) -> None:
         width, rows = copier.page_bytes(move.group), self._host.rows[move.group]
@@ -294,9 +297,12 @@ class GpuHostLane:
 
     def reset(self) -> None:
         """See `headrace.memory.moving.Lane`."""
+        self._synchronize()
+        self.poll()
+
+    def _synchronize(self) -> None:
         for stream in (self._outgoing.stream, *(stream for stream, _ in self._halves)):
             stream.synchronize()
-        self.poll()
 
     def close(self) -> None:
         """See `headrace.memory.moving.Lane`."""

@@ -22,7 +22,8 @@ class Lane(Protocol):
     """Moves between two places. All calls come from the thread that executes plans; none waits, but for `reset`."""
 
     def start(self, move: PageMove) -> None:
-        """Begin a move. It ends in a later `poll`, whatever happens."""
+        """Begin a move. It ends in a later `poll`, whatever happens; or raises `RuntimeError` or `MemoryError`, when
+        nothing of it is under way."""
 
     def poll(self) -> list[Arrival]:
         """Moves that have ended since."""
@@ -62,8 +63,12 @@ class PageMover:
             if lane is None:
                 logger.error("no lane from %r to %r: the pages are computed again", move.source, move.target)
                 self._refused.append(failed(move))
-            else:
+                continue
+            try:
                 lane.start(move)
+            except (RuntimeError, MemoryError) as error:  # a device without memory, mostly
+                logger.error("%d pages do not move from %s to %s: %s", move.num_pages, move.source, move.target, error)
+                self._refused.append(failed(move))
 
     def poll(self, wait_s: float = 0.0) -> list[Arrival]:
         """Moves that have ended since; waits so long for the first."""

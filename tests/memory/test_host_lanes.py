@@ -115,6 +115,27 @@ def test_what_finds_no_room_on_its_way_fails_and_later_moves_do_not():
     setup.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_that_fail_end_their_moves_and_cost_no_others(device: str, monkeypatch: pytest.MonkeyPatch):
+    """As those for which the device has no memory; more of them than there are places on the way."""
+    setup = Setup([SPECS["full"]], device)
+    setup.fill(1)
+    wanted = setup.snapshot(0, 3)
+    with monkeypatch.context() as patch:
+        for name in ("gather", "scatter", "scatter_uploaded"):
+            patch.setattr(PageCopier, name, lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        for _ in range(STORE_PAGES):
+            setup.move(0, "device", "host", [3, 1], [5, 6])
+            setup.move(0, "host", "device", [5, 6], [7, 8])
+        assert [arrival.failed for arrival in setup.drain()] == [[0, 1]] * 2 * STORE_PAGES
+    setup.move(0, "device", "host", [3, 1, 2, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+    assert setup.drain() == [Arrival(1)]
+    setup.move(0, "host", "device", [1], [9])
+    assert setup.drain() == [Arrival(1)]
+    assert all(torch.equal(part, known) for part, known in zip(setup.snapshot(0, 9), wanted, strict=True))
+    setup.close()
+
+
 def test_moves_without_pools_or_lanes_fail():
     setup = Setup([SPECS["full"]], "cpu")
     setup.mover.start([PageMove(1, 0, "peer", "device", [1, 2], [3, 4])])

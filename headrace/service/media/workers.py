@@ -140,7 +140,7 @@ class _Worker:
     def was_killed(self) -> bool:
         """Of one whose line has ended. Blocks until the process has, for a moment."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(END_S) == -signal.SIGKILL
+            return self.process.wait(END_S) in (-signal.SIGKILL, -signal.SIGTERM)
         return False
 
     def end(self) -> None:
