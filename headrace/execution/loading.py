@@ -447,7 +447,7 @@ def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
         if not files:
             raise ModelError(f"{layer.folder} has no *.safetensors with the weights of the dense layer it describes")
         fill_targets(
-            find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}, 0), read_safetensors(files)
+            find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}), read_safetensors(files)
         )
     return head
 

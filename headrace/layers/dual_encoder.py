@@ -158,7 +158,7 @@ class DualEncoder(ServedModel):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `ServedModel`."""
-        targets = find_targets(self, self.names.modules, max(self.spec.num_layers, self.spec.image.vision.num_layers))
+        targets = find_targets(self, self.names.modules)
         fitted = pad_weights(fit_dims(self.names.rename(tensors), targets), targets, self)
         fill_targets(targets, fitted, harmless=HARMLESS)
 

@@ -117,12 +117,12 @@ class Encoder(ServedModel):
 
     def find_narrowing(self) -> Narrowing | None:
         """See `ServedModel`."""
-        targets = find_targets(self, self.names.modules, self.spec.num_layers)
+        targets = find_targets(self, self.names.modules)
         return Narrowing(targets.cuts, targets.elsewhere, self.names.rename_one) if targets.cuts else None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
-        targets = find_targets(self, self.names.modules, self.spec.num_layers)
+        targets = find_targets(self, self.names.modules)
         fill_targets(targets, drop_training_heads(self.names.rename(tensors), wanted=targets.keys()), harmless=HARMLESS)
 
     def find_adapter_sites(self) -> AdapterSites:

@@ -9,7 +9,7 @@ does not have (an optional norm, say) are skipped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -75,9 +75,9 @@ class Targets(dict[str, torch.Tensor]):
         target.detach().copy_(tensor)
 
 
-def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) -> Targets:
-    """The targets of a table of names; asserts that together they cover every parameter element, so that a gap in a
-    family's table is found at once and not as garbage in the output."""
+def find_targets(model: nn.Module, names: Mapping[str, str]) -> Targets:
+    """The targets of a table of names, those with ``{i}`` once for each layer; asserts that together they cover every
+    parameter element, so that a gap in a family's table is found at once and not as garbage in the output."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     targets = Targets()
     storable = find_storable(model)
@@ -88,17 +88,25 @@ def find_targets(model: nn.Module, names: Mapping[str, str], num_layers: int) ->
         (weight.weight.shape[0], weight.weight.shape[1])
         for weight in storable if not (weight.is_vocabulary or weight.is_stack)
     )
-    for theirs, ours in names.items():
-        for i in range(num_layers if "{i}" in theirs else 1):
-            name, path = theirs.replace("{i}", str(i)), ours.replace("{i}", str(i))
-            if path in parameters:
-                whole = parameters[path]
-                targets.put(name, like_parameter(whole), cut_of(whole), whole)
-            else:
-                _add_module_targets(targets, name, path, modules)
+    for name, path in _number_names(names, modules):
+        if path in parameters:
+            whole = parameters[path]
+            targets.put(name, like_parameter(whole), cut_of(whole), whole)
+        else:
+            _add_module_targets(targets, name, path, modules)
     num_filled, num_needed = (sum(t.numel() for t in tensors) for tensors in (targets.values(), model.parameters()))
     assert num_filled == num_needed, f"the table of names fills {num_filled} of {num_needed} parameter elements"
     return targets
+
+
+def _number_names(names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    for theirs, ours in names.items():
+        before, mark, _ = ours.partition(".{i}")
+        if not mark:
+            yield theirs, ours
+        elif before in modules:
+            for i, _ in modules[before].named_children():
+                yield theirs.replace("{i}", i), ours.replace("{i}", i)
 
 
 def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping[str, nn.Module]) -> None:

@@ -9,15 +9,12 @@ from headrace.layers.spec import DecoderSpec, MlpSpec, NormSpec
 
 
 class EncoderKind(Protocol):
-    """A spec of an encoder. ``tower`` is ``"module:Class"`` of a `headrace.layers.decoder.multimodal.Tower`;
-    ``num_layers`` how many layers it has. ``num_parts``: parts of its vectors, each of the decoder's hidden size: the
-    embedding, and what is added behind the decoder's first layers."""
+    """A spec of an encoder. ``tower`` is ``"module:Class"`` of a `headrace.layers.decoder.multimodal.Tower`.
+    ``num_parts``: parts of its vectors, each of the decoder's hidden size: the embedding, and what is added behind the
+    decoder's first layers."""
 
     @property
     def tower(self) -> str: ...
-
-    @property
-    def num_layers(self) -> int: ...
 
     @property
     def num_parts(self) -> int: ...

@@ -50,7 +50,7 @@ def fill_at_random() -> ServedModel:
 def load_codes() -> ServedModel:
     model: Any = build_wide()
     names = {theirs: ours for theirs, ours in model.names.modules.items() if ours != "head"}
-    targets = find_targets(model, names, 16)
+    targets = find_targets(model, names)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in [(name, target.shape) for name, target in targets.items()]:

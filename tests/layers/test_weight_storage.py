@@ -200,7 +200,7 @@ NAMES = {"words": "embedding", "first": "linear#a", "second": "linear#b", "route
 
 def fill(toy: Toy, *, as_blocks: set[str]) -> dict[str, torch.Tensor]:
     """Fill a toy; returns what it was given, as plain numbers."""
-    targets, given, plain = find_targets(toy, NAMES, 0), {}, {}
+    targets, given, plain = find_targets(toy, NAMES), {}, {}
     for name, target in targets.items():
         blocks = make_blocks(torch.randn(target.shape)) if target.dim() == 2 else None
         plain[name] = torch.randn(target.shape) if blocks is None else blocks.make_plain()
@@ -259,7 +259,7 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
         f"mlp.experts.{{x}}.{theirs}_proj": f"experts.{ours}" for theirs,
         ours in {"gate": "gate_up#{x}/gate", "up": "gate_up#{x}/up", "down": "down#{x}/down"}.items()
     }
-    fill_targets(find_targets(model, names, 0), unstack_experts(tensors, "gate_first", 0))
+    fill_targets(find_targets(model, names), unstack_experts(tensors, "gate_first", 0))
     gate_up, down = model.experts.gate_up, model.experts.down
     assert down.stored.matrix.format is Format.INT8_GROUP
     assert torch.equal(down.stored.unpack(torch.float32), whole["down"].flatten(0, 1))

@@ -28,7 +28,7 @@ def build(dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
 
 
 def checkpoint(model: Decoder) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules, 2).items()}
+    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules).items()}
 
 
 def test_parts_land_in_their_rows():
@@ -143,7 +143,7 @@ def build_moe(architecture: str) -> Any:
 
 def moe_checkpoint(model: Any) -> dict[str, torch.Tensor]:
     """A tensor per expert and matrix."""
-    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules, 2).items()}
+    return {name: torch.randn(target.shape) for name, target in find_targets(model, model.names.modules).items()}
 
 
 def stack(tensors: dict[str, torch.Tensor], prefix: str, matrix: str, kind: str = "weight") -> torch.Tensor:

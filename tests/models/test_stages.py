@@ -47,7 +47,7 @@ def list_tensors(model: Any) -> dict[str, torch.Tensor]:
     modules = {**model.names.modules, **SCORE_NAMES}
     if getattr(model, "head", None) is not None and model.spec.vocabulary.tied:
         modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
-    return {name: t.detach().clone() for name, t in find_targets(model, modules, model.spec.num_layers).items()}
+    return {name: t.detach().clone() for name, t in find_targets(model, modules).items()}
 
 
 @pytest.mark.parametrize("counts", [(2, 1), (1, 1, 1)], ids=str)

@@ -141,7 +141,7 @@ class Decoder(ServedModel):
                 harmless = (*harmless, *(f"{theirs}.bias" for theirs in heads))
             else:
                 modules |= {f"{theirs}.bias": "head.bias" for theirs in heads}
-        return find_targets(self, modules, self.spec.num_layers), harmless
+        return find_targets(self, modules), harmless
 
     def find_narrowing(self) -> Narrowing | None:
         """See `ServedModel`."""

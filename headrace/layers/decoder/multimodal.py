@@ -99,7 +99,7 @@ class MultimodalDecoder(Decoder):
         if self.spec.vocabulary.tied or self.head is None:
             harmless = (*harmless, *(f"{theirs}.weight" for theirs, ours in modules.items() if ours == "head"))
             modules = {theirs: ours for theirs, ours in modules.items() if ours != "head"}
-        return find_targets(self, modules, max(self.spec.num_layers, self.spec.encoder.num_layers)), harmless
+        return find_targets(self, modules), harmless
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See `ServedModel`."""

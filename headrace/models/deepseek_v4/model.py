@@ -147,7 +147,7 @@ class DeepseekV4Model(ServedModel):
         # taken before the quantization schemes see them: these would dequantise the experts' codes
         stored, found = self._stored(), set[str]()
         plain = self._schemes.read(take_stored(self._rename(tensors), self._blocks[0].mlp.experts, stored, found))
-        fill_targets(find_targets(self, self.names.modules, self.spec.num_layers), plain)
+        fill_targets(find_targets(self, self.names.modules), plain)
         check_found(stored, found)
         for i, block in zip(self._own, self._blocks, strict=True):
             router = block.mlp.router

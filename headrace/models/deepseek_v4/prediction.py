@@ -69,7 +69,7 @@ class V4Prediction(DraftModel):
         if isinstance(experts, Mxfp4ExpertWeights):
             stored = experts.places(f"{DRAFT_MODULE}.ffn.experts", MATRICES)
         plain = self._schemes.read(take_stored(choose_module(tensors, self.prefix), experts, stored, found))
-        fill_targets(find_targets(self, DRAFT_NAMES, 0), plain)
+        fill_targets(find_targets(self, DRAFT_NAMES), plain)
         check_found(stored, found)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

@@ -266,7 +266,7 @@ class Eagle3Model(DraftModel):
         names = {**NAMES, **{f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(self._fc_norms))}}
         if self._is_tied:  # the embedding's tensor fills both
             del names["lm_head"]
-        targets = find_targets(self, names, self.num_layers)
+        targets = find_targets(self, names)
         fill_targets(targets, self._rename(self._schemes.read(self._take_ids(tensors))), harmless=HARMLESS)
 
     def _take_ids(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -80,7 +80,7 @@ class MtpModel(DraftModel):
         apart = unstack_experts(
             plain, names.stacked_experts, self.input_size, keeps_blocks=self._keeps_blocks
         )
-        fill_targets(find_targets(self, modules, 0), apart, harmless=("rotary_emb.inv_freq", *SHARED))
+        fill_targets(find_targets(self, modules), apart, harmless=("rotary_emb.inv_freq", *SHARED))
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:
         """See `DraftModel`."""

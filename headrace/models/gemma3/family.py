@@ -60,10 +60,6 @@ class PooledImageSpec:
 
     tower: ClassVar[str] = "headrace.models.gemma3.vision:PooledTower"
 
-    @property
-    def num_layers(self) -> int:
-        return self.image.vision.num_layers
-
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """A `MultimodalSpec` where the config has a vision part. ``attn_logit_softcapping`` is left over from Gemma 2: no

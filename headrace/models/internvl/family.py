@@ -41,10 +41,6 @@ class ShuffledImageSpec:
 
     tower: ClassVar[str] = "headrace.models.internvl.vision:ShuffledTower"
 
-    @property
-    def num_layers(self) -> int:
-        return self.image.vision.num_layers
-
 
 def _square(fields: Fields, name: str) -> int:
     """A size that may be given as a pair of equal numbers."""

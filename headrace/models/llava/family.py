@@ -61,10 +61,6 @@ class ProjectedImageSpec:
         kind = "SizedTower" if isinstance(self.image, SizedImageSpec) else "ProjectedTower"
         return f"headrace.models.llava.vision:{kind}"
 
-    @property
-    def num_layers(self) -> int:
-        return self.image.vision.num_layers
-
 
 @dataclass(frozen=True)
 class _Defaults:

@@ -44,10 +44,6 @@ class MergedVisionSpec:
 
     tower: ClassVar[str] = "headrace.models.mistral3.vision:MergedTower"
 
-    @property
-    def num_layers(self) -> int:
-        return self.image.vision.num_layers
-
 
 def read_config(config: dict[str, Any]) -> MultimodalSpec:
     """Raises `ConfigError` for vision encoders other than Pixtral's, and for features of inner layers."""

@@ -86,10 +86,6 @@ class SightAndSoundSpec:
 
     tower: ClassVar[str] = "headrace.models.phi4_multimodal.tower:SightAndSoundTower"
 
-    @property
-    def num_layers(self) -> int:
-        return max(self.crops.vision.num_layers, self.audio.num_layers)
-
 
 def read_config(config: dict[str, Any]) -> MultimodalSpec:
     """LongRoPE is as in Phi-3: the short factors count if ``max_model_len`` is at most

@@ -42,10 +42,6 @@ class WindowedVisionSpec:
 
     tower: ClassVar[str] = "headrace.models.qwen2_5_vl.vision:WindowedTower"
 
-    @property
-    def num_layers(self) -> int:
-        return self.vision.num_layers
-
 
 def read_config(config: dict[str, Any]) -> MultimodalSpec:
     """Biases are part of the architecture."""

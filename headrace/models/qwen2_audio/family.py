@@ -36,10 +36,6 @@ class PooledAudioSpec:
 
     tower: ClassVar[str] = "headrace.models.qwen2_audio.audio:PooledAudioTower"
 
-    @property
-    def num_layers(self) -> int:
-        return self.audio.blocks.num_layers
-
 
 def read_config(config: dict[str, Any]) -> MultimodalSpec:
     """Biases are part of the architecture."""

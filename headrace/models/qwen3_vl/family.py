@@ -44,10 +44,6 @@ class DeepstackVisionSpec:
     tower: ClassVar[str] = "headrace.models.qwen3_vl.vision:DeepstackTower"
 
     @property
-    def num_layers(self) -> int:
-        return self.vision.num_layers
-
-    @property
     def num_parts(self) -> int:
         return 1 + len(self.tapped_layers)
 

@@ -169,8 +169,7 @@ class Whisper(ServedModel):
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `ServedModel`."""
-        num_layers = max(self.spec.num_layers, self.spec.audio.blocks.num_layers)
-        targets = find_targets(self, self.names.modules, num_layers)
+        targets = find_targets(self, self.names.modules)
         adapted = adapt_tensors(self.names.rename(self._schemes.read(tensors)))
         fill_targets(targets, pad_weights(adapted, targets, self.encoder), harmless=HARMLESS)
 
