@@ -194,11 +194,6 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = []
 
-    @property
-    def tokens_per_draft(self) -> float:
-        """Mean output tokens of a request in a step that verified drafts for it; 1 before the first."""
-        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
 
 class ExpertStats(msgspec.Struct, frozen=True):
     """Of experts that move between ranks: choices computed by each rank in the windows looked at since start, how

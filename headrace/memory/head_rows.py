@@ -54,7 +54,7 @@ class HeadRows:
             self._runs.append(run)
             begin, head_begin, index = begin + run.head_bytes * share.length, head_begin + run.head_bytes, index + count
         self.num_bytes = head_begin * share.size
-        self._head_bytes, self._own_bytes = head_begin, begin
+        self._head_bytes = head_begin
         self._word = math.gcd(8, *(number for run in self._runs for number in (run.after, run.begin, run.head_begin)))
 
     @property

@@ -242,9 +242,3 @@ class Exchange:
         found = self._imports.pop(request.request_id, None)
         if found is not None:
             self.events.append(Event(found[0].ticket, is_over=True))
-
-
-def read_place(move: PageMove) -> tuple[int, int]:
-    """``(epoch, byte)`` of a move from or to `PEER`."""
-    epoch, offset = move.peer.split()
-    return int(epoch), int(offset)

@@ -74,11 +74,6 @@ class AdapterRegistry:
 
     # -- admin calls --------------------------------------------------------------------------------------------
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether an adapter is being read."""
-        return bool(self._loads)
-
     def begin_load(self, call: LoadAdapter) -> Future[AdapterInfo]:
         """Begin to read an adapter; a later call of `settle` makes it known and the future done. Raises `Conflict` or
         `RequestError`; the future raises what reading raises."""

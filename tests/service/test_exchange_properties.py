@@ -28,7 +28,7 @@ from headrace.base.transfer import (
     Released,
     ToAgent,
 )
-from headrace.scheduling.exchange import PEER, Role, read_place
+from headrace.scheduling.exchange import PEER, Role
 from headrace.service.coordination import WaitingRoom
 from headrace.service.transfer.gate import TransferGate
 from tests.scheduling.fake_runner import (
@@ -79,7 +79,7 @@ class PeerTiers(FakeTiers):
     def _end(self, move: PageMove, snapshot: list[dict[int, int]]) -> Arrival:
         if PEER not in (move.source, move.target):
             return super()._end(move, snapshot)
-        epoch, begin = read_place(move)
+        epoch, begin = map(int, move.peer.split())
         if epoch != self.epoch or self.random.random() < self.failure_rate:
             return Arrival(move.ticket, list(range(move.num_pages)))
         for index in range(move.num_pages):

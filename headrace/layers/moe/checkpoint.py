@@ -25,29 +25,17 @@ def _split_halves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"gate_proj.weight": gate, "up_proj.weight": up}
 
 
-def interleave_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> torch.Tensor:
-    """Interleave the two halves of a dim, ``group`` indices of each in turn, for formats with alternating gate and up
-    rows. Raises `ValueError` for an odd size, or halves that are not a multiple of ``group``."""
-    _check_turns(tensor.shape[dim], group)
-    return tensor.unflatten(dim, (2, -1, group)).transpose(dim, dim + 1).flatten(dim, dim + 2)
-
-
-def separate_halves(tensor: torch.Tensor, *, group: int, dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `interleave_halves`; views where ``group`` is 1."""
-    _check_turns(tensor.shape[dim], group)
-    turns = tensor.unflatten(dim, (-1, 2, group))
-    return tuple(turns.select(dim + 1, half).flatten(dim, dim + 1) for half in (0, 1))
-
-
-def _check_turns(size: int, group: int) -> None:
-    if size % 2:
-        raise ValueError(f"a dim of {size} has no halves")
-    if size // 2 % group:
-        raise ValueError(f"halves of {size // 2} are no multiple of {group}")
+def separate_halves(tensor: torch.Tensor, *, dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Even and odd indices of a dim, for formats with alternating gate and up rows: views. Raises `ValueError` for an
+    odd size."""
+    if tensor.shape[dim] % 2:
+        raise ValueError(f"a dim of {tensor.shape[dim]} has no halves")
+    even, odd = tensor.unflatten(dim, (-1, 2)).unbind(dim + 1)
+    return even, odd
 
 
 def _split_turns(tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
-    gate, up = separate_halves(tensor, group=1)
+    gate, up = separate_halves(tensor)
     return {f"gate_proj.{kind}": gate, f"up_proj.{kind}": up}
 
 

@@ -52,7 +52,7 @@ def _split(b: torch.Tensor, count: int, stacked_experts: str) -> list[torch.Tens
     if count == 1:
         return [b]
     alternates = stacked_experts == "alternating"
-    halves = separate_halves(b, group=1, dim=0) if alternates else b.tensor_split(2)
+    halves = separate_halves(b, dim=0) if alternates else b.tensor_split(2)
     return [half.contiguous() for half in halves]
 
 

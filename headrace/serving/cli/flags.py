@@ -170,11 +170,6 @@ def _spell_flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def no_flag(info: OptionInfo) -> str:
-    """``--no-prefix-cache`` for ``prefix_cache``."""
-    return "--no-" + info.flag.removeprefix("--")
-
-
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Breaks no line at a hyphen: a name such as ``cache-aware`` has to be found and copied. Flags with several names
     have their value once, as from Python 3.13 on."""

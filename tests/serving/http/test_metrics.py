@@ -97,7 +97,6 @@ async def test_speculation_is_counted_as_in_other_servers(http, client, monkeypa
     assert found["headrace_spec_decode_num_accepted_tokens_total", ()] == 9
     name = "headrace_spec_decode_num_accepted_tokens_per_pos_total"
     assert [found[name, (str(position),)] for position in range(3)] == [5, 3, 1]
-    assert stats.speculation.tokens_per_draft == 2.8
     shown = (await http.get("/server_info")).json()["stats"]
     assert shown["speculation"]["num_accepted_tokens"] == 9
     assert msgspec.convert(msgspec.to_builtins(stats), EngineStats) == stats  # as it comes from the engine
