@@ -59,6 +59,14 @@ def read_gguf_config(
     return config
 
 
+def read_sliding_pattern(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The config's fields of which layers have a sliding window: every so many, or a flag for each."""
+    pattern = metadata.get(f"{metadata['general.architecture']}.attention.sliding_window_pattern")
+    if pattern is None or isinstance(pattern, int):
+        return {} if pattern is None else {"sliding_window_pattern": pattern}
+    return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]}
+
+
 def _single(key: str, value: Any) -> Any:
     """A value as a scalar: GGUF may state one per layer, and families here need the same for all. Raises `ConfigError`
     if they differ."""

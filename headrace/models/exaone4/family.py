@@ -17,7 +17,7 @@ from headrace.models.config_specs import (
     read_window,
 )
 from headrace.models.family import Family, decoder_architectures
-from headrace.models.gguf_config import read_gguf_config
+from headrace.models.gguf_config import read_gguf_config, read_sliding_pattern
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
@@ -41,13 +41,8 @@ def _read_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """A file without a window is of a model without one."""
-    config = {"sliding_window": None, **read_gguf_config(metadata, "Exaone4ForCausalLM")}
-    pattern = metadata.get("exaone4.attention.sliding_window_pattern")
-    if isinstance(pattern, int):
-        config["sliding_window_pattern"] = pattern
-    elif pattern is not None:
-        config["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
-    return config
+    config = read_gguf_config(metadata, "Exaone4ForCausalLM")
+    return {"sliding_window": None, **config, **read_sliding_pattern(metadata)}
 
 
 FAMILY = Family(

@@ -24,7 +24,7 @@ from headrace.models.config_specs import (
     read_window,
 )
 from headrace.models.family import Family, FamilyMedia
-from headrace.models.gguf_config import read_gguf_config
+from headrace.models.gguf_config import read_gguf_config, read_sliding_pattern
 from headrace.models.vision_fields import (
     IMAGE_ENCODER_NAMES,
     TOWER_RENAMES,
@@ -140,12 +140,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     config["query_pre_attn_scalar"] = (
         config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim", 256)
     )
-    pattern = metadata.get("gemma3.attention.sliding_window_pattern")
-    if isinstance(pattern, int):
-        config["sliding_window_pattern"] = pattern
-    elif pattern is not None:
-        config["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
-    return config
+    return config | read_sliding_pattern(metadata)
 
 
 MODULES = {
