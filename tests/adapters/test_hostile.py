@@ -14,6 +14,7 @@ import torch
 
 from headrace.base.errors import AdapterError, HeadraceError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
+from headrace.models.adapters import tensors as tensors_module
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 from headrace.models.adapters.tensors import AdapterTensors
 from headrace.models.weights.safetensors_file import pack_tensors
@@ -271,9 +272,47 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path):
     """As a trainer's that writes it anew; through a mapping the process would end by a signal."""
     file = write(tmp_path, pair()) / "adapter_model.safetensors"
     with closing(AdapterTensors.open(file)) as tensors:
-        file.write_bytes(b"")
+        tensors.place(f"{Q}.lora_A.weight", (4, 16))
+        file.write_bytes(file.read_bytes()[:-1])
+        tensors.place(f"{Q}.lora_B.weight", (24, 4))
         with pytest.raises(AdapterError, match="shorter while"):
-            tensors.read(f"{Q}.lora_A.weight", (4, 16))
+            tensors.fill()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_tensors_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool):
+    """Some in one piece, some in several, with others of the file between; of several dtypes and without numbers."""
+    monkeypatch.setattr(tensors_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 256)
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3,), (5, 7), (0, 4), (1,), (2, 2), (90,), (3, 3), (1, 1), (200,)]
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
+    stored = {
+        f"t{i}": torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)
+    }
+    data, file = pack_tensors(stored), tmp_path / "file"
+    file.write_bytes(data)
+    with closing(AdapterTensors.unpack(data, "x") if is_packed else AdapterTensors.open(file)) as tensors:
+        names = [name for name in reversed(stored) if name != "t4"]
+        found = {name: tensors.place(name, tuple(stored[name].shape)) for name in names}
+        tensors.fill()
+    for name, tensor in found.items():
+        wanted = stored[name].float() if stored[name].dtype == torch.float64 else stored[name]
+        assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
+
+
+def test_pieces_change_no_digest_and_hide_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Numbers are scanned over the ends of tensors, each of which is named."""
+    good, bad = torch.ones(24, 4, dtype=torch.bfloat16), torch.ones(24, 4, dtype=torch.bfloat16)
+    bad[23, 3] = float("inf")
+    tensors = pair(**{f"{Q}.lora_B.weight": good})
+    packed = AdapterSource("a", tensors=pack_tensors(tensors), config=json.dumps(CONFIG))
+    assert load(write(tmp_path, tensors)).digest == read_adapter(packed, SITES, max_rank=8).digest
+    reordered = load(write(tmp_path, dict(reversed(tensors.items()))))
+    assert reordered.digest == read_adapter(packed, SITES, max_rank=8).digest
+    monkeypatch.setattr(tensors_module, "PIECE_BYTES", 32)
+    with pytest.raises(AdapterError, match="not finite, in b of"):
+        load(write(tmp_path, pair(**{f"{Q}.lora_B.weight": bad})))
 
 
 def test_one_module_by_two_names(tmp_path: Path):

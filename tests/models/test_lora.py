@@ -11,6 +11,7 @@ import torch
 from harness import Harness, build_harness
 from test_parity import CASES, config_json, make_oracle, prompt
 
+from headrace.base.errors import AdapterError
 from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_GATED, LINEAR_SHRINK, SHRINK
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.linear import Linear
@@ -286,14 +287,58 @@ def test_latent_attention_is_not_captured_with_an_adapted_up_projection():
     assert not rig.banks.has_extras(0)
 
 
+def new_buffer(num_bytes: int) -> torch.Tensor:
+    return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+
 def test_parts_in_one_buffer():
     """As a GPU copies from: the same numbers, aligned, of tensors in any order and of no numbers."""
     a, ids = torch.randn(3, 7), torch.tensor([5, 2])
     parts = [PreparedPart(0, 0, a=a, b=a.t()), PreparedPart(1, 4, token_ids=ids, token_rows=torch.empty(0, 9))]
     before = [a.clone(), a.t().clone(), ids.clone()]
-    gather_parts(parts, lambda size: torch.empty(size, dtype=torch.uint8))
+    assert gather_parts({"x": parts}, lambda _: 2, new_buffer)["x"] == parts
     found = [parts[0].a, parts[0].b, parts[1].token_ids]
     assert all(torch.equal(own, theirs) for own, theirs in zip(found, before, strict=True))
     assert parts[1].token_rows.shape == (0, 9) and parts[1].weight is None
     assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in found)
+
+
+@pytest.mark.parametrize("ranks", [(20, 20, 20), (16, 16, 16), (5, 5, 5), (5, 6, 5), (5, 0, 5)], ids=str)
+def test_parts_of_a_layer_are_copied_at_once(ranks: tuple[int, ...]):
+    """Where all have the same rank; the bank is left as by one part at a time, whatever was there."""
+    rig, generator = Rig("llama"), torch.Generator().manual_seed(3)
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    rig.load(1, [low_rank(rig.sites[name], 19, generator) for name in names])
+    parts = [low_rank(rig.sites[name], rank, generator) for name, rank in zip(names, ranks, strict=True) if rank]
+    weights = AdapterWeights(parts, 0, "", [])
+    gathered = rig.banks.prepare(weights, new_buffer)
+    (own,) = gathered.values()
+    assert len(own) == (1 if len(set(ranks)) == 1 else len(parts))
+    rig.banks.load(0, rig.banks.prepare(weights))
+    rig.banks.load(1, gathered)
+    bank = rig.harness.model.get_submodule(f"{next(iter(gathered))}.lora")
+    assert torch.equal(bank.ranks[0], bank.ranks[1]) and bank.ranks[0].tolist() == list(ranks)
+    begin = 0
+    for part, (rank, end) in enumerate(zip(ranks, bank.ends, strict=True)):
+        padded = -(-rank // 16) * 16
+        assert torch.equal(bank.a[0, part, :padded], bank.a[1, part, :padded])
+        assert torch.equal(bank.b[0, :padded, begin:end], bank.b[1, :padded, begin:end])
+        begin = end
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_numbers_that_become_infinite_are_refused(is_scaled: bool):
+    """By the scale, or in the model's dtype: other adapters' rows are multiplied with them, too."""
+    rig = Rig("llama")
+    if not is_scaled:
+        rig.harness.model.half()
+        for module in rig.harness.model.modules():
+            if isinstance(module, LinearBank):
+                module._weight_dtype = torch.float16
+    part = low_rank(rig.sites["model.layers.0.self_attn.q_proj"], 4, torch.Generator().manual_seed(1))
+    part.b[3, 2], part.scale = (3e38, 2.0) if is_scaled else (7e4, 1.0)
+    with pytest.raises(AdapterError, match=r"in b of .* too large by its scale"):
+        rig.load(0, [part])
+    part.b[3, 2] = 1e30 if is_scaled else 6e4
+    rig.load(0, [part])

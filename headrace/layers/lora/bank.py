@@ -32,10 +32,10 @@ from headrace.kernels.lora import (
 )
 from headrace.kernels.lora.codes import CodedBank, encode, make_coded_bank
 from headrace.kernels.operation import KernelQuery, choose_fused
-from headrace.layers.lora.contract import AdaptedPart, SiteKind
+from headrace.layers.lora.contract import TENSORS, AdaptedPart, SiteKind
 from headrace.layers.lora.extended import ExtendedWeight
 from headrace.layers.lora.extras import Extras, ExtrasMaker
-from headrace.layers.lora.parts import RANK_STEP, TENSORS, BankSizes, LoadBytes, PreparedPart, refuse
+from headrace.layers.lora.parts import RANK_STEP, BankSizes, LoadBytes, PreparedPart, check_range, refuse
 from headrace.layers.quantization.storage import StorableLayer
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share
@@ -57,6 +57,8 @@ class AdapterBank(nn.Module):
 
     kind: ClassVar[SiteKind]
     num_experts: int = 0
+    num_parts: int = 1
+    """Of a stacked output; see `PreparedPart.num_parts`."""
     part_names: frozenset[str] | None = None
     """Of a layer that may lack some of a family's parts, see `StorableLayer.has_part`; None: all that are named."""
 
@@ -110,7 +112,7 @@ class LinearBank(AdapterBank):
         self.shares, self.columns, self.part_names = dict(shares), columns, frozenset(shares)
         device, widths = layer.weight.device, [share.length for share in shares.values()]
         self._weight_dtype = layer.weight.dtype
-        self.ends = tuple(accumulate(widths))
+        self.ends, self.num_parts = tuple(accumulate(widths)), len(widths)
         self.ranks = make_buffer(sizes.num_slots, len(widths), dtype=torch.int64, device=device)
         self._make_factors(sizes)
         self.is_low_rank_only = not layer.is_storable  # something besides the layer reads its weight
@@ -209,15 +211,20 @@ class LinearBank(AdapterBank):
         if part.magnitude is not None:
             found.magnitude = self._keep(part.magnitude[rows].float())
         if part.a is not None and part.b is not None:
-            self._prepare_factors(found, part.a[:, inputs], _scale(part.b[rows], part.scale).t())
+            scaled = _scale(part.b[rows], part.scale)
+            self._prepare_factors(found, part.a[:, inputs], scaled.t())
+            check_range(part, "a", found.a)
+            check_range(part, "b", scaled if found.b is None else found.b)
         if part.bias is not None:
             found.bias = self._keep(part.bias[rows].float())
         if part.weight is not None:
             found.weight = self._keep(part.weight[rows, inputs].to(self._weight_dtype))
+            check_range(part, "weight", found.weight)
         if part.token_ids is not None and part.token_rows is not None:
             is_own = (part.token_ids >= rows.start) & (part.token_ids < rows.stop)
             found.token_ids = self._keep(part.token_ids[is_own] - rows.start)
             found.token_rows = self._keep(part.token_rows[is_own][:, inputs].to(self._weight_dtype))
+            check_range(part, "token_rows", found.token_rows)
         return found
 
     def _prepare_factors(self, found: PreparedPart, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -239,11 +246,14 @@ class LinearBank(AdapterBank):
             self._extras[slot] = extras
         for part in parts:
             if part.rank:
-                ranks[part.index] = part.rank
+                ranks[part.index : part.index + part.num_parts] = [part.rank] * part.num_parts
                 self._put(slot, part, None if extras is None else extras.gain)
         if ranks != self._slot_ranks.get(slot):
-            on_host = torch.tensor(ranks)
-            self.ranks[slot].copy_(on_host.pin_memory() if self.ranks.is_cuda else on_host, non_blocking=True)
+            if len(set(ranks)) == 1:
+                self.ranks[slot].fill_(ranks[0])  # takes a fifth as long as a copy from pinned memory
+            else:
+                on_host = torch.tensor(ranks)
+                self.ranks[slot].copy_(on_host.pin_memory() if self.ranks.is_cuda else on_host, non_blocking=True)
             self._slot_ranks[slot] = ranks
         if any(ranks):
             self._used.add(slot)
@@ -254,10 +264,11 @@ class LinearBank(AdapterBank):
         padded, stop = -(-part.rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
         b = part.b if gain is None else part.b.to(gain.device, non_blocking=True) * gain[part.start : stop]
         # an adapter has hundreds of parts, and each call takes microseconds of the engine's thread
-        self.a[slot, part.index, : part.rank].copy_(part.a, non_blocking=True)
+        own = slice(part.index, part.index + part.num_parts)
+        self.a[slot, own, : part.rank].copy_(part.a, non_blocking=True)
         self.b[slot, : part.rank, part.start : stop].copy_(b, non_blocking=True)
         if part.rank < padded:
-            self.a[slot, part.index, part.rank : padded].zero_()
+            self.a[slot, own, part.rank : padded].zero_()
             self.b[slot, part.rank : padded, part.start : stop].zero_()
 
     def begin(self, x: torch.Tensor, *, before_norm: bool = False) -> Adaptation | None:

@@ -12,6 +12,9 @@ import torch
 
 SiteKind = Literal["linear", "embedding", "head", "experts"]
 
+TENSORS = ("a", "b", "magnitude", "bias", "weight", "token_ids", "token_rows")
+"""Those of an `AdaptedPart`."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSite:
@@ -45,7 +48,7 @@ class AdapterSites:
 @dataclass(slots=True)
 class AdaptedPart:
     """What an adapter has for one site; ``module``, ``part`` and ``expert`` are those of the site. Tensors have the
-    checkpoint's sizes, in any float dtype, and own their memory.
+    checkpoint's sizes, in any float dtype, and memory that several of an adapter may share.
 
     ``a`` [r, I] and ``b`` [O, r] add ``scale * b @ a`` to the weight; of an embedding ``a`` is [r, V] and ``b`` [D, r].
     ``magnitude`` [O]: the norms that rows of the weight have with that addition (DoRA, arXiv:2402.09353). ``bias`` [O]
@@ -67,8 +70,7 @@ class AdaptedPart:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that are there."""
-        every = (self.a, self.b, self.magnitude, self.bias, self.weight, self.token_ids, self.token_rows)
-        return [tensor for tensor in every if tensor is not None]
+        return [tensor for name in TENSORS if (tensor := getattr(self, name)) is not None]
 
     @property
     def rank(self) -> int:

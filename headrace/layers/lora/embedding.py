@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from headrace.kernels.lora import SlotRows
 from headrace.layers.lora.bank import AdapterBank
 from headrace.layers.lora.contract import AdaptedPart
-from headrace.layers.lora.parts import PreparedPart, refuse
+from headrace.layers.lora.parts import PreparedPart, check_range, refuse
 
 
 @dataclass(slots=True)
@@ -61,6 +61,8 @@ class EmbeddingBank(AdapterBank):
         if part.token_ids is not None and part.token_rows is not None:
             order = part.token_ids.argsort()
             found.token_ids, found.token_rows = part.token_ids[order], part.token_rows[order].to(self._dtype)
+        for name in ("a", "b", "weight", "token_rows"):
+            check_range(part, name, getattr(found, name))
         return [found]
 
     def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:

@@ -79,9 +79,7 @@ class AdapterBanks:
         prepared: PreparedAdapter = defaultdict(list)
         for part in adapter.parts:
             prepared[part.module] += self._banks[part.module].prepare(part)
-        if take is not None:
-            gather_parts((part for parts in prepared.values() for part in parts), take)
-        return dict(prepared)
+        return gather_parts(prepared, lambda name: self._banks[name].num_parts, take) if take else dict(prepared)
 
     def count_bytes(self, adapter: PreparedAdapter) -> LoadBytes:
         """What an adapter takes of the device beside the room that banks have set aside: whole modules, rows of tokens,

@@ -8,7 +8,7 @@ import torch
 
 from headrace.layers.lora.bank import AdapterBank
 from headrace.layers.lora.contract import AdaptedPart
-from headrace.layers.lora.parts import PreparedPart, refuse
+from headrace.layers.lora.parts import PreparedPart, check_range, refuse
 from headrace.parallel.share import Share
 
 
@@ -49,6 +49,7 @@ class StackBank(AdapterBank):
                 rows = slice(full + share.start, full + share.stop)
                 a = part.a[:, self._columns.start : self._columns.stop].float().contiguous()
                 b = (part.b[rows].float() * part.scale).t().contiguous()
+                check_range(part, "b", b)
                 prepared.append(PreparedPart(part.expert, begin, a, b))
             full += share.size if part.part == "" else 0
             begin += share.length

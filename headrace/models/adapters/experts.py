@@ -68,8 +68,10 @@ class _StackedPair:
         outputs, inputs = self._size
         is_transposed = outputs != inputs and self._tensors.shape(self._names[0])[1:] == (outputs,)
         rows, columns = (inputs, outputs) if is_transposed else (outputs, inputs)
-        a = self._tensors.read(self._names[0], (rank * self._count, columns)).unflatten(0, (self._count, rank))
-        b = self._tensors.read(self._names[1], (rows, rank * self._count)).unflatten(1, (rank, self._count))
+        whole_a = self._tensors.place(self._names[0], (rank * self._count, columns))
+        whole_b = self._tensors.place(self._names[1], (rows, rank * self._count))
+        self._tensors.fill()
+        a, b = whole_a.unflatten(0, (self._count, rank)), whole_b.unflatten(1, (rank, self._count))
         for expert in range(self._count):
             own_a, own_b = a[expert].clone(), b[:, :, expert].contiguous()
             yield (own_b.T.contiguous(), own_a.T.contiguous()) if is_transposed else (own_a, own_b)

@@ -21,7 +21,7 @@ from headrace.models.adapters.experts import read_experts
 from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, find_adapter
 from headrace.models.adapters.gguf import GgufForm, read_gguf_parts
 from headrace.models.adapters.naming import LOW_RANK, SiteNames, group_tensors, last_parts, list_names
-from headrace.models.adapters.tensors import AdapterTensors, check_parts, start_threads
+from headrace.models.adapters.tensors import AdapterTensors, check_parts
 
 WHOLE = ("weight", "token_rows")
 """Kinds of tensors that replace the base's."""
@@ -132,17 +132,18 @@ class _PeftReader:
         self._leave_out_unused()
         self._check_modules()
         parts: list[AdaptedPart] = []
-        with start_threads() as threads:
-            for module, found in zip(self._groups, threads.map(self._read_group, self._groups), strict=True):
-                if found:
-                    self.modules.add(module.rpartition(".")[2])
-                parts += found
+        for module in self._groups:
+            found = self._read_group(module)
+            if found:
+                self.modules.add(module.rpartition(".")[2])
+            parts += found
+        self._tensors.fill()
         self._tie(parts)
         self._note_unused()
         return parts
 
     def _read_group(self, module: str) -> list[AdaptedPart]:
-        """The parts that the tensors of one module make."""
+        """The parts that the tensors of one module make, most of which are still to be filled."""
         site, group = self._names.find(module), self._groups[module]
         if site is None:
             return read_experts(module, group, self._config, self._tensors, self._names, self._sites)
@@ -179,11 +180,11 @@ class _PeftReader:
             self._read_low_rank(module, site, names, part)
         outputs, inputs = site.out_features, site.in_features
         if "bias" in names:
-            part.bias = self._tensors.read(names["bias"], (outputs,))
+            part.bias = self._tensors.place(names["bias"], (outputs,))
         if "weight" in names:
             shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
             self._check_vocabulary(names["weight"], shape, site)
-            part.weight = self._tensors.read(names["weight"], shape)
+            part.weight = self._tensors.place(names["weight"], shape)
         if "base" in names:  # the base's own weight, which PEFT saves where the embedding has LoRA
             shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
             self._check_vocabulary(names["base"], shape, site)
@@ -232,8 +233,8 @@ class _PeftReader:
                 f"{field} of adapter_config.json says rank {rank} for {module}, and {names[first]} has shape "
                 f"{list(found)}"
             )
-        part.a = self._tensors.read(names[first], (rank, site.in_features))
-        part.b = self._tensors.read(names[second], (site.out_features, rank))
+        part.a = self._tensors.place(names[first], (rank, site.in_features))
+        part.b = self._tensors.place(names[second], (site.out_features, rank))
         part.scale = self._config.scale_of(module)
         self._read_magnitude(module, site, names, part)
 
@@ -249,7 +250,7 @@ class _PeftReader:
             )
         if "magnitude" not in names:
             raise AdapterError(f"use_dora of adapter_config.json is true, and {module} has no lora_magnitude_vector")
-        part.magnitude = self._tensors.read(names["magnitude"], (site.out_features,))
+        part.magnitude = self._tensors.place(names["magnitude"], (site.out_features,))
 
     def _read_token_rows(self, module: str, site: AdapterSite, name: str, part: AdaptedPart) -> None:
         if site.kind not in ("embedding", "head"):
@@ -269,7 +270,7 @@ class _PeftReader:
                 f"trainable_token_indices names token {max(ids)}, the model's vocabulary has {size} tokens"
             )
         part.token_ids = torch.tensor(ids, dtype=torch.int64)
-        part.token_rows = self._tensors.read(name, (len(ids), width))
+        part.token_rows = self._tensors.place(name, (len(ids), width))
 
     def _tie(self, parts: list[AdaptedPart]) -> None:
         """Where the head is the embedding's matrix, add what changes it there too, as PEFT does: trained rows always,
