@@ -1,5 +1,6 @@
 """Own CUDA C++ products of few rows in codes, by block shape, on one GPU: ``python -m benchmarks.coded_rows [--forms
-REGEX] [--rows 1 2 8]``.
+REGEX] [--rows 1 2 8]``; of tens to hundreds of rows with 4-bit integers in tiles, beside bfloat16 and dequantising:
+``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 64 128 256``.
 
 Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
 chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
@@ -14,14 +15,16 @@ from functools import partial
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import MODELS, products, time_calls
 from benchmarks.quantized_gpu import FORMS
-from headrace.kernels.coded_linear import cuda
+from headrace.kernels.coded_linear import cuda, expand, tiled_many
 from headrace.kernels.coded_linear.cuda import Addition, Shape
-from headrace.kernels.coded_linear.device_codes import DeviceCodes
+from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
 from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise.triton import silu_mul
 
 BF16, DEVICE = torch.bfloat16, "cuda"
 BYTES_PER_SECOND = 4.8e12
@@ -31,6 +34,7 @@ WEIGHT_BYTES = 400 << 20
 BLOCKS = [
     Shape(*numbers) for numbers in ((8, 3, 2), (16, 1, 4), (8, 2, 4), (8, 2, 2), (16, 1, 2), (4, 6, 2), (4, 4, 4))
 ]
+PRODUCTS = ("gate_up", "down", "qkv", "out")
 SILU = (1, 0.0, 0.0, 0.0)
 
 
@@ -57,7 +61,7 @@ def make_copies(form: str, outputs: int, inputs: int) -> list[DeviceCodes]:
 def run_products(form: str, rows: list[int]) -> None:
     """Single products."""
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
-    for name in ("gate_up", "down", "qkv", "out"):
+    for name in PRODUCTS:
         outputs, inputs = shapes[name]
         weights = make_copies(form, outputs, inputs)
         for count in rows:
@@ -68,6 +72,39 @@ def run_products(form: str, rows: list[int]) -> None:
                 for shape in BLOCKS
             }
             show(f"{name:8}{form:16}{count} rows", times, weights[0].num_bytes)
+
+
+def run_tiles(form: str, rows: list[int]) -> None:
+    """Products with integers in tiles, by rows of a tile and splits; gate and up with SiLU, partial sums left."""
+    shapes = products(next(model for model in MODELS if model.name == "llama8b"))
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> torch.Tensor:
+        out = F.linear(x, weight)
+        return silu_mul(out, pdl=True) if is_gated else out
+
+    def dequantise(x: torch.Tensor, weight: DeviceCodes, is_gated: bool) -> torch.Tensor:
+        return multiply(x, expand.expand(weight, BF16), is_gated)
+
+    for name in PRODUCTS:
+        (outputs, inputs), is_gated = shapes[name], name == "gate_up"
+        weights = [weight.tile() for weight in make_copies(form, outputs, inputs)]
+        plains = [expand.expand(weight, BF16) for weight in weights[: max(2, WEIGHT_BYTES // (2 * outputs * inputs))]]
+        splits = tiled_many.SPLITS[: 1 if is_gated else None]
+        plans = [tiled_many.split_units(tile, inputs // BLOCK, own) for tile in tiled_many.TILES for own in splits]
+        for count in rows:
+            x = torch.randn(count, inputs, device=DEVICE).to(BF16)
+            times = {
+                "bfloat16": time_calls([partial(multiply, x, weight, is_gated) for weight in plains]),
+                "dequantised": time_calls([partial(dequantise, x, weight, is_gated) for weight in weights]),
+            }
+            for plan in filter(None, plans):
+                launch = partial(tiled_many.launch, plan=plan, gate=int(is_gated))
+                calls = [partial(launch, x, weight, None) for weight in weights]
+                times[f"{plan.tile.rows}/{plan.splits}"] = time_calls(calls)
+            size = tiled_many.Size(count, outputs, inputs, tiled_many.count_sms(x.device))
+            chosen = tiled_many.choose_plan(size, can_split=not is_gated, adds=False)
+            title = f"{name:8}{form:16}{count} rows, chosen {chosen.tile.rows}/{chosen.splits}"
+            show(title, times, weights[0].num_bytes)
 
 
 def run_layer(form: str, rows: int) -> None:
@@ -97,9 +134,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forms", default=".")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 8])
+    parser.add_argument("--tiles", action="store_true", help="tens to hundreds of rows, 4-bit integers in tiles")
     options = parser.parse_args()
     for form in FORMS:
-        if re.search(options.forms, form) and form != "nvfp4":
+        if not re.search(options.forms, form):
+            continue
+        if options.tiles and form.startswith("int4"):
+            run_tiles(form, options.rows)
+        elif not options.tiles and form != "nvfp4":
             run_products(form, options.rows)
             run_layer(form, 1)
 

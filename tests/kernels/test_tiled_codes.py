@@ -96,6 +96,10 @@ def test_who_takes_tiles():
     assert reason is not None and "8 rows" in reason
     assert {name for rows in (5, 64) for name in find_solutions(query(weight), rows)} >= {"cuda_tile_block"}
     assert not {name for rows in (4, 65) for name in find_solutions(query(weight), rows)} & {"cuda_tile_block"}
+    able = {rows: set(find_solutions(query(weight), rows)) for rows in (32, 33, 1024, 1025)}
+    assert [rows for rows, names in able.items() if "cuda_tile_many" in names] == [33, 1024]
+    bytes_each, _ = make("int8-128", 32, 256)
+    assert not {"cuda_tile_many"} & set(find_solutions(query(bytes_each), 256))
     wide = KernelQuery("cuda", "bfloat16", (9, 0), {"tiled": 1, "in_features": 14336, "num_rows": 8})
     assert "81920 inputs" in str(CODED_LINEAR.reason_against("cuda_tiles", wide))
 
@@ -182,6 +186,119 @@ def test_own_blocks_of_tiles(kind: str):
             block = tiled_block.choose_block(tiled_block.describe_form(weight), 16)
             few = tiled_block.launch(x, weight, None, block=block, splits=2)
             assert few.shape == (2, rows, outputs) and relative_error(few.sum(0), expected) < 5e-3
+
+
+SHORT_KINDS = [kind for kind, own in KINDS.items() if own.get("bits", 4) == 4]
+
+
+@pytest.mark.parametrize("kind", SHORT_KINDS)
+def test_plans_for_many_rows_fit_shared_memory_and_cover_all_inputs(kind: str):
+    from headrace.kernels.coded_linear import tiled_many
+
+    form = tiled_many.describe_form(make(kind, 16, 1024)[0])
+    for tile in tiled_many.TILES:
+        stages = tile.count_stages(form)
+        assert stages >= 3 and tile.groups * tile.rows <= 512
+        assert stages * (tile.count_stage_bytes(form) + 16) + 1024 <= tiled_many.MOST_SHARED_BYTES
+    for rows, outputs, inputs in ((33, 16, 128), (65, 48, 640), (256, 4096, 14336), (1000, 6144, 4096)):
+        size = tiled_many.Size(rows, outputs, inputs, 132)
+        for can_split in (False, True):
+            plan = tiled_many.choose_plan(size, can_split=can_split, adds=True)
+            units = inputs // 128
+            last = units - (plan.splits - 1) * plan.units
+            assert 1 <= last <= plan.units and (plan.splits == 1 or can_split)
+
+
+def test_kernels_for_many_rows_are_all_compiled_with_the_first_product(monkeypatch):
+    from headrace.kernels.coded_linear import tiled_many
+
+    found = []
+    monkeypatch.setattr(tiled_many, "find_kernel", lambda form, tile, gate, device: found.append((tile, gate)))
+    monkeypatch.setattr(tiled_many, "launch", lambda x, weight, bias, plan, gate=0: (plan.tile, gate))
+    monkeypatch.setattr(tiled_many, "count_sms", lambda device: 132)
+    weight, gate = make("int4-128", 8192, 1024)[0], tiled_many.GATES["gelu_tanh"]
+    for rows in (33, 65, 150, 1024):
+        x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
+        found.append(tiled_many.multiply_gated(x, weight, None, "gelu_tanh"))
+    first, later = found[: len(tiled_many.TILES)], found[len(tiled_many.TILES) :]
+    assert set(first) == {(tile, gate) for tile in tiled_many.TILES}
+    assert len(later) == 4 and set(later) <= set(first) and len(set(later)) > 1
+
+
+MANY_SHAPES = {"gate_up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "o": (4096, 4096)}
+MANY_TIMES: dict[str, dict[int, dict[tuple[int, int], float]]] = {
+    "gate_up": {
+        96: {(128, 1): 72.3, (64, 1): 118.8}, 128: {(128, 1): 72.0, (192, 1): 81.1, (64, 1): 117.7},
+        192: {(192, 1): 82.6, (256, 1): 92.0}, 256: {(256, 1): 94.0, (128, 1): 136.7},
+        384: {(192, 1): 161.8, (128, 1): 206.6}, 512: {(256, 1): 186.3, (128, 1): 240.9},
+        1024: {(256, 1): 324.5, (128, 1): 472.8},
+    },
+    "down": {
+        96: {(128, 4): 34.8, (128, 3): 43.3, (64, 4): 55.5}, 128: {(128, 4): 35.3, (128, 3): 43.7, (64, 4): 55.3},
+        192: {(192, 4): 41.5, (192, 3): 52.2}, 256: {(256, 4): 45.0, (128, 2): 63.9},
+        384: {(192, 2): 76.3, (192, 4): 78.6, (128, 4): 95.4}, 512: {(256, 2): 81.5, (128, 1): 123.5},
+        1024: {(256, 1): 159.4, (256, 2): 167.9},
+    },
+    "qkv": {
+        64: {(64, 4): 18.8, (64, 3): 21.6, (64, 2): 28.6}, 96: {(128, 2): 21.2, (64, 2): 32.6},
+        192: {(192, 2): 24.2, (128, 1): 39.0, (64, 3): 42.4},
+    },
+    "o": {
+        96: {(128, 4): 13.8, (128, 3): 15.3, (64, 4): 20.2}, 128: {(128, 4): 13.8, (192, 4): 15.0, (64, 4): 20.0},
+        192: {(192, 4): 15.9, (192, 3): 17.9, (128, 2): 22.1}, 256: {(256, 4): 18.2, (128, 2): 22.1},
+        384: {(192, 2): 24.8, (128, 1): 38.5}, 512: {(256, 2): 28.7, (128, 1): 40.1}, 1024: {(256, 1): 53.3},
+    },
+}
+"""Microseconds of partial sums, of gate and up with SiLU, on an H200, by number of rows and by rows of the tile and
+splits."""
+
+
+@pytest.mark.parametrize("shape", MANY_SHAPES)
+def test_plans_for_many_rows_are_the_fastest_that_were_measured(shape: str):
+    from headrace.kernels.coded_linear import tiled_many
+
+    for rows, times in MANY_TIMES[shape].items():
+        size = tiled_many.Size(rows, *MANY_SHAPES[shape], 132)
+        plan = tiled_many.choose_plan(size, can_split=shape != "gate_up", adds=False)
+        chosen, least = times.get((plan.tile.rows, plan.splits)), min(times.values())
+        assert chosen is not None and chosen <= 1.05 * least, (rows, plan)
+        assert abs(tiled_many.estimate(size, plan, adds=False) / 1700 - chosen) < 0.12 * chosen, (rows, plan)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", SHORT_KINDS)
+def test_own_products_of_many_rows(kind: str):
+    """By every tile, alone or with a bias, as sums and with the activation: outputs that are no multiples of a tile,
+    or fewer than a cluster's, rows that fill no tile or some and a part, and shares of inputs of unequal size."""
+    from headrace.kernels.coded_linear import tiled_many
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper")
+    for rows, outputs, inputs in ((33, 16, 256), (100, 528, 1280), (257, 400, 768), (192, 4096, 4096)):
+        weight, plain = make(kind, outputs, inputs, "cuda")
+        plain = plain.cuda().bfloat16().double()  # each number is rounded once
+        x, bias = draw(rows, inputs, "cuda", torch.bfloat16), torch.randn(outputs, device="cuda").bfloat16()
+        product = x.double() @ plain.T
+        gate, up = (product + bias.double()).chunk(2, dim=1)
+        silu = torch.nn.functional.silu(gate) * up
+        assert relative_error(tiled_many.multiply(x, weight, bias), product + bias.double()) < 3e-3
+        assert torch.equal(tiled_many.multiply(x, weight, bias), tiled_many.multiply(x, weight, bias))
+        sums = tiled_many.multiply_sums(x, weight)
+        assert relative_error(sums if sums.dim() == 2 else sums.sum(0), product) < 3e-3
+        assert relative_error(tiled_many.multiply_gated(x, weight, bias, "silu"), silu) < 5e-3
+        if weight.order is not None:
+            continue
+        for tile in tiled_many.TILES:
+            whole, halves = (tiled_many.split_units(tile, inputs // 128, splits) for splits in (1, 2))
+            assert whole is not None
+            assert relative_error(tiled_many.launch(x, weight, bias, whole), product + bias.double()) < 3e-3
+            assert relative_error(tiled_many.launch(x, weight, bias, whole, gate=1), silu) < 5e-3
+            if halves is None:
+                continue
+            parts, half = tiled_many.launch(x, weight, None, halves), halves.units * 128
+            assert parts.shape == (2, rows, outputs)
+            assert relative_error(parts[0], x[:, :half].double() @ plain[:, :half].T) < 1e-4
+            assert relative_error(parts.sum(0), product) < 1e-4
 
 
 @pytest.mark.cuda

@@ -21,23 +21,9 @@ constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = 2 * OUTPUTS * DEPTH * 2, STA
 constexpr int STAGES = 4, OUT_BYTES = 64 * OUTPUTS * 2;        // what a warpgroup stores, in boxes of 64 by 64
 constexpr int THREADS = 384, MATH_GROUPS = 2, CLUSTER = 2;
 
-__device__ void arrive_at(uint32 bar, uint32 program_of_cluster) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(bar), "r"(program_of_cluster) : "memory");
-}
-
 __device__ void sync_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
 // copies of boxes between global and shared memory
-
-__device__ void load_box_for_both(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, "
-      "%5}], [%2], %3;" ::"r"(to),
-      "l"(map), "r"(bar), "h"(uint16(3)), "r"(column), "r"(row)
-      : "memory");
-}
 
 __device__ void store_box(const TensorMap *map, uint32 from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
@@ -129,7 +115,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           wait_for(empty + 8 * stage, parity ^ 1);
           expect_bytes(bar, STAGE_BYTES);
           load_box(to, &x_map, bar, step * DEPTH, tile.row);
-          load_box_for_both(to + X_BYTES + rank * (W_BYTES / 2), &w_map, bar, step * DEPTH,
+          load_box_for(3, to + X_BYTES + rank * (W_BYTES / 2), &w_map, bar, step * DEPTH,
                             tile.output + rank * F);  // gate, or up
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }

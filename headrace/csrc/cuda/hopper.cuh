@@ -14,6 +14,11 @@ __device__ __forceinline__ void init_barrier(uint32 bar, uint32 arrivals) {
 __device__ __forceinline__ void arrive(uint32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// Arrive at the barrier that is at the same place in a program of the cluster.
+__device__ __forceinline__ void arrive_at(uint32 bar, uint32 program) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(bar), "r"(program) : "memory");
+}
 // Arrive; the barrier's phase also waits for so many bytes.
 __device__ __forceinline__ void expect_bytes(uint32 bar, uint32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -27,6 +32,14 @@ __device__ __forceinline__ void wait_for(uint32 bar, uint32 parity) {
 __device__ __forceinline__ void load_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
+}
+// Ask for a box for those programs of a cluster whose bits are set, to the same place and barrier of each.
+__device__ __forceinline__ void load_box_for(
+    uint16 programs, uint32 to, const TensorMap *map, uint32 bar, int column, int row
+) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%4, "
+      "%5}], [%2], %3;" ::"r"(to), "l"(map), "r"(bar), "h"(programs), "r"(column), "r"(row) : "memory");
 }
 // Eight rows of gate from `row` on, then the same of up, and so on: a map of [columns, 8 rows, 2, eights].
 __device__ __forceinline__ void load_gated_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
@@ -67,13 +80,15 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
 #define F16(d, i) F8(d, i), F8(d, i + 8)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
+#define F96(d, i) F64(d, i), F32(d, i + 64)
 #define F128(d, i) F64(d, i), F64(d, i + 64)
 #define S4 "%0,%1,%2,%3"
 #define S8 S4 ",%4,%5,%6,%7"
 #define S16 S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define S32 S16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define S64 S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
-                "%56,%57,%58,%59,%60,%61,%62,%63"
-#define S128 S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86," \
-                 "%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108," \
-                 "%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define S48 S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define S64 S48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define S96 S64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87," \
+                "%88,%89,%90,%91,%92,%93,%94,%95"
+#define S128 S96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115," \
+                 "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"

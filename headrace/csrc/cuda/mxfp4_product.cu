@@ -27,28 +27,7 @@ struct Call {
   float limit, alpha, up_offset;
 };
 
-// sums [64, ROWS] += codes [64, 16] (a fragment in registers) times rows of x [ROWS, 16]; `adds` 0: = instead
-#define MULTIPLY(N, SUMS, NAMES, A0, A1, A2, A3, B, P) \
-  asm volatile( \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" NAMES "}, {" A0 "," A1 "," A2 "," A3 "}, " B \
-      ", p, 1, 1, 0;\n}" \
-      : SUMS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(adds))
-
-__device__ __forceinline__ void multiply(float (&d)[ROWS / 2], const uint32 (&a)[4], uint64 rows, int adds) {
-#if ROWS == 16
-  MULTIPLY("16", F8, S8, "%8", "%9", "%10", "%11", "%12", "%13");
-#elif ROWS == 32
-  MULTIPLY("32", F16, S16, "%16", "%17", "%18", "%19", "%20", "%21");
-#elif ROWS == 64
-  MULTIPLY("64", F32, S32, "%32", "%33", "%34", "%35", "%36", "%37");
-#elif ROWS == 128
-  MULTIPLY("128", F64, S64, "%64", "%65", "%66", "%67", "%68", "%69");
-#else
-  MULTIPLY("256", F128, S128, "%128", "%129", "%130", "%131", "%132", "%133");
-#endif
-}
-
+#include "weight_operand.cuh"
 #include "sorted_experts.cuh"
 #include "weight_rows.cuh"
 

@@ -56,14 +56,15 @@ struct Ring {  // of stages in shared memory: a step's rows of x and rows of the
   int stage;
   uint32 phase;
 
-  __device__ __forceinline__ explicit Ring(const void *storage) : stage(0), phase(0) {
+  // of `blocks` that multiply what one of them copies
+  __device__ __forceinline__ explicit Ring(const void *storage, int blocks = 1) : stage(0), phase(0) {
     // tiles swizzled by 128 bytes begin at multiples of 1,024
     x_tiles = (shared_address(storage) + 1023) & ~1023u, code_tiles = x_tiles + STAGES * X_BYTES;
     bars = code_tiles + STAGES * CODE_BYTES;
     if (threadIdx.x == 0) {
       for (int nth = 0; nth < STAGES; ++nth) {
         init_barrier(bars + 16 * nth, 1);
-        init_barrier(bars + 16 * nth + 8, 4 * GROUPS);  // warps that multiply
+        init_barrier(bars + 16 * nth + 8, 4 * GROUPS * blocks);  // warps that multiply
       }
       asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }

@@ -30,6 +30,7 @@ MOST_TILE_INPUTS = 81920
 MOST_WGMMA_ROWS, MOST_WGMMA_INPUTS = 4, 5 << 16
 """The latter of all rows together."""
 LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS = 5, 64
+LEAST_MANY_ROWS, MOST_MANY_ROWS = 33, 1024
 LEAST_GLUON_ROWS, MOST_GLUON_ROWS = 3, 512
 
 
@@ -90,6 +91,17 @@ def _reason_against_tile_block(query: KernelQuery) -> str | None:
         return "takes integers in tiles"
     if not LEAST_BLOCK_ROWS <= shape.get("num_rows", LEAST_BLOCK_ROWS) <= MOST_BLOCK_ROWS:
         return f"takes {LEAST_BLOCK_ROWS} to {MOST_BLOCK_ROWS} rows"
+    return _with_large_blocks(query)
+
+
+def _reason_against_many_tiles(query: KernelQuery) -> str | None:
+    shape = query.shape
+    if not shape.get("tiled") or shape.get("bits") != 4:
+        return "takes 4-bit integers in tiles"
+    if query.capability[0] != 9:
+        return "needs Hopper's tensor cores, compute capability 9.0"
+    if not LEAST_MANY_ROWS <= shape.get("num_rows", LEAST_MANY_ROWS) <= MOST_MANY_ROWS:
+        return f"takes {LEAST_MANY_ROWS} to {MOST_MANY_ROWS} rows"
     return _with_large_blocks(query)
 
 
@@ -179,6 +191,11 @@ CODED_LINEAR.add(
 CODED_LINEAR.add(
     "cuda_tile_block", "headrace.kernels.coded_linear.tiled_block:multiply", supports=_reason_against_tile_block,
     priority=28, doc="own CUDA C++ for tens of rows: codes are decoded once for all rows of a block",
+)
+CODED_LINEAR.add(
+    "cuda_tile_many", "headrace.kernels.coded_linear.tiled_many:multiply", supports=_reason_against_many_tiles,
+    priority=27, doc="own CUDA C++ for Hopper, tens to hundreds of rows: codes become operands of tensor cores while "
+    "products of the codes before run",
 )
 CODED_LINEAR.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_multiply", supports=_reason_against_codes,
@@ -271,6 +288,7 @@ names, those that split inputs."""
 
 CODED_SUMS.add("triton_skinny", "headrace.kernels.coded_linear.triton:skinny_sums", doc="leaves its sums as they are")
 CODED_SUMS.add("cuda_tile_block", "headrace.kernels.coded_linear.tiled_block:multiply_sums", doc="the same")
+CODED_SUMS.add("cuda_tile_many", "headrace.kernels.coded_linear.tiled_many:multiply_sums", doc="the same")
 CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
 
 CODED_GATED = Operation("gated coded linear kernel")
@@ -283,6 +301,7 @@ CODED_GATED.add(
     "triton_expand", "headrace.kernels.coded_linear.expand:expand_and_gate", doc="dequantises, then own CUDA C++"
 )
 CODED_GATED.add("cuda_tiles", "headrace.kernels.coded_linear.tiles:multiply_gated", doc="one kernel")
+CODED_GATED.add("cuda_tile_many", "headrace.kernels.coded_linear.tiled_many:multiply_gated", doc="one kernel")
 
 CODED_NORM_LINEAR = Operation("norm_linear kernel of codes")
 """``coded_norm_linear(x, residual [T, I], norm: Norm, weight: DeviceCodes [O, I], bias [O] | None, activation="") ->

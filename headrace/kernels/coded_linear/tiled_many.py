@@ -1,0 +1,213 @@
+"""Products of tens to hundreds of rows with 4-bit integers in tiles on Hopper by own CUDA C++
+(``csrc/cuda/tiled_many.cu``, which says how they work), also with the gated activation after them or as partial sums.
+
+M rows of x, N outputs, K inputs, S splits of K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, arrange
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, TILE_ROWS, DeviceCodes
+from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
+from headrace.kernels.coded_linear.triton import add_splits
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.launch import ceil_div
+from headrace.kernels.rowwise.triton import GATES
+
+MOST_STAGES, SLACK_BYTES, BARRIER_BYTES = 8, 1024, 16
+"""Of the ring in shared memory: to align it, and for each stage."""
+CLUSTER = 2
+"""Blocks that share rows of x, as in the source."""
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("scales", "bias", "out", "parts")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "words", "splits", "units_each")),
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block multiplies ``rows`` rows of x by 64 * ``groups`` of the weight, decoding ``pieces`` times 16 inputs at a
+    time."""
+
+    rows: int
+    groups: int
+    pieces: int
+
+    @property
+    def width(self) -> int:
+        """Rows of the weight."""
+        return 64 * self.groups
+
+    def count_stage_bytes(self, form: Form) -> int:
+        """Of x, codes and scales of 128 inputs."""
+        return self.rows * BLOCK * 2 + self.width * (HALF + 4 * form.groups)
+
+    def count_stages(self, form: Form) -> int:
+        """Of the ring in shared memory."""
+        return min(MOST_STAGES, (MOST_SHARED_BYTES - SLACK_BYTES) // (self.count_stage_bytes(form) + BARRIER_BYTES))
+
+
+TILES = (Tile(64, 4, 2), Tile(128, 2, 4), Tile(192, 2, 4), Tile(256, 2, 2))
+"""Those of sixteen that an H200 was fastest with. Each is a kernel, and another with an activation."""
+
+
+class Plan(NamedTuple):
+    """How a product is computed; ``units`` of 128 inputs for each of ``splits``, but fewer for the last."""
+
+    tile: Tile
+    splits: int
+    units: int
+
+
+def split_units(tile: Tile, units: int, splits: int) -> Plan | None:
+    """The plan that splits so many units of 128 inputs; None if a block got none."""
+    each = ceil_div(units, splits)
+    last = units - (splits - 1) * each
+    return Plan(tile, splits, each) if last >= 1 else None
+
+
+class Size(NamedTuple):
+    """Of a product, on a GPU of so many multiprocessors; ``outputs``: the weight's rows."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_sms: int
+
+
+SPLITS = (1, 2, 4)
+PRODUCT_CYCLES, COPY_CYCLES, OVERLAP = 3.1, 75.0, 0.77
+"""Of a unit of 128 inputs: of a group's products for each row of x; of the copies for each eight rows of the weight,
+whose scales are copied one by one; and the part of the shorter of the two that is not hidden behind the longer. These
+and what follows are fitted to 80 times of an H200, from which estimates differ by 5 % (root of mean square)."""
+START_CYCLES, SUM_RATE = 5000.0, 3200.0
+"""Of a launch; bytes of partial sums that are written in a cycle."""
+ADD_CYCLES, ADD_RATE = 3400.0, 2000.0
+"""Of another kernel that adds up partial sums, and bytes of them that it reads in a cycle."""
+
+
+def estimate(size: Size, plan: Plan, *, adds: bool) -> float:
+    """Cycles of a product; ``adds``: a kernel of its own adds up partial sums."""
+    tile = plan.tile
+    items = count_items(tile, size.rows, size.outputs) * plan.splits
+    products, copies = PRODUCT_CYCLES * tile.groups * tile.rows, COPY_CYCLES * tile.width / TILE_ROWS
+    step = max(products, copies) + OVERLAP * min(products, copies)
+    cycles = START_CYCLES + ceil_div(items, count_clusters(size.num_sms)) * plan.units * step
+    if plan.splits > 1:
+        num_bytes = 4 * plan.splits * size.rows * size.outputs
+        cycles += num_bytes / SUM_RATE + (ADD_CYCLES + num_bytes / ADD_RATE if adds else 0.0)
+    return cycles
+
+
+def count_items(tile: Tile, rows: int, outputs: int) -> int:
+    """Of a grid without splits, one for a cluster; ``outputs``: the weight's rows."""
+    return ceil_div(ceil_div(outputs, tile.width), CLUSTER) * ceil_div(rows, tile.rows)
+
+
+def count_clusters(num_sms: int) -> int:
+    """Clusters that run at once."""
+    return max(1, num_sms // CLUSTER)
+
+
+@cache
+def choose_plan(size: Size, *, can_split: bool, adds: bool) -> Plan:
+    """That of the fewest estimated cycles; without splits where they cannot be added up."""
+    units = size.inputs // BLOCK
+    plans = [split_units(tile, units, splits) for tile in TILES for splits in (SPLITS if can_split else SPLITS[:1])]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: estimate(size, plan, adds=adds))
+
+
+@cache_compiled
+def find_kernel(form: Form, tile: Tile, gate: int, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (some seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
+    macros = {
+        "ROWS": tile.rows, "GROUPS": tile.groups, "PIECES": tile.pieces, "STAGES": tile.count_stages(form),
+        "GATE": gate, "PAIRS": form.pairs, "SCALE": form.group,
+    }
+    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("tiled_many", options), "tiled_many", MOST_SHARED_BYTES)
+
+
+@cache_compiled
+def prepare(form: Form, gate: int, device: torch.device) -> None:
+    """Compile and load the kernels of all tiles: a number of rows that comes later finds its own."""
+    for tile in TILES:
+        find_kernel(form, tile, gate, device)
+
+
+def describe_units(weight: DeviceCodes, tile: Tile, *, is_gated: bool) -> ctypes.Array[ctypes.c_char]:
+    """A tensor map of units of a weight: pairs of eight rows, of gate and of up or one after the other."""
+    units, eights = weight.codes.shape[1] // HALF, weight.out_features // TILE_ROWS
+    unit, row = TILE_ROWS * HALF, units * TILE_ROWS * HALF
+    near, far = (row, eights // 2 * row) if is_gated else (2 * row, row)
+    pairs = weight.codes.as_strided((eights // 2, 2, units, TILE_ROWS, HALF), (near, far, unit, HALF, 1))
+    return describe_boxes(pairs, (tile.width // 16, 2, 1, TILE_ROWS, HALF))
+
+
+def launch(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, plan: Plan, *, gate: int = 0
+) -> torch.Tensor:
+    """The product [M, N] of x [M, K] with its bias and the activation ``gate`` of `GATES`, or partial sums [S, M, N]
+    float32 without."""
+    form, tile, rows = describe_form(weight), plan.tile, len(x)
+    outputs = weight.out_features // (2 if gate else 1)
+    shape, dtype = ((plan.splits, rows, outputs), torch.float32) if plan.splits > 1 else ((rows, outputs), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    call = _Call(
+        scales=weight.scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        parts=out.data_ptr() if plan.splits > 1 else None, rows=rows, outputs=outputs, inputs=x.shape[1],
+        words=weight.scales.shape[1], splits=plan.splits, units_each=plan.units,
+    )
+    items = count_items(tile, rows, weight.out_features) * plan.splits
+    clusters = min(items, count_clusters(count_sms(x.device)))
+    find_kernel(form, tile, gate, x.device).launch(
+        CLUSTER * clusters, 128 * (tile.groups + 1), describe_boxes(x, (tile.rows, HALF)),
+        describe_units(weight, tile, is_gated=bool(gate)), call, is_dependent=True,
+    )
+    return out
+
+
+def _multiply(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, *, gate: int = 0, adds: bool = True
+) -> torch.Tensor:
+    """The product, or partial sums."""
+    x = arrange(x, weight)
+    size = Size(len(x), weight.out_features, weight.in_features, count_sms(x.device))
+    prepare(describe_form(weight), gate, x.device)
+    return launch(x, weight, bias, choose_plan(size, can_split=not gate, adds=adds), gate=gate)
+
+
+def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `CODED_LINEAR`."""
+    if not len(x):
+        return x.new_empty(0, weight.out_features)
+    out = _multiply(x, weight, bias)
+    return out if out.dim() == 2 else add_splits(out, bias, x.dtype, pdl=True)
+
+
+def multiply_sums(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
+    """See `CODED_SUMS`."""
+    return _multiply(x, weight, None, adds=False)
+
+
+def multiply_gated(
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """See `CODED_GATED`."""
+    if not len(x):
+        return x.new_empty(0, weight.out_features // 2)
+    return _multiply(x, weight, bias, gate=GATES[activation])
