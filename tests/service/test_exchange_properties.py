@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 
 import msgspec
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import TransferSpec
@@ -32,7 +32,6 @@ from headrace.scheduling.exchange import PEER, Role
 from headrace.service.coordination import WaitingRoom
 from headrace.service.transfer.gate import TransferGate
 from tests.scheduling.fake_runner import (
-    FakeEngine,
     FakeTiers,
     extend_print,
     make_ask,
@@ -41,9 +40,8 @@ from tests.scheduling.fake_runner import (
     run_alone,
     start_print,
 )
+from tests.scheduling.pages_machine import MAX_MODEL_LEN, PAGE, SETTINGS, STEM_LEN, STEMS, VOCAB, PagesMachine
 
-VOCAB, STEM_LEN, MAX_MODEL_LEN, PAGE = 31, 40, 64, 4
-STEMS = [[(5 * i + 11 * k) % VOCAB for i in range(STEM_LEN)] for k in range(4)]
 PAGE_BYTES = 64
 GARBAGE = {0: -3}
 
@@ -203,7 +201,7 @@ class FakeAgent:
         assert self.complete[ticket].token_ids == run_alone(ask, VOCAB, MAX_MODEL_LEN)[0]
 
 
-class ExchangeMachine(RuleBasedStateMachine):
+class ExchangeMachine(PagesMachine):
     """An engine with a role and few pages, and a region for few requests."""
 
     @initialize(
@@ -212,12 +210,12 @@ class ExchangeMachine(RuleBasedStateMachine):
         num_leases=st.integers(1, 4),
     )
     def build(self, *, is_prefill, window, full, spare, host_pages, depth, rows, num_leases):
-        self.now, self.is_prefill, self.count = 0.0, is_prefill, 0
+        self.is_prefill = is_prefill
         layout = make_layout(
             1 + 16 + spare, page_size=PAGE, max_rows=rows, max_model_len=MAX_MODEL_LEN, window=window,
             window_pages=17 + spare, full=full or not window, host_pages=host_pages,
         )
-        self.engine: FakeEngine = make_engine(
+        self.engine = make_engine(
             layout, vocab=VOCAB, clock=lambda: self.now, max_step_tokens=16, overlap_depth=depth
         )
         runner, scheduler = self.engine.runner, self.engine.scheduler
@@ -246,7 +244,7 @@ class ExchangeMachine(RuleBasedStateMachine):
     @rule(
         asks=st.lists(
             st.tuples(
-                st.integers(0, len(STEMS) - 1), st.integers(1, STEM_LEN), st.integers(0, 2), st.integers(1, 9),
+                st.integers(0, 3), st.integers(1, STEM_LEN), st.integers(0, 2), st.integers(1, 9),
                 st.booleans(),
             ),
             min_size=1, max_size=6,
@@ -256,10 +254,6 @@ class ExchangeMachine(RuleBasedStateMachine):
     def add(self, asks, steps):
         for stem, length, tail, out, is_exchanged in asks:
             self.submit(STEMS[stem][:length] + [self.count % VOCAB] * tail, out, is_exchanged=is_exchanged)
-        self.step(steps)
-
-    @rule(steps=st.integers(1, 12))
-    def few_steps(self, steps):
         self.step(steps)
 
     def step(self, steps: int) -> None:
@@ -278,10 +272,6 @@ class ExchangeMachine(RuleBasedStateMachine):
     def time_passes(self):
         self.now += 6.0
         self.step(5)
-
-    @rule(failure=st.sampled_from([0.0, 0.0, 0.2, 1.0]), delay=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
-    def change_weather(self, failure, delay):
-        self.tiers.failure_rate, self.tiers.delay_rate = failure, delay
 
     @precondition(lambda self: self.agent.open)
     @rule(pick=st.integers(0, 100), what=st.sampled_from(["go on", "go on", "go on", "lose", "write late"]))
@@ -314,35 +304,8 @@ class ExchangeMachine(RuleBasedStateMachine):
         self.agent.silent_s = silent_s
         self.step(steps)
 
-    @precondition(lambda self: self.unfinished())
-    @rule(pick=st.integers(0, 100))
-    def abort(self, pick):
-        waiting = self.unfinished()
-        self.engine.abort(waiting[pick % len(waiting)])
-
-    @precondition(lambda self: self.engine.flights)
-    @rule(really=st.booleans())
-    def crash(self, really):
-        if really:
-            self.engine.crash(RuntimeError("boom"))
-
-    @rule(really=st.sampled_from([False, False, True]))
-    def reset_cache(self, really):
-        if really:
-            self.engine.scheduler.reset_prefix_cache()
-
-    def unfinished(self) -> list[str]:
-        return [name for name in self.engine.asks if name not in self.engine.finishes]
-
-    @invariant()
-    def accounted(self):
-        if hasattr(self, "engine"):
-            self.engine.scheduler.check()
-
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        self.tiers.delay_rate, engine = 0.3, self.engine
+    def finish(self) -> None:
+        engine = self.engine
         for _ in range(2000):
             for ticket in list(self.agent.open):
                 self.agent.go_on(ticket)
@@ -350,17 +313,12 @@ class ExchangeMachine(RuleBasedStateMachine):
             if not (engine.scheduler.has_work or self.gate.is_waiting or self.agent.open or self.agent.heard):
                 break
         self.poll()
-        engine.check_outputs()
-        exchange, stats = engine.scheduler.exchange, engine.scheduler.stats()
-        assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+        exchange = engine.scheduler.exchange
         assert not exchange._exports and not exchange._imports and not exchange.expected and not exchange.events
         assert not self.gate._held and self.gate._leases.num_taken_bytes == 0, "a lease is never given back"
-        assert engine.scheduler.reset_prefix_cache()
 
 
-ExchangeMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+ExchangeMachine.TestCase.settings = settings(SETTINGS, max_examples=40, stateful_step_count=30)
 TestExchange = ExchangeMachine.TestCase
 
 
