@@ -1,109 +1,155 @@
-"""Times the low-rank additions of one decoder layer on a GPU, beside the products that they are added to.
+"""Times the products, norms and activations of decoder layers with low-rank additions on a GPU.
 
-Shapes are those of Llama-3.1-8B, rank 16 on all linears; everything runs in a captured graph, as decodes do. Usage:
-python -m benchmarks.adapter_kernels [--solution triton_pdl]
+Layers are those of Llama-3.1-8B with rank 16 on all linears, without attention, in a captured graph as decodes run; of
+several layers, so that weights come from memory. Usage: python -m benchmarks.adapter_kernels [--rows 16,256]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.kernels.linear import LINEAR
-from headrace.kernels.lora import EXPAND, SHRINK, LowRankBank, SlotRows, make_tiles
-from headrace.kernels.operation import KernelQuery
+from headrace.kernels.lora import SlotRows
+from headrace.layers.build import Build
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.rows import RowsLayout
+from headrace.layers.residual import Residual
+from headrace.models.llama.family import FAMILY
 
-SHAPES = {
-    "qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate_up": (4096, (14336, 14336)),
-    "down": (14336, (4096,)),
-}
-RANK, LAYERS, REPEATS = 16, 8, 30
+CONFIG = Path(__file__).parent / "models" / "llama-3.1-8b" / "config.json"
+RANK, SLOTS, REPEATS = 16, 64, 20
 CUDA = torch.device("cuda")
+MEMORY_RATE = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes a second."""
 
 
-def make_bank(inputs: int, widths: tuple[int, ...], slots: int) -> LowRankBank:
-    ends = tuple(np.cumsum(widths).tolist())
-    a = torch.randn(slots, len(widths), RANK, inputs, device=CUDA, dtype=torch.bfloat16)
-    b = torch.randn(slots, RANK, ends[-1], device=CUDA, dtype=torch.bfloat16)
-    ranks = torch.full((slots, len(widths)), RANK, device=CUDA)
-    return LowRankBank(a, b, ranks, ends, make_tiles(ends, CUDA))
-
-
-def time_graph(work: Callable[[], object]) -> float:
-    """Microseconds of ``work``, which is captured."""
+def time_graph(work: Callable[[], object], repeats: int = REPEATS) -> tuple[float, torch.cuda.CUDAGraph]:
+    """Microseconds of ``work``, which is captured: the least of three rounds."""
     for _ in range(2):
         work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
+    graph.replay()
+    times = []
     for _ in range(3):
-        graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(REPEATS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPEATS * 1e3
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / repeats * 1e3)
+    return min(times), graph
 
 
 @dataclass
-class Product:
-    """One product and what is added to it."""
+class Rig:
+    """Layers whose banks are full."""
 
-    weight: torch.Tensor
-    bank: LowRankBank
-    linear: Callable[..., torch.Tensor]
+    model: Any
+    num_layers: int
+
+    @classmethod
+    def make(cls, num_layers: int) -> Rig:
+        """With room for `SLOTS` adapters."""
+        config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": num_layers, "vocab_size": 1024}
+        sizes = BankSizes(SLOTS, RANK)
+        build = Build(CUDA, torch.bfloat16, 2048, adapters=sizes)
+        model = FAMILY.build_model(FAMILY.read_config(config), build)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point():
+                tensor.data.normal_(std=0.01)
+            elif name.endswith(".ranks"):
+                tensor.fill_(RANK)
+        return cls(model, num_layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a layer's weights."""
+        return sum(p.nbytes for p in self.model.layers.parameters()) // self.num_layers
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of one adapter in a layer."""
+        banks = [linear.lora for linear in self._linears(self.model.layers[0])]
+        return sum(bank.slot_bytes for bank in banks)
+
+    @staticmethod
+    def _linears(block: Any) -> list[Any]:
+        return [block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down]
+
+    def time(self, count: int, rows: SlotRows | None) -> tuple[float, torch.cuda.CUDAGraph]:
+        """Microseconds of a layer for so many rows, and a graph of all."""
+        attended = torch.randn(count, 4096, device=CUDA, dtype=torch.bfloat16)
+        stream = torch.randn(count, 4096, device=CUDA, dtype=torch.bfloat16)
+        self.model.step.batch = SimpleNamespace(adapters=rows, queries=None)
+
+        def run() -> None:
+            residual = Residual(stream)
+            for block in self.model.layers:
+                norm, qkv = block.attention_norm, block.attention.qkv
+                if qkv.read(norm, residual) is None:
+                    qkv(norm.add(residual))
+                block.attention.output.add_to(residual, attended)
+                block.mlp.add(block.mlp_norm, residual)
+            residual.add_pending()
+
+        found, graph = time_graph(run)
+        return found / self.num_layers, graph
 
 
-def make_layer(slots: int) -> list[Product]:
-    """The products of one layer."""
-    layer = []
-    for inputs, widths in SHAPES.values():
-        shape = {"in_features": inputs, "out_features": sum(widths)}
-        query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(), shape)
-        weight = torch.randn(sum(widths), inputs, device=CUDA, dtype=torch.bfloat16)
-        layer.append(Product(weight, make_bank(inputs, widths, slots), LINEAR.choose(query)))
-    return layer
+def make_rows(count: int, adapters: int, num_dense: int) -> SlotRows:
+    """As in a captured step: adapters in turns; ``num_dense``: see `SlotRows`, 0 for those in any slots."""
+    layout = RowsLayout(count, num_dense or SLOTS)
+    packed, _ = layout.pack(np.arange(count) % adapters)
+    side = torch.cuda.Stream(CUDA, priority=-1)
+    return layout.view(torch.from_numpy(packed).cuda(), [], side, num_dense=num_dense)
 
 
-def run(
-    layers: list[list[Product]], xs: list[torch.Tensor], rows: SlotRows, solution: str
-) -> None:
-    """All products, with low-rank additions by a solution, if one is named."""
-    for layer in layers:
-        for x, product in zip(xs, layer, strict=True):
-            reduced = SHRINK.load(solution)(x, product.bank, rows) if solution else None
-            out = product.linear(x, product.weight, None)
-            if solution:
-                EXPAND.load(solution)(reduced, out, product.bank, rows)
+def print_kernels(graph: torch.cuda.CUDAGraph, num_layers: int) -> None:
+    """Microseconds of each kernel in a layer, by its name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in profile.events():
+        times[event.name[:44]] += event.device_time
+    told = (f"{name} {time / num_layers:.1f}" for name, time in times.most_common(9))
+    print("        " + "; ".join(told), flush=True)
 
 
 def main() -> None:
-    """Print a table: microseconds a layer, over several layers so that weights come from memory."""
+    """Print a table: microseconds a layer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--solution", default="triton_pdl", choices=SHRINK.names())
-    solution = parser.parse_args().solution
-    print(f"{'rows':>6} {'adapters':>8} {'base us':>9} {'with us':>9} {'share':>7}")
-    for slots in (1, 8, 64):
-        layers = [make_layer(slots) for _ in range(LAYERS)]
-        for count in (1, 16, 64, 256, 2048):
-            layout = RowsLayout(count, slots)
-            packed, segments = layout.pack(np.arange(count) % slots)
-            rows = layout.view(torch.from_numpy(packed).cuda(), segments)
-            xs = [torch.randn(count, inputs, device=CUDA, dtype=torch.bfloat16) for inputs, _ in SHAPES.values()]
-            base, whole = (
-                time_graph(partial(run, layers, xs, rows, own)) / LAYERS for own in ("", solution)
-            )
-            print(f"{count:>6} {slots:>8} {base:>9.1f} {whole:>9.1f} {base / whole:>7.3f}", flush=True)
-        del layers
-        torch.cuda.empty_cache()
+    parser.add_argument("--rows", default="16,64,256,1024")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--kernels", action="store_true", help="and of each kernel")
+    args = parser.parse_args()
+    rig = Rig.make(args.layers)
+    rate = next((rate for name, rate in MEMORY_RATE.items() if name in torch.cuda.get_device_name()), 0.0)
+    print(f"{'rows':>6} {'adapters':>8} {'base us':>9} {'with us':>9} {'share':>7} {'memory us':>9}")
+    for count in map(int, args.rows.split(",")):
+        base, graph = rig.time(count, None)
+        if args.kernels:
+            print_kernels(graph, args.layers)
+        for adapters in (1, 8, 64):
+            num_dense = next((most for most in BankSizes(SLOTS, RANK).dense_counts if adapters <= most), 0)
+            whole, graph = rig.time(count, make_rows(count, adapters, num_dense))
+            num_bytes = rig.weight_bytes + min(adapters, count) * rig.adapter_bytes
+            least = num_bytes / rate * 1e6 if rate else 0.0
+            print(f"{count:>6} {adapters:>8} {base:>9.1f} {whole:>9.1f} {base / whole:>7.3f} {least:>9.1f}", flush=True)
+            if args.kernels:
+                print_kernels(graph, args.layers)
 
 
 if __name__ == "__main__":

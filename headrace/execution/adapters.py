@@ -280,8 +280,7 @@ class AdapterInputs:
         # Off: on a GPU the first such step of many requests took 11 s, for a reason that was not found. The native call
         # over all layers of a CPU takes adapters of all tokens.
         self.prunes = False
-        self._num_dense = banks.num_dense
-        self.captured = [CapturedAdapters(self, count) for count in (banks.num_dense, 0)[: banks.num_captured]]
+        self.captured = [CapturedAdapters(self, count) for count in banks.dense_counts]
         # of captured steps: in others two streams take the host more time than they save. First, as it is short.
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
@@ -315,7 +314,8 @@ class AdapterInputs:
     def find_dense(self, step: Step) -> int:
         """What `SlotRows.num_dense` is in captured steps that compute this one: all of the slots that it may have, or
         0."""
-        return self._num_dense if self._count_slots(step) <= self._num_dense else 0
+        used = self._count_slots(step)
+        return next((count for count in self.banks.dense_counts if used <= count), 0)
 
     def _count_slots(self, step: Step) -> int:
         """How many of the first slots have all adapters of the step."""

@@ -11,7 +11,9 @@ from test_families_through_plans import NUM_PAGES, PAGE_SIZE, VOCAB_SIZE, Preten
 
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.runner import Runner
+from headrace.kernels.lora import is_dense
 from headrace.layers.batch import ForwardBatch
+from headrace.layers.lora import parts as parts_module
 from headrace.layers.lora.contract import AdaptedPart, AdapterWeights
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import PreparedAdapter
@@ -56,6 +58,37 @@ def test_captured_steps_with_adapters_compute_the_same(slots: dict[int, int]):
         outputs.append(run(runner, slots, adapters))
         assert bool(recorder.num_recorded) == is_captured
     assert outputs[0] == outputs[1]
+
+
+def test_steps_of_few_and_of_many_adapters():
+    """Small ranks: all slots at once; larger ones: the first, and then all or none."""
+    found = {(slots, rank): BankSizes(slots, rank).dense_counts for slots in (1, 8, 64, 65) for rank in (4, 64, 300)}
+    assert found == {
+        (1, 4): (1,), (1, 64): (1,), (1, 300): (1,), (8, 4): (8,), (8, 64): (2, 8), (8, 300): (1, 0),
+        (64, 4): (8, 64), (64, 64): (2, 0), (64, 300): (1, 0), (65, 4): (8, 0), (65, 64): (2, 0), (65, 300): (1, 0),
+    }
+    assert all([is_dense(rows, *few) for rows in (15, 16, 4096)] == [False, True, True] for few in ((8, 16), (1, 304)))
+    assert [is_dense(rows, 64, 16) for rows in (15, 16, 512, 513)] == [False, True, True, False]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("most", [32, 96])
+def test_captured_steps_of_each_kind(most: int, monkeypatch: pytest.MonkeyPatch):
+    """Rows of the first slot alone, and of several: a kind for each, and the same tokens as without."""
+    monkeypatch.setattr(parts_module, "DENSE_RANKS", 32)
+    monkeypatch.setattr(parts_module, "MOST_DENSE_RANKS", most)
+    outputs = []
+    for slots in ({0: 0, 1: -1, 2: 0}, {0: 0, 1: 2, 2: -1}):
+        for is_captured in (False, True):
+            _, runner = build("gemma3", BankSizes(SLOTS, 20))
+            recorder, captured = PretendedRecorder(), runner._inputs.adapters.captured
+            assert [kind.num_dense for kind in captured] == [1, SLOTS if most == 96 else 0]
+            if is_captured:
+                open_steps(runner, recorder)
+            adapters = {slot: make_adapter(runner, slot, 3 + 8 * slot) for slot in range(SLOTS)}
+            outputs.append(run(runner, slots, adapters))
+            assert bool(recorder.num_recorded) == is_captured
+    assert outputs[0] == outputs[1] and outputs[2] == outputs[3]
 
 
 @pytest.mark.interpreted

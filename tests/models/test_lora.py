@@ -16,7 +16,6 @@ from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.linear import Linear
 from headrace.layers.lora import bank as bank_module
-from headrace.layers.lora import extended as extended_module
 from headrace.layers.lora.bank import LinearBank
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.extended import ExtendedWeight
@@ -129,7 +128,7 @@ def test_additions_fused_with_what_is_around(case: str, monkeypatch: pytest.Monk
 def test_products_with_additions_behind_the_weight(monkeypatch: pytest.MonkeyPatch):
     """As GPUs do it: a row is multiplied with the weight and all adapters of the first slots, and takes its own. The
     weight and what is behind it stay together when a model moves, and part when the weight is stored otherwise."""
-    monkeypatch.setattr(extended_module, "is_dense", lambda _: True)
+    monkeypatch.setattr(bank_module, "is_dense", lambda *_: True)
     monkeypatch.setattr(bank_module, "fits_norm", lambda rows: rows % 2 == 0)
     rig, seen = Rig(find_case("qwen2")), Counter[str]()
     rig.harness.num_dense = SLOTS

@@ -28,6 +28,7 @@ from headrace.kernels.lora import (
     SlotRows,
     chains_norm,
     fits_norm,
+    is_dense,
     make_tiles,
 )
 from headrace.kernels.lora.codes import CodedBank, encode, make_coded_bank
@@ -172,8 +173,8 @@ class LinearBank(AdapterBank):
 
     def fuses_norm(self, begun: Adaptation) -> bool:
         """Whether what adapters add is fused with the norm behind it."""
-        is_dense = isinstance(begun.reduced, Reduced) and begun.reduced.is_dense
-        return self._expand_add_norm is not None and self._is_plain and (is_dense or fits_norm(len(begun.x)))
+        has_all = isinstance(begun.reduced, Reduced) and begun.reduced.is_dense
+        return self._expand_add_norm is not None and self._is_plain and (has_all or fits_norm(len(begun.x)))
 
     @property
     def _is_plain(self) -> bool:
@@ -304,7 +305,8 @@ class LinearBank(AdapterBank):
             return None
         tensors = self.tensors
         found = None if self._linear_shrink is None else self._linear_shrink(x, weight, bias, tensors, rows)
-        if found is None and is_wide and rows.num_dense and self.extended is not None and tensors.extended is not None:
+        is_faster = rows.num_dense > 0 and is_dense(len(x), rows.num_dense, tensors.most_ranks)
+        if found is None and is_wide and is_faster and self.extended is not None and tensors.extended is not None:
             num_more = rows.num_dense * tensors.slot_rows
             takes_sums = is_pending and self.is_low_rank
             found = self.extended.multiply(x, bias, tensors.extended, num_more, is_pending=takes_sums)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headrace.kernels.linear import LINEAR, LINEAR_SUMS
-from headrace.kernels.lora import EXPAND, Reduced, is_dense
+from headrace.kernels.lora import EXPAND, Reduced
 from headrace.kernels.operation import KernelQuery
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
@@ -69,11 +69,9 @@ class ExtendedWeight:
 
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, extended: torch.Tensor, num_more: int, *, is_pending: bool
-    ) -> tuple[torch.Tensor, Reduced] | None:
+    ) -> tuple[torch.Tensor, Reduced]:
         """The product of ``x`` [T, I], and sums with the first ``num_more`` rows behind the weight, as `Reduced` has
-        them; None where that is not faster than one behind the other. ``is_pending``: partial sums will do."""
-        if not is_dense(len(x)):
-            return None
+        them. ``is_pending``: partial sums will do."""
         end = len(extended) - self._num_spare
         weight, padded = extended[: end + num_more], None if bias is None else F.pad(bias, (0, num_more))
         out = self._linear_sums(x, weight, padded, None) if is_pending else self._linear(x, weight, padded)

@@ -32,6 +32,8 @@ RANK_STEP = 16
 DENSE_RANKS = 128
 """Of all adapters together, with which each row is multiplied in the launch of the base's product: an eighth to a
 thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles that would be empty otherwise."""
+MOST_DENSE_RANKS = 1024
+"""The same for many adapters: a step of some rows is still faster so than with a product for the rows of each."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,13 @@ class BankSizes:
         return -(-self.max_rank // RANK_STEP) * RANK_STEP
 
     @property
-    def num_dense(self) -> int:
-        """Of a product over the ``a`` of the first slots, the most of these: see `SlotRows.num_dense`."""
-        return min(self.num_slots, max(1, DENSE_RANKS // self.padded_rank))
+    def dense_counts(self) -> tuple[int, ...]:
+        """What `SlotRows.num_dense` is in steps whose adapters are all in so many of the first slots, the least first;
+        at the end all slots, or 0 where they are too many."""
+        few = min(self.num_slots, max(1, DENSE_RANKS // self.padded_rank))
+        if few == self.num_slots:
+            return (few,)
+        return few, self.num_slots if self.num_slots * self.padded_rank <= MOST_DENSE_RANKS else 0
 
 
 @dataclass(slots=True)

@@ -57,14 +57,13 @@ class AdapterBanks:
     def __init__(self, model: nn.Module, sites: AdapterSites, sizes: BankSizes, context: OutputContext):
         self._banks = find_banks(model)
         self.sites, self.context = sites, context
-        self.num_slots, self.num_dense = sizes.num_slots, sizes.num_dense
+        self.num_slots, self.dense_counts = sizes.num_slots, sizes.dense_counts
         self._by_slot: dict[int, set[str]] = {}  # modules that the adapter in a slot changes
 
     @property
     def num_captured(self) -> int:
-        """Kinds of captured steps with adapters: those whose adapters are all in the first ``num_dense`` slots, and
-        others, if there are."""
-        return 1 if self.num_dense == self.num_slots else 2
+        """Kinds of captured steps with adapters, one for each of `BankSizes.dense_counts`."""
+        return len(self.dense_counts)
 
     @property
     def slot_bytes(self) -> int:
