@@ -65,7 +65,7 @@ def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) 
     wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
     try:
         for rows, kind in wanted:
-            sorted_rows.find_kernel("mxfp4_product", _tile_of(rows), kind, num_experts, device)
+            sorted_rows.find_kernel(_tile_of(rows), kind, num_experts, device)
     except (CudaSourceError, OSError, AttributeError) as error:
         logger.warning("experts of many tokens run in Triton, or dequantised: %s", error)
         return False
@@ -85,8 +85,8 @@ def run_experts(
     rows = hopper.gather_rows(x, order, ends, top_k)
     if code is Code.E2M1:
         tile = choose_tile(num_tokens, top_k, num_experts)
-        inner = sorted_rows.multiply_mxfp4(rows, *gate_up, ends, tile, gated)
-        out = sorted_rows.multiply_mxfp4(inner, *down, ends, tile)
+        inner = sorted_rows.multiply(rows, *gate_up, ends, tile, gated)
+        out = sorted_rows.multiply(inner, *down, ends, tile)
     else:
         out = _run_fp8(rows, ends, gate_up, down, gated)
     return sum_pairs(out, place, weights, ids, None, pdl=True)
