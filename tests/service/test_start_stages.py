@@ -26,6 +26,9 @@ def test_stages_are_told_apart_and_added_up():
     assert Stages(stages, now, clock=lambda: now).describe() == "started in 0.0 s"
 
 
-async def test_an_engine_logs_its_stages(start_client: Callable, capfd: pytest.CaptureFixture[str]):
+async def test_an_engine_logs_its_stages(
+    start_client: Callable, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HEADRACE_LOG_LEVEL", "info")  # whatever commands left that tests ran in this process
     await start_client()
     assert "INFO engine: started in " in capfd.readouterr().err
