@@ -597,7 +597,7 @@ def test_own_cuda_products_fit_shared_memory(kind: str):
         weight = make(kind, 32, MOST_CUDA_INPUTS // rows // 16 * 16)[0]
         for shape in cuda.SHAPES if takes_cuda(weight, rows) else ():
             used = cuda.count_shared_bytes(cuda.describe_form(weight), rows, weight.in_features, shape)
-            assert rows * weight.in_features * 2 < used <= cuda.MOST_SHARED_BYTES
+            assert rows * weight.in_features * 2 < used <= cuda.MOST_BYTES
 
 
 def test_a_layer_normalises_and_gates_with_codes_in_one_kernel(monkeypatch: pytest.MonkeyPatch):

@@ -148,7 +148,7 @@ def test_own_tiled_products_fit_shared_memory(kind: str):
         form = tiles.describe_form(weight)
         fixed = tiles.count_fixed_bytes(form, rows, weight.in_features, tiles.SHAPE)
         stages, stage = tiles.count_stages(form, fixed, tiles.SHAPE, 1 << 30)
-        assert rows * weight.in_features * 2 < fixed + stages * stage <= tiles.MOST_SHARED_BYTES
+        assert rows * weight.in_features * 2 < fixed + stages * stage <= tiles.MOST_BYTES
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +159,7 @@ def test_own_blocks_of_tiles_fit_shared_memory_and_cover_all_inputs(kind: str):
     for rows in (5, 16, 17, 32, 33, 64):
         block = tiled_block.choose_block(form, rows)
         used = block.count_bytes(form) + tiled_block.STATIC_BYTES
-        assert 8 * block.columns >= rows and used <= tiled_block.MOST_SHARED_BYTES
+        assert 8 * block.columns >= rows and used <= tiled_block.MOST_BYTES
         assert block.room * (used + (1 << 10)) <= 228 << 10 and block.stages >= 2
         assert 2 * 4 * 8 * block.columns * block.chunk * form.groups <= tiled_block.STATIC_BYTES
         for units, tiles in ((8, 1), (32, 32), (112, 32), (32, 224), (7, 5)):
@@ -199,7 +199,7 @@ def test_plans_for_many_rows_fit_shared_memory_and_cover_all_inputs(kind: str):
     for tile in tiled_many.TILES:
         stages = tile.count_stages(form)
         assert stages >= 3 and tile.groups * tile.rows <= 512
-        assert stages * (tile.count_stage_bytes(form) + 16) + 1024 <= tiled_many.MOST_SHARED_BYTES
+        assert stages * (tile.count_stage_bytes(form) + 16) + 1024 <= tiled_many.MOST_BYTES
     for rows, outputs, inputs in ((33, 16, 128), (65, 48, 640), (256, 4096, 14336), (1000, 6144, 4096)):
         size = tiled_many.Size(rows, outputs, inputs, 132)
         for can_split in (False, True):

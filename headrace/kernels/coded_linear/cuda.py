@@ -16,15 +16,13 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
 
 RED, WIDE_UNIT, UNIT = 20, 128, 64
 """As in the source: floats of a column of sums; inputs of 64 bytes of short codes and of others."""
-MOST_SHARED_BYTES = 227 << 10
-"""Of a block on Hopper."""
 
 
 class _Call(ctypes.Structure):
@@ -113,7 +111,7 @@ def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     with torch.cuda.device(device):
         code = compile_source("coded_rows", _find_options(form, shape, device))
-        return CudaKernel(code, "coded_rows", MOST_SHARED_BYTES)
+        return CudaKernel(code, "coded_rows", MOST_BYTES)
 
 
 def _find_options(form: Form, shape: Shape, device: torch.device) -> tuple[str, ...]:

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 BLOCK, TILE = 128, 64
 """As in the source: inputs of a block, rows of the weight in a tile."""
-MOST_SHARED_BYTES = MOST_BYTES
-"""Of a program."""
 MOST_SPLITS, MOST_X_BYTES = 8, 48 << 10
 """Programs of a cluster, and codes of x that one keeps."""
 NUM_SMS = 132
@@ -78,7 +76,7 @@ def find_kernel(
     }
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("fp8_rows", options), "fp8_rows", MOST_SHARED_BYTES)
+        return CudaKernel(compile_source("fp8_rows", options), "fp8_rows", MOST_BYTES)
 
 
 def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) -> int:

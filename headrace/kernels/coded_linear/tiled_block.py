@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, arrange
+from headrace.kernels.coded_linear.cuda import arrange
 from headrace.kernels.coded_linear.device_codes import HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
 from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
-from headrace.kernels.cuda_source import RESERVED_BYTES, SM_BYTES, CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    RESERVED_BYTES,
+    SM_BYTES,
+    CudaKernel,
+    cache_compiled,
+    compile_source,
+)
 from headrace.kernels.launch import ceil_div
 
 STATIC_BYTES = 2 << 10
@@ -66,7 +73,7 @@ def find_kernel(form: Form, block: Block, device: torch.device) -> CudaKernel:
     }
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_block", options), "tiled_block", MOST_SHARED_BYTES - STATIC_BYTES)
+        return CudaKernel(compile_source("tiled_block", options), "tiled_block", MOST_BYTES - STATIC_BYTES)
 
 
 def choose_splits(units: int, tiles: int, block: Block, num_sms: int) -> int:

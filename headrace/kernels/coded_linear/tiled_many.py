@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, arrange
+from headrace.kernels.coded_linear.cuda import arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, TILE_ROWS, DeviceCodes
 from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.rowwise.triton import GATES
 
@@ -57,7 +57,7 @@ class Tile:
 
     def count_stages(self, form: Form) -> int:
         """Of the ring in shared memory."""
-        return min(MOST_STAGES, (MOST_SHARED_BYTES - SLACK_BYTES) // (self.count_stage_bytes(form) + BARRIER_BYTES))
+        return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // (self.count_stage_bytes(form) + BARRIER_BYTES))
 
 
 TILES = (Tile(64, 4, 2), Tile(128, 2, 4), Tile(192, 2, 4), Tile(256, 2, 2))
@@ -139,7 +139,7 @@ def find_kernel(form: Form, tile: Tile, gate: int, device: torch.device) -> Cuda
     }
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_many", options), "tiled_many", MOST_SHARED_BYTES)
+        return CudaKernel(compile_source("tiled_many", options), "tiled_many", MOST_BYTES)
 
 
 @cache_compiled

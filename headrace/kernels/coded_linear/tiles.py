@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.kernels.coded_linear.cuda import MOST_SHARED_BYTES, RED, Addition, arrange
+from headrace.kernels.coded_linear.cuda import RED, Addition, arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, keep_apart
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, keep_apart
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -85,7 +85,7 @@ def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     macros = {**form._asdict(), "warps": shape.warps, "chunk": shape.chunk}
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_SHARED_BYTES)
+        return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_BYTES)
 
 
 @cache
@@ -104,7 +104,7 @@ def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:
 def count_stages(form: Form, fixed: int, shape: Shape, most: int) -> tuple[int, int]:
     """How long the ring is, and the bytes of a stage: what fits, at most ``most``, but two."""
     stage = 2 * TILE_ROWS * (shape.chunk * HALF + 4 * form.count_words(shape.chunk)) + BARRIER_BYTES
-    return max(2, min((MOST_SHARED_BYTES - fixed) // stage, most, MOST_STAGES)), stage
+    return max(2, min((MOST_BYTES - fixed) // stage, most, MOST_STAGES)), stage
 
 
 def launch(

@@ -15,13 +15,12 @@ import torch
 
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
 from headrace.kernels.launch import ceil_div
 
 ROWS, DEPTH = 128, 128
 """Rows of a tile; inputs of a stage, and of a group that shares a scale."""
 THREADS = 384
-SHARED_BYTES = 227 * 1024
 SLACK_BYTES = 2048
 """Of shared memory beside the ring: to align it, and barriers."""
 
@@ -37,7 +36,7 @@ class Tile:
     @property
     def stages(self) -> int:
         """Of the ring in shared memory."""
-        return (SHARED_BYTES - SLACK_BYTES) // ((ROWS + self.outputs) * DEPTH)
+        return (MOST_BYTES - SLACK_BYTES) // ((ROWS + self.outputs) * DEPTH)
 
 
 class _Call(ctypes.Structure):
@@ -63,7 +62,7 @@ def find_kernel(
         code = compile_source(
             "fp8_product", ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
         )
-        return CudaKernel(code, "fp8_product", SHARED_BYTES)
+        return CudaKernel(code, "fp8_product", MOST_BYTES)
 
 
 @cache

@@ -38,8 +38,6 @@ MOST_TOKENS = 4
 """For more it was not measured."""
 FIXED_BYTES = ceil_div(4 * (MOST_PAIRS * (MOST_SOURCE_TOKENS + 3) + 2), 128) * 128
 """``Shared`` of the source."""
-MOST_SHARED_BYTES = MOST_BYTES
-"""Of a block on Hopper."""
 X_PADDING = 16
 """Bytes between rows of x, against bank conflicts."""
 
@@ -158,7 +156,7 @@ def plan(
         tokens = EIGHT // (4 if is_down else 2)  # of eight columns: see the source
         form = Form(is_down, next_power_of_2(ceil_div(num_tokens, tokens)), choose_shape(num_tokens))
         product = Product(form, codes, bias, factors, outputs, num_tokens, top_k, sms)
-        if product.shared_bytes > MOST_SHARED_BYTES:
+        if product.shared_bytes > MOST_BYTES:
             return None
         products.append(product)
     return products[0], products[1]
@@ -172,7 +170,7 @@ def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     macros = {"DOWN": int(form.is_down), "COLUMNS": form.columns, "WARPS": shape.warps, "DEPTH": shape.depth}
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("coded_experts", options), "coded_experts", MOST_SHARED_BYTES)
+        return CudaKernel(compile_source("coded_experts", options), "coded_experts", MOST_BYTES)
 
 
 AnyForm = Form | fp8_few.Form

@@ -14,8 +14,8 @@ import torch
 
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, DeviceCodes
 from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
-from headrace.kernels.coded_linear.wide import SHARED_BYTES, SLACK_BYTES, count_sms, describe_weight
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.coded_linear.wide import SLACK_BYTES, count_sms, describe_weight
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
 from headrace.kernels.launch import ceil_div
 
 MOST_STAGES = 12
@@ -33,7 +33,7 @@ class Tile:
     def stages(self) -> int:
         """Of the ring in shared memory, with 128 inputs each."""
         stage = self.rows * 2 * BLOCK + 64 * self.groups * HALF
-        return min(MOST_STAGES, (SHARED_BYTES - SLACK_BYTES) // stage)
+        return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // stage)
 
 
 class _Call(ctypes.Structure):
@@ -53,7 +53,7 @@ def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -
     }
     with torch.cuda.device(device):
         options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-        return CudaKernel(compile_source("mxfp4_product", options), "mxfp4_product", SHARED_BYTES)
+        return CudaKernel(compile_source("mxfp4_product", options), "mxfp4_product", MOST_BYTES)
 
 
 def multiply(
