@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from headrace.kernels.lora.codes import CodedFactors
 from headrace.layers.lora.contract import TENSORS, AdaptedPart
 
 ALIGNMENT, BUFFER_BYTES = 64, 2 << 20
-"""Bytes: of tensors in a buffer, and of a buffer; see `gather_parts`."""
+"""Bytes: of which tensors in a buffer begin at multiples, and of a buffer; see `gather_parts`."""
 MAX_THREADS = 8
-"""That move tensors of an adapter; memory has no more for them."""
+"""That read, scan, hash or move tensors of an adapter; memory has no more for them."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that numpy has, by bytes of a number."""
 
@@ -34,6 +34,9 @@ DENSE_RANKS = 128
 thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles that would be empty otherwise."""
 MOST_DENSE_RANKS = 1024
 """The same for many adapters: a step of some rows is still faster so than with a product for the rows of each."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,17 @@ def gather_parts(
         gathered[name] = parts if stacked is None else [stacked[0].part]
         moves += stacked or (move for part in parts for move in _list_moves(part))
     buffers = _pack(moves)
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads())), "adapter-copy") as threads:
-        for buffer, own in zip(threads.map(partial(_move, take), buffers), buffers, strict=True):
-            for move in own:
-                place = buffer[move.start : move.start + move.num_bytes]
-                setattr(move.part, move.name, place.view(move.dtype).view(move.shape))
+    for buffer, own in zip(run_in_threads(partial(_move, take), buffers), buffers, strict=True):
+        for move in own:
+            place = buffer[move.start : move.start + move.num_bytes]
+            setattr(move.part, move.name, place.view(move.dtype).view(move.shape))
     return gathered
+
+
+def run_in_threads(work: Callable[[T], R], jobs: Sequence[T]) -> list[R]:
+    """The results of all jobs, in order, or what the first of them raised. As many threads as are faster than fewer."""
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads(), len(jobs))), "adapter-piece") as threads:
+        return list(threads.map(work, jobs))
 
 
 def _stack(parts: list[PreparedPart], num_parts: int) -> list[_Move] | None:
@@ -174,7 +182,7 @@ def _pack(moves: list[_Move]) -> list[list[_Move]]:
     buffers: list[list[_Move]] = []
     used: list[int] = []
     for move in sorted(moves, key=lambda move: -move.num_bytes):
-        size = _align(move.num_bytes)
+        size = align(move.num_bytes)
         index = next((i for i, num_bytes in enumerate(used) if num_bytes + size <= BUFFER_BYTES), len(used))
         if index == len(used):
             buffers.append([])
@@ -187,7 +195,7 @@ def _pack(moves: list[_Move]) -> list[list[_Move]]:
 
 def _move(take: Callable[[int], torch.Tensor], moves: list[_Move]) -> torch.Tensor:
     # by numpy: torch would transpose at half the rate, and start as many threads as there are cores
-    buffer = take(moves[-1].start + _align(moves[-1].num_bytes))
+    buffer = take(moves[-1].start + align(moves[-1].num_bytes))
     content = np.asarray(buffer)
     for move in moves:
         place = content[move.start : move.start + move.num_bytes]
@@ -197,7 +205,8 @@ def _move(take: Callable[[int], torch.Tensor], moves: list[_Move]) -> torch.Tens
     return buffer
 
 
-def _align(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
+    """Rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -5,32 +5,27 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from headrace.base.errors import AdapterError
 from headrace.layers.lora.contract import TENSORS, AdaptedPart
+from headrace.layers.lora.parts import align, run_in_threads
 from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header
 
 MAX_HEADER_BYTES = 32 << 20
-MAX_THREADS = 8
 PIECE_BYTES, MOST_IN_PIECE = 2 << 20, 512
 """Bytes that a thread reads, scans or hashes at a time, and of how many tensors: calls that are long beside those of
 Python around them, for which threads would wait for one another."""
-BLOCK_BYTES, ALIGNMENT = 16 << 20, 64
-"""Bytes of memory that tensors share, and of which each begins at a multiple."""
+BLOCK_BYTES = 16 << 20
+"""Bytes of memory that tensors share."""
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 """Bits of it; those of what is no number are more."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class AdapterTensors:
@@ -94,7 +89,7 @@ class AdapterTensors:
         if self._used + num_bytes > len(self._block):
             self._block, self._used = torch.from_numpy(np.empty(BLOCK_BYTES, np.uint8)), 0
         start = self._used
-        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._used += align(num_bytes)
         return self._block[start : start + num_bytes]
 
     def _cut(self) -> Iterator[tuple[int, list[memoryview]]]:
@@ -131,12 +126,6 @@ class AdapterTensors:
                 views = views[1:]
             if count:
                 views = [views[0][count:], *views[1:]]
-
-
-def run_in_threads(work: Callable[[T], R], jobs: Sequence[T]) -> list[R]:
-    """The results of all jobs, in order, or what the first of them raised. As many threads as are faster than fewer."""
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads(), len(jobs))), "adapter-piece") as threads:
-        return list(threads.map(work, jobs))
 
 
 def check_parts(parts: list[AdaptedPart]) -> str:
