@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 out=${1:-.}; shift || true
 export PYTHONUNBUFFERED=1
 # These look at all of the GPU's memory, or take it, so nothing may run beside them.
-alone=(tests/execution/test_cuda_sleep.py tests/weights/test_device_copy.py tests/e2e/test_cuda_out_of_memory.py)
+alone=(tests/execution/test_cuda_sleep.py tests/execution/test_cuda_captures.py tests/weights/test_device_copy.py tests/e2e/test_cuda_out_of_memory.py)
 check() {  # NAME PYTEST_ARGUMENT ...
   local name=$1; shift
   timeout 400 python3 -m pytest -m cuda -q --timeout=300 -p no:cacheprovider "$@" > "$out/cuda_tests_$name.log" 2>&1
