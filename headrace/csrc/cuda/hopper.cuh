@@ -29,6 +29,17 @@ __device__ __forceinline__ void wait_for(uint32 bar, uint32 parity) {
                "@!done bra AGAIN; }" ::"r"(bar), "r"(parity) : "memory");
 }
 
+// An L2 policy for what is read once.
+__device__ __forceinline__ int64 read_once() {
+  int64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Ask for a piece of memory, of a multiple of 16 bytes.
+__device__ __forceinline__ void copy_bytes(uint32 to, const void *from, uint32 bytes, uint32 bar, int64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+               "%4;" ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void load_box(uint32 to, const TensorMap *map, uint32 bar, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");

@@ -47,10 +47,6 @@ struct Call {
   float eps, offset;
 };
 
-__device__ __forceinline__ void copy(uint32 to, const void *from, uint32 bytes, uint32 barrier, int64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
-               "%4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
 // All threads that multiply.
 __device__ __forceinline__ void synchronise() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
@@ -169,8 +165,7 @@ __device__ __forceinline__ int find_eight(const Call &call, int tile, int i) {
 __device__ __forceinline__ void produce(const Call &call, const Place &p) {
   const int groups = GROUP == 0 ? 0 : (p.units * GROUPS + EACH - 1) / EACH;
   uint32 slot = 0, parity = 1;
-  int64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const int64 policy = read_once();
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const int eights[2] = {find_eight(call, tile, 0), find_eight(call, tile, 1)};
     for (int chunk = 0; chunk < p.chunks; chunk++) {
@@ -181,10 +176,10 @@ __device__ __forceinline__ void produce(const Call &call, const Place &p) {
       expect_bytes(full, 2 * (here * 512 + words * 32));
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        copy(stage + i * CODE_BYTES, call.codes + (int64(eights[i]) * p.units + chunk * CHUNK) * 512, here * 512, full,
+        copy_bytes(stage + i * CODE_BYTES, call.codes + (int64(eights[i]) * p.units + chunk * CHUNK) * 512, here * 512, full,
              policy);
         if (GROUP)
-          copy(stage + 2 * CODE_BYTES + i * TABLE_BYTES,
+          copy_bytes(stage + 2 * CODE_BYTES + i * TABLE_BYTES,
                call.scales + (int64(eights[i]) * groups + chunk * (CHUNK * GROUPS / EACH)) * 8, words * 32, full, policy);
       }
       if (++slot == call.stages) slot = 0, parity ^= 1;

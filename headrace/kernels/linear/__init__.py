@@ -126,3 +126,16 @@ NORM_LINEAR.add_triton(
     "headrace.kernels.linear.norm_linear:norm_linear", supports=lambda q: _in_half(q) or _reason_against_norm(q),
     doc="a GEMV whose programs normalise the row themselves",
 )
+
+
+def _reason_against_few_rows(query: KernelQuery) -> str | None:
+    if query.capability[0] != 9 or query.dtype != "bfloat16":
+        return "needs bfloat16 on Hopper"
+    width = query.shape.get("in_features", 0)
+    return f"takes 256 to {MOST_WIDTH} inputs in steps of 8" if width % 8 or not 256 <= width <= MOST_WIDTH else None
+
+
+NORM_LINEAR.add(
+    "cuda_pdl", "headrace.kernels.linear.rows:multiply_normalised", supports=_reason_against_few_rows, priority=20,
+    doc="own CUDA C++ that copies weights ahead",
+)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.linear import rows as few_rows
 from headrace.kernels.linear.triton import gemv_rows, linear_pdl, linear_sums_pdl
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
@@ -257,6 +258,9 @@ def is_describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `LINEAR`."""
+    out = few_rows.multiply(x, weight, bias)
+    if out is not None:
+        return out
     rows, num_weights = x.shape[0], weight.numel()
     tile = choose_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None
     return linear_pdl(x, weight, bias) if tile is None else multiply(x, weight, bias, tile)
@@ -279,6 +283,9 @@ def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor | None:
     """See `GATED_LINEAR`."""
+    out = few_rows.multiply(x, weight, bias, activation)
+    if out is not None:
+        return out
     rows, num_weights = x.shape[0], weight.numel()
     tile = choose_gated_tile(rows, num_weights) if rows > gemv_rows(num_weights) and is_describable(x, weight) else None
     # `_describe_gated` takes gate and up in groups of eight rows

@@ -1,0 +1,157 @@
+"""Products of few rows with bfloat16 weights on Hopper by own CUDA C++ (``csrc/cuda/plain_rows.cu``, which says how
+they work), also with the norm before them or the gated activation after them. What it does not take is passed on.
+
+M rows of x, N outputs (a gate and its up count once), K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    CudaSourceError,
+    cache_compiled,
+    compile_source,
+    keep_apart,
+)
+from headrace.kernels.launch import ceil_div, next_power_of_2
+from headrace.kernels.linear import Norm, norm_linear
+from headrace.kernels.rowwise.triton import GATES
+
+logger = logging.getLogger(__name__)
+
+WARPS, VECTOR = 8, 8
+"""As in the source: warps that multiply, inputs of a vector."""
+MOST_VECTORS = 16
+"""Of x in a thread's registers."""
+MOST_ROWS = 2
+BARRIER_BYTES = 16
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "weight", "out", "total")),
+        *((name, c_int64) for name in ("x_stride", "residual_stride")),
+        *((name, c_int) for name in ("outputs", "inputs", "each", "stages", "gate")),
+        *((name, c_float) for name in ("eps", "offset")),
+    )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Bytes that are copied at a time, and bytes of the ring in shared memory, at most."""
+
+    stage: int
+    total: int
+
+
+SHORT_RING, LONG_RING = Ring(32 << 10, 128 << 10), Ring(32 << 10, 200 << 10)
+"""Measured on an H200. A long ring leaves no room on a multiprocessor for attention, beside which the next product may
+already copy."""
+SHORT_SHARE = 300 << 10
+"""Bytes of a block up to which the ring is short."""
+
+
+@cache_compiled
+def find_kernel(rows: int, vectors: int, has_norm: bool, is_gated: bool, device: torch.device) -> CudaKernel | None:
+    """The kernel, compiled (a fifth of a second) unless cached; None, with a warning, where that fails."""
+    macros = {"ROWS": rows, "VECS": vectors, "NORM": int(has_norm), "GATED": int(is_gated), "WARPS": WARPS}
+    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
+    try:
+        with torch.cuda.device(device):
+            return CudaKernel(compile_source("plain_rows", options), "plain_rows", MOST_BYTES)
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("products of few rows run as Triton kernels: %s", error)
+        return None
+
+
+@cache
+def _count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``blocks`` of the grid, outputs ``each`` stage has, ``stages``, and the shared memory of a block."""
+
+    blocks: int
+    each: int
+    stages: int
+    shared_bytes: int
+
+
+@cache
+def make_plan(
+    rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, sms: int, ring: Ring | None = None
+) -> Plan | None:
+    """How a product is divided; ``kinds`` 2: of gate and up. None where two stages do not fit."""
+    blocks = min(outputs, sms)
+    most = ceil_div(outputs, blocks)  # of a block
+    row_bytes = 2 * inputs * kinds
+    ring = ring or (SHORT_RING if most * row_bytes <= SHORT_SHARE else LONG_RING)
+    each = min(max(1, ring.stage // row_bytes), most)
+    each -= each % 4 if each > 4 else 0
+    fixed = 4 * rows * WARPS * (most * kinds + int(has_norm))
+    stage = each * row_bytes + BARRIER_BYTES
+    stages = min(ceil_div(most, each), max(2, min(ring.total, MOST_BYTES - fixed) // stage))
+    needed = fixed + stages * stage
+    return None if needed > MOST_BYTES else Plan(blocks, each, stages, keep_apart(needed))
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "", *,
+    before: tuple[torch.Tensor, Norm, torch.Tensor] | None = None, ring: Ring | None = None,
+) -> torch.Tensor | None:
+    """``x @ weight.T + bias`` [M, N], followed by the gated ``activation`` if given; None where the kernel does not
+    take it. ``before``: x plus the residual [M, K] is written to the third, and its norm multiplied."""
+    (rows, inputs), kinds = x.shape, 2 if activation else 1
+    vectors = next_power_of_2(ceil_div(inputs, 32 * WARPS * VECTOR))
+    if not 0 < rows <= MOST_ROWS or rows * vectors > MOST_VECTORS or not _can_read(x, weight):
+        return None
+    outputs = weight.shape[0] // kinds
+    plan = make_plan(rows, outputs, inputs, kinds, before is not None, _count_sms(x.device), ring)
+    kernel = None if plan is None else find_kernel(rows, vectors, before is not None, kinds == 2, x.device)
+    if plan is None or kernel is None:
+        return None
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    call = _Call(
+        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(),
+        x_stride=x.stride(0), outputs=outputs, inputs=inputs, each=plan.each, stages=plan.stages,
+        gate=GATES[activation] if activation else 0,
+    )
+    if before is not None:
+        residual, norm, total = before
+        call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0)
+        call.norm, call.total, call.eps, call.offset = norm.weight.data_ptr(), total.data_ptr(), norm.eps, norm.offset
+    kernel.launch(plan.blocks, 32 * (WARPS + 1), call, is_dependent=True, shared_bytes=plan.shared_bytes)
+    return out
+
+
+def _can_read(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes."""
+    return (
+        x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous() and x.shape[1] % VECTOR == 0
+        and x.stride(1) == 1 and x.stride(0) % VECTOR == 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    )
+
+
+def multiply_normalised(
+    x: torch.Tensor, residual: torch.Tensor, norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None,
+    activation: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `NORM_LINEAR`."""
+    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    is_plain = residual.dtype == norm.weight.dtype == torch.bfloat16 and residual.stride(1) == 1
+    if is_plain and residual.stride(0) % VECTOR == 0 and (residual.data_ptr() | norm.weight.data_ptr()) % 16 == 0:
+        out = multiply(x, weight, bias, activation, before=(residual, norm, total))
+        if out is not None:
+            return out, total
+    return norm_linear.norm_linear_pdl(x, residual, norm, weight, bias, activation)
