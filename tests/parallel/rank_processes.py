@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -131,6 +132,7 @@ def follow(layout: Layout, rendezvous: Rendezvous, line: Connection) -> None:
     try:
         ranks = join_ranks(layout, CPU, find_store(rendezvous, layout.size))
         loop: CommandLoop | None = None
+        gc.freeze()  # each engine that is closed collects garbage, and need not look at all modules
         while (message := line.recv()) is not None:
             if isinstance(message, dict):
                 executor = build_executor(engine_config(**message), ranks=ranks)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import base64
-import functools
 import math
 
 import pytest
-import schemathesis
 from fake_apps import http_for
 from fake_client import BOS, EOS, FakeClient, fake_result
-from hypothesis import HealthCheck, Phase, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
-from headrace.base.config import ServerConfig
 from headrace.base.pooling import PoolingFacts, PoolingSpec, unpack_floats
-from headrace.serving.http.app import create_app
 
 EMBED = PoolingFacts("embed", 6, needs_all_tokens=True)
 CROSS = PoolingFacts("classify", 1, needs_all_tokens=True, labels=["LABEL_0"], activation="sigmoid", takes_pairs=True)
@@ -213,28 +202,6 @@ async def test_facts_tell_the_task():
             assert (await http.get("/v1/models")).json()["data"][0]["task"] == task
             assert (await http.get("/model_info")).json()["is_generation"] == (pooling is None)
             assert (await http.get("/health_generate")).status_code == 200
-
-
-@functools.cache
-def application():
-    return create_app(FakeClient(pooling=EMBED, max_len=128), ServerConfig(max_batch_prompts=16))
-
-
-schema = schemathesis.openapi.from_asgi("/openapi.json", application()).include(
-    path=["/v1/embeddings", "/v1/score", "/v1/rerank", "/encode", "/v1/classify"]
-)
-
-
-@schema.parametrize()
-@settings(
-    max_examples=5, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck)
-)
-def test_answers_conform(case):
-    case.validate_response(
-        case.call(),
-        checks=[not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection]
-    )
 
 
 async def test_the_begin_of_single_texts_is_cut_on_request():
