@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"code": Code.E4M3, "group": 0, "rows": 0},
     "fp8-cut-block": {"code": Code.E4M3, "group": 64, "rows": 1},
 }
-SHAPES = [(1, 40, 96), (3, 33, 700), (16, 70, 640)]
+SHAPES = [(1, 8, 96), (3, 9, 700), (16, 70, 640)]
 
 
 def make(kind: str, outputs: int, inputs: int, device: str = "cpu") -> tuple[DeviceCodes, torch.Tensor]:

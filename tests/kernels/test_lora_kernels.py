@@ -125,8 +125,7 @@ def test_factors_of_any_magnitude_keep_their_product(powers: tuple[int, int]):
 
 
 @pytest.mark.parametrize("room", [0, 64])
-@pytest.mark.parametrize("slots", BATCHES, ids=len)
-@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+@pytest.mark.parametrize("slots, device, dtype, tolerance", in_turns(BATCHES))
 def test_triton(device: str, dtype: torch.dtype, tolerance: float, slots: list[int], room: int):
     check("triton", device, dtype, tolerance, slots, room=room)
 
@@ -188,15 +187,15 @@ def narrow_gates(bank: LowRankBank) -> LowRankBank:
 
 
 @pytest.mark.parametrize(
-    "slots, room", [(BATCHES[3], 0), (BATCHES[4], 64), ([-1, 3, 3, 4] * 257, 0)], ids=("few", "captured", "many")
+    "batch, device, dtype, tolerance", in_turns([(BATCHES[3], 0), (BATCHES[4], 64), ([-1, 3, 3, 4] * 257, 0)])
 )
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
 def test_additions_to_gate_and_up(
-    device: str, dtype: torch.dtype, tolerance: float, activation: str, slots: list[int], room: int
+    device: str, dtype: torch.dtype, tolerance: float, activation: str, batch: tuple[list[int], int]
 ):
     """The activation is that of all rows, with an adapter, without, and of padding; more rows than `LEAST_MANY` have
     large blocks."""
+    slots, room = batch
     bank, rows = narrow_gates(make_bank(device, dtype)), make_rows(slots, device, room=room)
     generator, size = torch.Generator().manual_seed(5), max(room, len(slots))
     x = torch.randn(size, INPUTS, generator=generator).to(device, dtype)
@@ -236,8 +235,7 @@ def test_additions_before_a_norm(
     assert relative_error(normed, expected) < 4 * tolerance and relative_error(stream, total) < 2 * tolerance
 
 
-@pytest.mark.parametrize("slots", [[1], [-1], [4, 1], [-1, 0]], ids=str)
-@pytest.mark.parametrize("device, dtype, tolerance", DEVICES)
+@pytest.mark.parametrize("slots, device, dtype, tolerance", in_turns([[1], [-1], [4, 1], [-1, 0]]))
 def test_products_with_the_first_half_of_an_addition(
     device: str, dtype: torch.dtype, tolerance: float, slots: list[int]
 ):
