@@ -150,6 +150,6 @@ class LatentAttention(AttentionLayer):
 
 
 def has_whole_prompts(inputs: AttentionInputs) -> bool:
-    """Whether every request starts in this step, so that no earlier rows are read. Relies on host lengths: no backend
-    for ``values_in_keys`` can be captured in a graph, where these would be meaningless."""
-    return inputs.num_decodes == 0 and inputs.kv_lens_cpu == inputs.query_lens_cpu
+    """Whether every request starts in this step, so that no earlier rows are read; False where only the device knows.
+    The host's lengths are those of the device but for decodes, of which there are none then."""
+    return not inputs.has_dynamic_lengths and not inputs.num_decodes and inputs.kv_lens_cpu == inputs.query_lens_cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ class Case:
             slots=torch.empty(0, dtype=torch.int64),
         )
 
-    def check(self) -> None:
-        self.backend.prepare(self.inputs())
+    def check(self, inputs: AttentionInputs | None = None) -> None:
+        self.backend.prepare(inputs or self.inputs())
         ours = self.backend.attend(self.q, self.pages, self.params)
         pieces = zip(self.q.split(self.query_lens), self.keys, self.values, strict=True)
         p = self.params
@@ -109,6 +110,16 @@ request_lens = st.integers(1, 40).flatmap(lambda kv: st.tuples(st.integers(1, kv
 )
 def test_any_mixture(lens: list[tuple[int, int]], page_size: int, window: int):
     Case(lens, page_size=page_size, window=window).check()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (7, 0.0), (0, 1.5), (7, 1.5)])
+def test_lengths_of_the_host_are_bounds(window: int, softcap: float):
+    """It counts drafts as accepted that may not be: what lies behind the device's length is not seen."""
+    case = Case([(1, 9), (1, 30), (1, 4), (5, 12)], window=window, softcap=softcap)
+    inputs = case.inputs()
+    bounds = [length + 5 if row < inputs.num_decodes else length for row, length in enumerate(case.kv_lens)]
+    case.page_table = torch.cat((case.page_table, case.page_table[:, :2]), dim=1)  # pages that the bounds take
+    case.check(replace(inputs, kv_lens_cpu=bounds, max_kv_len=max(bounds), page_table=case.page_table))
 
 
 def test_window_never_reads_pages_it_has_left():

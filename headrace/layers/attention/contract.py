@@ -59,8 +59,9 @@ class AttentionInputs:
 
     Tensors are on the device: ``query_start`` [R + 1] int32, ``kv_lens`` [R] int32 (this step's tokens included),
     ``page_table`` [R, >= ceil(max_kv_len / page_size)] int32, ``slots`` [T] int64 (page * page_size + offset where the
-    token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` [R] are the same lengths on the host; under a
-    captured graph they are those of the capture, and only ``max_kv_len`` bounds the real ones.
+    token's K and V are written). ``query_lens_cpu`` and ``kv_lens_cpu`` [R] are the same lengths on the host, but of
+    decodes ``kv_lens_cpu`` are bounds: drafts count in it that may yet be rejected. Under a captured graph they are
+    those of the capture, and only ``max_kv_len`` bounds the real ones.
 
     ``has_dynamic_lengths``: the step is captured with room for T tokens and R requests, and the real lengths are known
     on the device only. A request of one token is a decode at any index, one of none is padding; ``num_decodes`` and

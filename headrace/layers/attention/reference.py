@@ -1,5 +1,5 @@
 """Paged attention in plain torch: any geometry on any device. On a CPU it serves until native kernels are compiled; on
-a GPU its ``prepare`` copies small index tensors and waits for them, so it is an oracle for tests there.
+a GPU its ``prepare`` waits for the lengths, as those on the host are bounds only, so it is an oracle for tests there.
 
 Decodes of similar length run as one batch, padded to the longest; prefill runs request by request, in tiles of queries
 so that masks stay small. With a window, only the pages it reaches are gathered.
@@ -7,7 +7,7 @@ so that masks stay small. With a window, only the pages it reaches are gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,8 @@ class ReferenceAttention(AttentionBackend):
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Index the pages that each request reads and build masks, once for all layers of the group."""
+        # drafts whose acceptance the host does not know yet count in its own lengths
+        inputs = replace(inputs, kv_lens_cpu=inputs.kv_lens.tolist())
         num_batched = 0 if self._is_written_out else inputs.num_decodes
         self._buckets = self._make_buckets(inputs, num_batched)
         self._spans, start = [], num_batched
