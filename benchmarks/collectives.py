@@ -137,7 +137,7 @@ def run_rank(rank: int, size: int, meeting: Rendezvous, options: argparse.Namesp
 def share_gpu(options: argparse.Namespace) -> None:
     """Ranks on streams of one GPU: times of graphs that run at once, and no other library to compare with."""
     device, room, table = torch.device("cuda", 0), Room(64 << 20, 16 << 20), {}
-    mailboxes = [Mailbox(device, room.mailbox) for _ in range(options.ranks)]
+    mailboxes = [Mailbox(device, room.mailbox(options.ranks)) for _ in range(options.ranks)]
     addresses = [mailbox.address for mailbox in mailboxes]
     # of each rank a call that waits and the next one, already launched, must run beside those of the others
     blocks = torch.cuda.get_device_properties(device).multi_processor_count // (2 * options.ranks)

@@ -19,7 +19,7 @@ from headrace.layers.lora.bank import Adaptation, CodedLinearBank, LinearBank
 from headrace.layers.lora.extended import ExtendedWeight, count_spare
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import StorableLayer, plain_weight
-from headrace.layers.residual import Addition, Norm, Residual
+from headrace.layers.residual import Addition, Norm, Residual, join_rows
 from headrace.parallel.cut import Cut, cut_of
 from headrace.parallel.share import Share, as_share
 
@@ -140,6 +140,9 @@ class Linear(StorableLayer):
         else:
             residual.pending = self._multiply_sums(x, residual.stream)
         residual.group = self.group
+        # adapters add to the product before it is added up
+        if self.group is not None and residual.addition is None and residual.pending is not None:
+            residual.group = self.group.begin_sum(residual.pending)
 
     def _multiply_sums(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor | None:
         """As `LINEAR_SUMS`, whatever the weight."""
@@ -233,6 +236,22 @@ class Linear(StorableLayer):
         out, residual.stream = fused
         residual.pending = None
         return out
+
+    def read_all(self, norm: Norm, residual: Residual) -> torch.Tensor:
+        """``product(norm(residual))`` of all slices."""
+        slices, weight = residual.slices, plain_weight(self)
+        if len(slices) == 1 or weight is None or self._has_adapters:
+            return join_rows([self._read_or_multiply(norm, rows) for rows in slices])
+        # slices have thousands of rows, which torch multiplies best: each straight into its place
+        out = slices[0].stream.new_empty(sum(len(rows.stream) for rows in slices), len(weight))
+        for rows, part in zip(slices, residual.rows_of(out), strict=True):
+            x, bias = norm.add(rows), self._own_bias
+            torch.mm(x, weight.t(), out=part) if bias is None else torch.addmm(bias, x, weight.t(), out=part)
+        return out
+
+    def _read_or_multiply(self, norm: Norm, residual: Residual) -> torch.Tensor:
+        product = self.read(norm, residual)  # norm and product in one kernel, if that is faster
+        return self(norm.add(residual)) if product is None else product
 
     def _read_adapted(self, norm: RmsNorm, residual: Residual, activation: str) -> torch.Tensor | None:
         addition, x, lora = residual.addition, residual.pending, self.lora

@@ -43,6 +43,8 @@ class GatedMlp(Branch):
     """``down(activation(gate(x)) * up(x))``. ``activation`` is the name by which product kernels fuse it; empty for a
     clamped activation and others that none of them computes."""
 
+    takes_slices = True
+
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
         size = build.tensor.share(spec.intermediate_size, "intermediate dims")
@@ -63,6 +65,10 @@ class GatedMlp(Branch):
         return self.down(x if is_gated else self._activate(x))
 
     def add(self, norm: Norm, residual: Residual) -> None:
+        for rows in residual.slices:
+            self._add(norm, rows)
+
+    def _add(self, norm: Norm, residual: Residual) -> None:
         x, is_gated = self._read_gate_up(norm, residual)
         # the next product's rows in FP8, if it takes them so
         rows = self.down.gate_rows(x, self.activation) if self.activation and not is_gated else None
@@ -91,6 +97,8 @@ class GatedMlp(Branch):
 class Mlp(Branch):
     """``down(activation(up(x)))``."""
 
+    takes_slices = True
+
     def __init__(self, spec: MlpSpec, hidden_size: int, build: Build):
         super().__init__()
         size = build.tensor.share(spec.intermediate_size, "intermediate dims")
@@ -102,4 +110,5 @@ class Mlp(Branch):
         return self.down(self._activate(self.up(x)))
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        self.down.add_to(residual, self._activate(self.up(norm.add(residual))))
+        for rows in residual.slices:
+            self.down.add_to(rows, self._activate(self.up(norm.add(rows))))

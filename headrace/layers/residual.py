@@ -6,13 +6,15 @@ two. Until then the output is *pending*. T tokens, D hidden size, S partial sums
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from headrace.kernels.collective import BegunSum
 from headrace.layers.lora.bank import Adaptation, LinearBank
-from headrace.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,11 @@ class Addition:
 
     bank: LinearBank
     begun: Adaptation
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of ``parts``, one behind the other; of one part the same tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Residual:
@@ -32,22 +39,48 @@ class Residual:
     - [S, T, D] float32: partial sums of the output, as a product split over its inputs leaves them, one from each
       program. They are added up in this order and rounded to the stream's dtype before the addition.
 
-    ``group``: ranks whose pending outputs must be added up to make the output; None where each rank has all of it.
-    All of them have the same stream.
+    ``group``: what adds up the pending outputs of several ranks, which makes the output: a `Group`, or a sum that it
+    has begun. None where each rank has all of it. All of them have the same stream.
 
     ``addition``: what adapters add to what is pending, which is then [T, D] or partial sums; a norm that fuses it takes
     it, everything else calls `finish` first.
+
+    ``slices``: residuals of consecutive rows, which go through norms and products one after the other; this object has
+    no stream meanwhile. By default the residual itself.
 
     Hazard: norms and products overwrite ``stream`` in place. Code that needs an older value must copy it, and a
     branch must have read its input before it adds its output: `NoNorm` returns the stream itself.
     """
 
-    __slots__ = ("addition", "group", "pending", "stream")
+    __slots__ = ("_slices", "addition", "group", "pending", "stream")
 
     def __init__(self, stream: torch.Tensor, pending: torch.Tensor | None = None):
         self.stream, self.pending = stream, pending
-        self.group: Group | None = None
+        self.group: BegunSum | None = None
         self.addition: Addition | None = None
+        self._slices: tuple[Residual, ...] = ()
+
+    @property
+    def slices(self) -> tuple[Residual, ...]:
+        """See the class."""
+        return self._slices or (self,)
+
+    def split(self, lengths: Sequence[int]) -> None:
+        """Have slices of so many rows from now on; nothing may be pending."""
+        assert self.pending is None and not self._slices
+        if len(lengths) > 1:
+            self._slices = tuple(Residual(rows) for rows in self.stream.split(list(lengths)))
+            del self.stream
+
+    def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The rows of ``x`` [T, ...] that belong to each slice."""
+        return x.split([len(rows.stream) for rows in self._slices]) if self._slices else (x,)
+
+    def join(self) -> None:
+        """Be whole again, with what was pending in slices added."""
+        if self._slices:
+            self.stream = torch.cat([rows.add_pending() for rows in self._slices])
+            self._slices = ()
 
     def finish(self) -> None:
         """Add what adapters add to what is pending, if anything, by a kernel of its own."""
@@ -86,6 +119,10 @@ class Norm(nn.Module):
         itself (`NoNorm`)."""
         return self(residual.add_pending())
 
+    def add_all(self, residual: Residual) -> torch.Tensor:
+        """As `add`, of all slices."""
+        return join_rows([self.add(rows) for rows in residual.slices])
+
 
 class Branch(nn.Module):
     """Attention or an MLP: ``x [T, D] -> [T, D]`` of a normalised x.
@@ -93,7 +130,12 @@ class Branch(nn.Module):
     A branch whose first product is fused with the norm before it replaces `read`; one whose last product may leave
     partial sums replaces `add` too. An attention branch that prunes rows (``ForwardBatch.queries``) returns [S, D], and
     `read` and `add` prune the residual as well.
+
+    ``takes_slices``: `add` takes a residual in slices, and leaves the output of each pending there, whose sum over the
+    ranks has begun before the next one is computed (`Group.begin_sum`).
     """
+
+    takes_slices: ClassVar[bool] = False
 
     def read(self, norm: Norm, residual: Residual) -> torch.Tensor:
         """``branch(norm(residual))`` [T, D]; what was pending has been added to the stream."""

@@ -81,7 +81,7 @@ class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
     ``bind`` gives it before the first step. ``input_size``: last dim of ``x`` where that is not D."""
 
-    prunes_queries = True
+    prunes_queries = takes_slices = True
 
     def __init__(
         self, spec: AttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec, rotary: RotaryTable | None,
@@ -135,14 +135,17 @@ class Attention(AttentionLayer):
         return self.output(self._attend_after(norm, residual))
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        self.output.add_to(residual, self._attend_after(norm, residual))
+        x = self._attend_after(norm, residual)
+        for rows, part in zip(residual.slices, residual.rows_of(x), strict=True):
+            self.output.add_to(rows, part)
 
     def _attend_after(self, norm: Norm, residual: Residual) -> torch.Tensor:
         """Attention output [T, H * E] of the normalised stream. With ``ForwardBatch.queries``, [S, H * E], and the
         residual is pruned to the same rows."""
-        qkv = self.qkv.read(norm, residual)  # norm and product in one kernel, if that is faster
-        x = self._attend(self.qkv(norm.add(residual)) if qkv is None else qkv)
-        residual.keep_rows(self.step.batch.queries)
+        x = self._attend(self.qkv.read_all(norm, residual))
+        if self.step.batch.queries is not None:
+            residual.join()
+            residual.keep_rows(self.step.batch.queries)
         return x
 
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:

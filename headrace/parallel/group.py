@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError, HeadraceError
+from headrace.kernels.collective import BegunSum
 from headrace.parallel.share import Share, share_heads, share_units
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,12 @@ class Group:
         """Whether there are no other ranks."""
         return self.size == 1
 
+    @property
+    def can_slice(self) -> bool:
+        """Whether `begin_sum` begins large sums now. Then the rows of a large step better go through layers in slices
+        (`headrace.parallel.limits.slice_rows`): while one is added up, the next is computed. Alike on all ranks."""
+        return False
+
     def share(self, size: int, noun: str, rank: int | None = None) -> Share:
         """A rank's part of a dimension, by default this one's; see `share_units`."""
         return share_units(size, self.size, self.rank if rank is None else rank, noun=noun)
@@ -80,6 +87,11 @@ class Group:
         """`all_reduce`, then `headrace.kernels.rowwise.ADD_RMS_NORM`, in one kernel; None where that is not faster,
         with nothing changed."""
         return None
+
+    def begin_sum(self, x: torch.Tensor) -> BegunSum:
+        """Begin to add up ``x``, where that can be done beside what is launched next; else this group. The sum is
+        finished by a method of the result, and x must not be written before. Sums are finished in their order."""
+        return self
 
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The ranks' tensors, side by side along the last dim, which is ``sizes[r]`` on rank r."""

@@ -1,6 +1,8 @@
-"""`measure_limits`: up to which sizes own kernels serve collectives on this machine, and in which way.
+"""`measure_limits`: up to which sizes own kernels serve collectives on this machine, and in which way; `slice_rows`:
+which steps are computed in slices.
 
-Measured at the start, in tens of milliseconds, by all ranks at once: links between GPUs differ too much for a table.
+The former is measured at the start, in tens of milliseconds, by all ranks at once: links between GPUs differ too much
+for a table.
 """
 
 from __future__ import annotations
@@ -23,6 +25,15 @@ DELAY_CYCLES = 1_000_000
 ANY = 1 << 40
 NEVER = float("inf")
 
+SLICES = 2
+"""Of the rows of a large step. While one of them is added up over the ranks, the next is computed."""
+LEAST_SLICE_BYTES = 8 << 20
+"""Of a slice's rows. Smaller sums take less than the launches that a slice costs."""
+SLICE_ROWS = 256
+"""A slice is a multiple of it, as tiles of products are at most so large, but for the last one."""
+MOST_SENDING_RANKS = 2
+"""Copies go to all other ranks, which with more of them takes longer than a sum that each rank makes of a part."""
+
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
 """Microseconds that a call takes on the device; infinite for one that returns None, which is not served."""
@@ -30,6 +41,16 @@ Clock = Callable[[Call], float]
 
 Times = dict[int, float]
 """Microseconds by bytes of a tensor, of the slowest rank; infinite where a way is not served."""
+
+
+def slice_rows(num_rows: int, row_bytes: int) -> list[int]:
+    """The lengths of the slices in which so many rows go through layers, where a group's `Group.can_slice` says so; of
+    steps that are not large one slice."""
+    count = min(SLICES, num_rows * row_bytes // LEAST_SLICE_BYTES)
+    if count < 2:
+        return [num_rows]
+    length = -(-num_rows // (count * SLICE_ROWS)) * SLICE_ROWS
+    return [min(length, num_rows - at) for at in range(0, num_rows, length)]
 
 
 def choose_limits(timings: Mapping[str, Times]) -> Limits:

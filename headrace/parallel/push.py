@@ -10,17 +10,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from headrace.base.errors import PluginError
-from headrace.kernels.collective import COLLECTIVES, Collectives, Limits
+from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, Limits
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.operation import KernelQuery
 from headrace.parallel.group import Group, PeerTimeout, Waits
-from headrace.parallel.limits import measure_limits
+from headrace.parallel.limits import MOST_SENDING_RANKS, measure_limits
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ PATIENT_SECONDS = 600.0
 TEST_SECONDS = 0.25
 """Budget of each call of the start-up test."""
 TEST_BYTES = 64 << 10
+LEAST_SENT_BYTES = 4 << 20
+"""Of a sum that is made beside products. Smaller ones take less than it takes to begin a copy."""
 REASON_BYTES = 240
+GIVEN_UP = "all collectives run on NCCL, which is slower for small tensors"
 
 
 class PushWaits(Waits):
@@ -65,15 +69,17 @@ class PushWaits(Waits):
 
 
 class PushGroup(Group):
-    """See `Group`. ``base`` has the same ranks; ``mailbox`` is closed with the group."""
+    """See `Group`. ``base`` has the same ranks; ``mailbox`` is closed with the group. ``can_send``: large sums can be
+    made beside products."""
 
     def __init__(
-        self, base: Group, collectives: Collectives, device: torch.device, mailbox: Mailbox | None = None
+        self, base: Group, collectives: Collectives, device: torch.device, mailbox: Mailbox | None = None, *,
+        can_send: bool = False,
     ):
         self.rank, self.size = base.rank, base.size
         self._base, self.collectives, self._mailbox = base, collectives, mailbox
-        self.waits = PushWaits(collectives, device)
-        self._is_muted = False
+        self.waits, self._device = PushWaits(collectives, device), device
+        self._is_muted, self._can_send = False, can_send
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group`."""
@@ -87,6 +93,17 @@ class PushGroup(Group):
         if self._is_muted:
             return None
         return self.collectives.reduce_add_norm(x, stream, weight, eps=eps, offset=offset)
+
+    @property
+    def can_slice(self) -> bool:
+        """See `Group`. Not in steps that are captured or measured."""
+        is_here = self._can_send and not self._is_muted
+        return is_here and not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    def begin_sum(self, x: torch.Tensor) -> BegunSum:
+        """See `Group`."""
+        is_here = self._can_send and not self._is_muted and x.nbytes >= LEAST_SENT_BYTES
+        return (self.collectives.large.begin(x) if is_here else None) or self
 
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """See `Group`."""
@@ -155,6 +172,8 @@ def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> 
     All ranks must call this."""
     if base.is_single or device.type != "cuda":
         return base
+    if base.size > MOST_SENDING_RANKS:
+        room = replace(room, sent=0)
     mailbox, handle, reason = _make_mailbox(base, device, room)
     if not _all_can(base, device, reason):
         return _give_up(base, mailbox)
@@ -168,14 +187,16 @@ def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> 
     collectives.set_budget(TEST_SECONDS)
     if not _all_can(base, device, _test(base, device, collectives)):
         return _give_up(base, mailbox)
+    can_send = base.size <= MOST_SENDING_RANKS and _can_send(base, device, collectives)
     collectives.set_budget(PATIENT_SECONDS)
     began = time.monotonic()
     collectives.limits = measure_limits(base, collectives, device)
     if not _all_can(base, device, collectives.failure):
         return _give_up(base, mailbox)
     if base.rank == 0:
-        logger.info("%s, measured in %.0f ms", _describe(collectives.limits), 1000 * (time.monotonic() - began))
-    return PushGroup(base, collectives, device, mailbox)
+        told = _describe(collectives.limits) + (", large sums beside products" if can_send else "")
+        logger.info("%s, measured in %.0f ms", told, 1000 * (time.monotonic() - began))
+    return PushGroup(base, collectives, device, mailbox, can_send=can_send)
 
 
 def _describe(limits: Limits) -> str:
@@ -198,7 +219,7 @@ def _make_mailbox(base: Group, device: torch.device, room: Room) -> tuple[Mailbo
     query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": base.size})
     try:
         COLLECTIVES.choose(query)
-        mailbox = Mailbox(device, room.mailbox)
+        mailbox = Mailbox(device, room.mailbox(base.size))
         return mailbox, mailbox.handle(), ""
     except (PluginError, CudaSourceError, OSError, AttributeError) as error:
         return None, bytes(HANDLE_BYTES), str(error)
@@ -254,6 +275,24 @@ def _test(base: Group, device: torch.device, collectives: Collectives) -> str:
     return ""
 
 
+def _can_send(base: Group, device: torch.device, collectives: Collectives) -> bool:
+    """Whether sums by copies are right, two at once, on all ranks. Where one cannot copy, no other waits for it."""
+    patterns = [_make_pattern(rank, device).view(4, -1) for rank in range(base.size)]
+    told = "sums of large steps do not run beside products"
+    try:
+        tensors = [patterns[base.rank].clone() for _ in range(2)]
+        begun, reason = [collectives.large.begin(x) for x in tensors], ""
+    except CudaSourceError as error:
+        begun, reason = [], f"cannot copy: {error}"
+    if not _all_can(base, device, "a tensor was refused" if None in begun else reason, told):
+        return False
+    sums = [one.all_reduce(x) for one, x in zip(begun, tensors, strict=True) if one is not None]
+    torch.cuda.synchronize(device)
+    total = torch.stack(patterns).float().sum(0).to(torch.bfloat16)
+    is_right = all(torch.equal(x, total) for x in sums)
+    return _all_can(base, device, "" if is_right else collectives.failure or "a sum by copies is wrong", told)
+
+
 def _gather_bytes(base: Group, device: torch.device, data: bytes, size: int) -> list[bytes]:
     """``data``, padded to ``size`` bytes, of every rank."""
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)[None].to(device)
@@ -261,13 +300,13 @@ def _gather_bytes(base: Group, device: torch.device, data: bytes, size: int) -> 
     return [gathered[at : at + size] for at in range(0, len(gathered), size)]
 
 
-def _all_can(base: Group, device: torch.device, reason: str) -> bool:
-    """Whether no rank has a reason against. Otherwise rank 0 logs them."""
+def _all_can(base: Group, device: torch.device, reason: str, told: str = GIVEN_UP) -> bool:
+    """Whether no rank has a reason against. Otherwise rank 0 logs what follows, as ``told``, and the reasons."""
     encoded = reason.encode(errors="replace")[:REASON_BYTES]
     reasons = [
         data.rstrip(b"\0").decode(errors="replace") for data in _gather_bytes(base, device, encoded, REASON_BYTES)
     ]
     if any(reasons) and base.rank == 0:
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-        logger.warning("all collectives run on NCCL, which is slower for small tensors: %s", told)
+        told_reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        logger.warning("%s: %s", told, told_reasons)
     return not any(reasons)

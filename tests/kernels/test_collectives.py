@@ -3,15 +3,19 @@ its own; and what of them is decided without a device."""
 
 from __future__ import annotations
 
+from collections import deque
+from random import Random
+
 import pytest
 import torch
 
 from headrace.kernels.collective import COLLECTIVES, MOST_RANKS, UNMEASURED, Limits, reference
 from headrace.kernels.collective.push import ROOM as DEFAULT_ROOM
 from headrace.kernels.collective.push import PushCollectives, Room
+from headrace.kernels.collective.sent import Place, Ring
 from headrace.kernels.operation import KernelQuery
 
-ROOM = Room(sums=4 << 20, gathers=2 << 20)
+ROOM = Room(sums=4 << 20, gathers=2 << 20, sent=1 << 20)
 ONE_STEP, TWO_STEPS = Limits(4 << 20, 4 << 20, 4 << 20, 1 << 20), Limits(0, 4 << 20, 4 << 20, 1 << 20)
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -23,7 +27,7 @@ class Ranks:
         from headrace.kernels.collective.mailbox import Mailbox
 
         self.device = torch.device("cuda", 0)
-        self.mailboxes = [Mailbox(self.device, ROOM.mailbox) for _ in range(size)]
+        self.mailboxes = [Mailbox(self.device, ROOM.mailbox(size)) for _ in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
         addresses = [mailbox.address for mailbox in self.mailboxes]
         self.ranks = [
@@ -167,6 +171,82 @@ def test_graphs_and_eager_calls_mix(make_ranks):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_sums(size, make_ranks):
+    """Two under way at once, the first one finished with a norm; places in the mailbox come round many times."""
+    ranks = make_ranks(size)
+    for turn in range(24):
+        rows, width = [(64, 1024), (5, 4096), (33, 1096), (9, 2048)][turn % 4]
+        dtype = TYPES[turn % 3] if width < 4096 else torch.bfloat16
+        weight, stream = draw(width, dtype, 1), draw((rows, width), dtype, 2)
+        parts = [[draw((rows, width), dtype, 10 * turn + 3 * rank + i) for i in (0, 1)] for rank in range(size)]
+        own = [[part.clone() for part in both] for both in parts]
+        streams = [stream.clone() for _ in range(size)]
+        begun = ranks.run(lambda collectives, rank, own=own: [collectives.large.begin(x) for x in own[rank]])
+
+        def finish(_, rank, begun=begun, own=own, streams=streams, weight=weight):
+            first, second = begun[rank]
+            normed = first.reduce_add_norm(own[rank][0], streams[rank], weight, eps=1e-5, offset=1.0)
+            return *normed, second.all_reduce(own[rank][1])
+
+        results = ranks.run(finish)
+        normed, total = reference.reduce_add_norm([both[0] for both in parts], stream, weight, eps=1e-5, offset=1.0)
+        same([result[1] for result in results], total, ranks)
+        same([result[2] for result in results], reference.all_reduce([both[1] for both in parts]), ranks)
+        same([result[0] for result in results], results[0][0], ranks)
+        error = (results[0][0].double() - normed.double()).norm() / normed.double().norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.cuda
+def test_large_sums_have_the_bits_of_others(make_ranks):
+    ranks = make_ranks(2)
+    parts, stream = [draw((64, 1024), torch.bfloat16, rank) for rank in (0, 1)], draw((64, 1024), torch.bfloat16, 2)
+    weight = draw(1024, torch.bfloat16, 3)
+
+    def fuse(collectives, rank):
+        return collectives.reduce_add_norm(parts[rank], stream.clone(), weight, eps=1e-5, offset=0.0)
+
+    expected = ranks.run(fuse)
+    own = [part.clone() for part in parts]
+    begun = ranks.run(lambda collectives, rank: collectives.large.begin(own[rank]))
+    results = ranks.run(
+        lambda _, rank: begun[rank].reduce_add_norm(own[rank], stream.clone(), weight, eps=1e-5, offset=0.0)
+    )
+    for got, wanted in zip(results, expected, strict=True):
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.cuda
+def test_large_sums_that_are_refused(make_ranks):
+    ranks = make_ranks(2)
+    own = [[draw((64, 2048), torch.bfloat16, 8 * rank + i) for i in range(5)] for rank in (0, 1)]
+    expected = [reference.all_reduce([own[0][i], own[1][i]]) for i in range(5)]
+    begun = ranks.run(lambda collectives, rank: [collectives.large.begin(x) for x in own[rank]])
+    for rank in (0, 1):
+        assert [one is None for one in begun[rank]] == [False] * 4 + [True], "the ring has 1 MiB"
+    results = ranks.run(lambda _, rank: [begun[rank][i].all_reduce(own[rank][i]) for i in range(4)])
+    for i in range(4):
+        same([result[i] for result in results], expected[i], ranks)
+    large, x = ranks.ranks[0].large, torch.zeros(4, 64, device="cuda")
+    assert large.begin(x[:, ::2]) is None and large.begin(x[None]) is None and large.begin(x[:0]) is None
+    assert large.begin(x.int()) is None and large.begin(x[:, :3].contiguous()) is None
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert large.begin(x) is None, "a replay would repeat the number of the sum"
+
+
+@pytest.mark.cuda
+def test_a_large_sum_does_not_wait_for_an_absent_peer(make_ranks):
+    ranks = make_ranks(3)
+    for collectives in ranks.ranks:
+        collectives.set_budget(0.05)
+    own = [draw((4, 1024), torch.bfloat16, rank) for rank in range(3)]
+    begun = ranks.run(lambda collectives, rank: collectives.large.begin(own[rank]), absent=(1,))
+    ranks.run(lambda _, rank: begun[rank].all_reduce(own[rank]), absent=(1,))
+    assert ranks.ranks[0].late == ranks.ranks[2].late == [1]
+
+
+@pytest.mark.cuda
 def test_an_absent_peer_ends_the_wait(make_ranks):
     for limits in (ONE_STEP, TWO_STEPS):
         ranks = make_ranks(3, limits)
@@ -240,6 +320,90 @@ def test_two_steps_fit_their_room(size):
         places = {(v // 8 % size, v // (8 * size) * 8 + v % 8) for v in range(vectors)}
         assert len(places) == vectors and max(place for _, place in places) < slot
         assert 16 * (vectors + (size - 1) * slot) <= made.two_step_bytes(16 * vectors)
+
+
+READ, MEET = 0, -1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_writes_what_a_peer_has_still_to_read(seed):
+    """Ranks of one program that go at their own pace, and sometimes meet; copies take any time, those of a rank end in
+    their order."""
+    draw = Random(seed)
+    size, capacity, program, unread = draw.choice((2, 3)), 1000, [], 0
+    for _ in range(150):
+        if unread and draw.random() < 0.5:
+            program.append(READ)
+            unread -= 1
+        elif draw.random() < 0.1:
+            program.append(MEET)
+        elif unread < draw.choice((2, 4, 70)):
+            program.append(draw.choice((100, 240, 250, 490)))
+            unread += 1
+    ranks = [_Rank(Ring(capacity)) for _ in range(size)]
+    while any(rank.at < len(program) for rank in ranks):
+        rank = draw.choice(ranks)
+        peers = [peer for peer in ranks if peer is not rank]
+        if rank.copying and draw.random() < 0.3:
+            rank.copied.append(rank.copying.popleft().number)
+        elif rank.at < len(program):
+            rank.advance(program[rank.at], peers)
+    assert [rank.refused for rank in ranks] == [ranks[0].refused] * size, "all ranks decide alike"
+    assert ranks[0].num_begun > 20
+
+
+class _Rank:
+    """What a rank has sent (None: refused) and read; of its copies which are under way and which have ended."""
+
+    def __init__(self, ring: Ring):
+        self.ring, self.at = ring, 0
+        self.sent: deque[Place | None] = deque()
+        self.copying: deque[Place] = deque()
+        self.copied: list[int] = []
+        self.unread: list[Place] = []
+        self.refused: list[int] = []
+        self.num_begun = 0
+
+    def advance(self, num_bytes: int, peers: list[_Rank]) -> None:
+        """Send so many bytes, read the next sum if its parts are there, or meet the others if they are there."""
+        if num_bytes == MEET:
+            if any(peer.at < self.at for peer in peers):
+                return
+            self.ring.meet()
+        elif num_bytes != READ:
+            place = self.ring.take(num_bytes)
+            self.sent.append(place)
+            if place is None:
+                self.refused.append(self.at)
+            else:
+                self.num_begun += 1
+                self.copying.append(place)  # from now on it may be written at any time
+                for peer in peers:
+                    for other in peer.unread:
+                        assert place.end <= other.begin or other.end <= place.begin or other.number == place.number
+                self.unread.append(place)
+        else:
+            place = self.sent[0]
+            if place is not None:
+                if any(place.number not in peer.copied for peer in peers):
+                    return
+                self.ring.read(place)
+                self.unread.remove(place)
+            self.sent.popleft()
+        self.at += 1
+
+
+def test_a_sum_that_is_left_out_does_not_keep_its_place():
+    """As where a step fails between sending and reading."""
+    ring = Ring(1000)
+    ring.take(400)
+    second = ring.take(400)
+    assert second is not None and ring.take(400) is None
+    ring.read(second)
+    third = ring.take(200)
+    assert third is not None and third.begin == 800
+    ring.read(third)  # whoever sent it had read the second
+    assert ring.take(800) is not None
 
 
 def test_served_for_two_to_eight_gpus():

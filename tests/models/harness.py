@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from headrace.base.cache import CACHE_BACKENDS, CacheGroup, CacheSpec, group_layers
+from headrace.execution.loading import share_caches
 from headrace.kernels.lora import SlotRows
 from headrace.layers.attention import ATTENTION_BACKENDS
 from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs, KvPages
@@ -18,6 +19,7 @@ from headrace.layers.build import Build
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.rows import RowsLayout
 from headrace.models.catalog import find_family
+from headrace.parallel.group import Group
 
 CPU = torch.device("cpu")
 
@@ -168,19 +170,21 @@ def build_harness(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], *, page_size: int = 4, max_len: int = 64,
     num_sequences: int = 4,
     max_model_len: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU, moe_experts: str = "auto",
-    kv_dtype: str = "", adapters: BankSizes | None = None,
+    kv_dtype: str = "", adapters: BankSizes | None = None, tensor: Group | None = None,
 ) -> Harness:
     """Build the family's model for a config.json dict and load ``tensors`` in shuffled order. Pages start out as NaN,
-    so that reading what was never written shows."""
+    so that reading what was never written shows. ``tensor``: the ranks that divide the model, of which this is one."""
     family = find_family(config["architectures"][0])
     spec = family.read_config(config)
-    model = family.build_model(spec, Build(device, dtype, max_model_len, moe_experts, adapters=adapters))
+    tensor = tensor or Group()
+    build = Build(device, dtype, max_model_len, moe_experts, adapters=adapters, tensor=tensor)
+    model = family.build_model(spec, build)
     pairs = list(tensors.items())
     random.Random(0).shuffle(pairs)
     model.load_weights(pairs)
     dtype_name = str(dtype).removeprefix("torch.")
     kv_dtype = kv_dtype or dtype_name
-    specs = family.cache_specs(spec, kv_dtype)
+    specs = share_caches(family.cache_specs(spec, kv_dtype), tensor)
     groups = group_layers(specs)
     num_pages = 1 + num_sequences * -(-max_len // page_size)
     attention = model.layers[0].attention
@@ -190,7 +194,7 @@ def build_harness(
     geometries = [
         AttentionGeometry(
             device=device.type, dtype=dtype_name, kv_dtype=kv_dtype, capability=Build(device, dtype).capability,
-            num_heads=spec.attention.num_heads,
+            num_heads=attention.num_heads,
             num_kv_heads=g.spec.num_kv_heads, head_dim=g.spec.head_dim, value_dim=g.spec.value_dim, page_size=page_size,
             window=g.spec.window, has_softcap=attention.params.softcap > 0,
             has_sinks=attention.params.sinks is not None,

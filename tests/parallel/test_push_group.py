@@ -4,6 +4,7 @@ real processes, which share one GPU or have one each."""
 from __future__ import annotations
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,11 +12,18 @@ import torch.multiprocessing
 from parallel.thread_group import ThreadGroup, on_all_ranks
 
 from headrace.kernels.collective import UNMEASURED, Limits, reference
+from headrace.kernels.cuda_source import CudaSourceError
 from headrace.parallel import push
 from headrace.parallel.experts import reduce_scatter_rows
 from headrace.parallel.group import Group, PeerTimeout, Rendezvous, TorchGroup, find_store, join_group, serve_rendezvous
-from headrace.parallel.limits import NEVER, SIZES, choose_limits, measure_limits
-from headrace.parallel.push import PATIENT_SECONDS, PushGroup, open_push_group
+from headrace.parallel.limits import (
+    MOST_SENDING_RANKS,
+    NEVER,
+    SIZES,
+    choose_limits,
+    measure_limits,
+)
+from headrace.parallel.push import LEAST_SENT_BYTES, PATIENT_SECONDS, PushGroup, open_push_group
 
 CPU = torch.device("cpu")
 
@@ -132,6 +140,55 @@ def test_a_muted_group_receives_zeros(rank: int):
         assert torch.equal(group.broadcast(own.clone()), own if rank == 0 else torch.zeros_like(own))
         assert not group.all_gather(own, [3, 3]).any() and not group.all_gather_rows(own, [2, 2]).any()
         assert not group.exchange_rows(own, [1, 1], [1, 1]).any()
+
+
+class RecordedSums:
+    """Large sums that are begun; ``serves``: whether there is room for them."""
+
+    def __init__(self, serves: bool = True):
+        self.serves, self.begun = serves, []
+
+    def begin(self, x):
+        self.begun.append(x)
+        return self if self.serves else None
+
+
+def test_large_sums_are_begun_where_they_can_be():
+    kernels = Recorder()
+    kernels.large = RecordedSums()
+    large, small = torch.zeros(LEAST_SENT_BYTES // 4), torch.zeros(LEAST_SENT_BYTES // 4 - 1)
+    group = PushGroup(Recorder(), kernels, CPU, can_send=True)
+    assert group.can_slice
+    assert group.begin_sum(large) is kernels.large and group.begin_sum(small) is group
+    kernels.large.serves = False
+    assert group.begin_sum(large) is group, "too many are under way"
+    with group.muted():
+        assert not group.can_slice and group.begin_sum(large) is group
+    assert len(kernels.large.begun) == 2
+    for other in (PushGroup(Recorder(), kernels, CPU), Group()):
+        assert not other.can_slice and other.begin_sum(large) is other
+
+
+class Alone(Group):
+    """Two ranks, of which the other has no reason against anything."""
+
+    size = 2
+
+    def all_gather(self, x, sizes):
+        return torch.cat((x, torch.zeros_like(x)), dim=1)
+
+
+def test_ranks_that_cannot_copy_do_without(caplog):
+    kernels = Recorder()
+    with caplog.at_level(logging.WARNING):
+        kernels.large = RecordedSums(serves=False)
+        assert not push._can_send(Alone(), CPU, kernels)
+        kernels.large.begin = Mock(side_effect=CudaSourceError("no access"))
+        assert not push._can_send(Alone(), CPU, kernels)
+    assert [record.message for record in caplog.records] == [
+        "sums of large steps do not run beside products: rank 0: a tensor was refused",
+        "sums of large steps do not run beside products: rank 0: cannot copy: no access",
+    ]
 
 
 def test_a_late_peer_is_a_typed_error():
@@ -285,6 +342,7 @@ def _check_values(rank: int, size: int, port: int) -> None:
         expected = reference.reduce_add_norm(parts, stream, stream[0], eps=1e-5, offset=0.0)
         assert torch.equal(total, expected[1]), turn
         assert (normed.float() - expected[0].float()).norm() < 1e-2 * expected[0].float().norm()
+    _check_large_sums(group, rank, size, device)
     x = torch.ones(4, 2048, device=device, dtype=torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -306,6 +364,32 @@ def _check_values(rank: int, size: int, port: int) -> None:
             group.waits.check()
     group.agree([0])
     group.close()
+
+
+def _check_large_sums(group: PushGroup, rank: int, size: int, device: torch.device) -> None:
+    """As a step computes them: those of two slices, each begun while the other is under way, and products beside."""
+    rng, weight = torch.Generator().manual_seed(1), torch.eye(2048, device=device, dtype=torch.bfloat16)
+    shape = (LEAST_SENT_BYTES // 4096, 2048)
+    parts, stream, streams, begun = {}, {}, {}, {}
+    for half in (0, 1):
+        stream[half] = torch.randn(shape, generator=rng).to(device, torch.bfloat16)
+        streams[half] = stream[half].clone()
+    for number in range(12):
+        half = number % 2
+        if number > 1:  # finish the one before of this half
+            x, one = begun[half]
+            normed, _ = one.reduce_add_norm(x, streams[half], stream[0][0], eps=1e-5, offset=0.0)
+            expected = reference.reduce_add_norm(parts[half], stream[half], stream[0][0], eps=1e-5, offset=0.0)
+            stream[half] = expected[1]
+            assert torch.equal(streams[half], expected[1]), number
+            assert (normed.float() - expected[0].float()).norm() < 1e-2 * expected[0].float().norm()
+        parts[half] = [torch.randn(shape, generator=rng).to(device, torch.bfloat16) for _ in range(size)]
+        x = parts[half][rank] @ weight
+        begun[half] = x, group.begin_sum(x)
+        assert (begun[half][1] is group) == (size > MOST_SENDING_RANKS)
+    for half in (0, 1):
+        x, one = begun[half]
+        assert torch.equal(one.all_reduce(x), reference.all_reduce(parts[half]))
 
 
 def _check_fallback(rank: int, size: int, port: int) -> None:

@@ -13,6 +13,7 @@ from parallel.test_narrowing import write
 from service import random_models
 
 from headrace import LLM, SamplingParams
+from headrace.parallel.limits import LEAST_SLICE_BYTES
 
 pytestmark = [
     pytest.mark.cuda,
@@ -58,6 +59,41 @@ def test_tokens_are_those_of_one_gpu(family: str, tmp_path: Path, capfd: pytest.
     assert len(told) == 1 and "own collectives" in told[0], "one line of the ranks' log says which serve"
     if family in random_models.MIXTURES:
         assert generate(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True) == alone
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_large_steps_in_slices(family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Prompts of so many tokens that their rows go through the layers in two slices: sums beside products."""
+    hidden, length = 512, 3000
+    config = draw(family) | {
+        "hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "num_hidden_layers": 3,
+    }
+    del config["sliding_window"], config["layer_types"]
+    write(tmp_path, config)
+    prompts = [random.Random(seed).choices(range(3, config["vocab_size"]), k=length) for seed in range(3)]
+    assert 3 * length * hidden * 4 >= 2 * LEAST_SLICE_BYTES
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, detokenize=False, logprobs=0)
+    options = dict(
+        skip_tokenizer=True, dtype="float32", device="cuda", kv_pages=1024, max_step_tokens=16384, max_model_len=4096
+    )
+
+    def generate_rounds(**more: Any) -> tuple[list[list[int]], torch.Tensor]:
+        with LLM(str(tmp_path), **options, **more) as llm:
+            outputs = []
+            for _ in range(3):
+                llm.reset_prefix_cache()
+                outputs += llm.generate(prompt_token_ids=prompts, sampling_params=params)
+            llm.check()
+        choices = [output.outputs[0] for output in outputs]
+        return [choice.token_ids for choice in choices], torch.tensor([choice.cumulative_logprob for choice in choices])
+
+    tokens, logprobs = generate_rounds()
+    capfd.readouterr()
+    ranked_tokens, ranked_logprobs = generate_rounds(tensor_parallel_size=2)
+    assert ranked_tokens == tokens
+    torch.testing.assert_close(ranked_logprobs, logprobs, atol=1e-3, rtol=1e-3)
+    assert "large sums beside products" in capfd.readouterr().err
 
 
 def test_a_step_without_graphs(tmp_path: Path):

@@ -23,6 +23,12 @@ class ThreadGroup(Group):
         """See `Group`."""
         return torch.stack(self._share(x)).sum(0)
 
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """See `Group`."""
+        parts = self._share(x)
+        assert [part.shape[-1] for part in parts] == list(sizes)
+        return torch.cat(parts, dim=-1)
+
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """See `Group`."""
         parts = self._share(x)

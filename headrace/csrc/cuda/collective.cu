@@ -1,6 +1,7 @@
 // Collectives of small messages among the GPUs of one host, a process each: all-reduce (alone, or followed by residual
 // addition and RMS norm), all-gather, all-to-all and broadcast. Every rank has a mailbox, memory that its peers can write. A rank
 // stores its part into the mailboxes of all its peers and polls its own. There are no barriers, and multicast is unused.
+// Large sums are moved by copy engines instead (kernels/collective/sent.py): kernels here wait for them and add them up.
 //
 // How a reader knows that a vector (16 bytes) has arrived:
 // - Sums (Lamport): mailboxes are zero between calls; a word (4 bytes) that would be +0 is sent as -0. A vector is
@@ -51,6 +52,12 @@ struct Sum {  // x [splits, rows, row] -> out [rows, row]; rows of `width` vecto
   uint64 x_stride, split_stride, stream_stride;  // bytes
   int rows, width, vectors, splits;              // splits: 0, or the number of float32 partial sums
   float eps, offset;
+};
+
+struct Sent {  // the peers' x are in slots of this rank's mailbox, written by their copy engines; splits are 0
+  Sum sum;
+  uint64 flags, slots, slot_bytes;  // places in the mailbox; a peer's flag is set behind its copy
+  uint32 mark;                      // what a flag of this call is set to
 };
 
 struct Gather {  // x [rows, words] of each rank -> out [rows, WORLD, words]; with a root, its x -> x of all ranks;
@@ -244,6 +251,18 @@ struct Half {
   __device__ char *sums(const Call &call, int receiver) const { return call.mailboxes[receiver] + start; }
 };
 
+// The sum of all ranks' parts of a vector, in their order.
+__device__ uint4 add_parts(const uint4 *parts) {
+  float sum[ELEMENTS] = {}, part[ELEMENTS];
+#pragma unroll
+  for (int r = 0; r < WORLD; ++r) {
+    unpack(parts[r], part);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; ++j) sum[j] += part[j];
+  }
+  return pack(sum);
+}
+
 // Wait for the parts of VECTORS vectors at `places` of all peers' slots (-1: none), clear them and add them to `own`, in
 // the order of ranks.
 template <int VECTORS>
@@ -270,17 +289,13 @@ __device__ void collect(const Call &call, const Half &half, const int *places, c
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
     if (places[i] < 0) continue;
-    float sum[ELEMENTS] = {}, part[ELEMENTS];
+    sums[i] = add_parts(parts[i]);
 #pragma unroll
     for (int r = 0; r < WORLD; ++r) {
-      unpack(parts[i][r], part);
-#pragma unroll
-      for (int j = 0; j < ELEMENTS; ++j) sum[j] += part[j];
       if (r == me) continue;
       if (waits && !has_arrived(parts[i][r])) patience.report(r);
       put(half.slot(call, me, r) + 16ull * places[i], {0, 0, 0, 0});
     }
-    sums[i] = pack(sum);
   }
 }
 
@@ -429,6 +444,63 @@ template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const S
   }
 #define SUMS(VECTORS) SUM(VECTORS, 0, 1) SUM(VECTORS, 1, 1) SUM(VECTORS, 0, 2) SUM(VECTORS, 1, 2)
 SUMS(1) SUMS(2) SUMS(4)
+
+// Sums of what copy engines have moved, while multiprocessors computed something else: by rows, as they are in memory.
+template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
+  const Sum &s = sent.sum;
+  const int me = s.call.rank;
+  char *mailbox = s.call.mailboxes[me];
+  uint4 weights[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int column = threadIdx.x + i * blockDim.x;
+    if (NORM && column < s.width) weights[i] = ((const uint4 *)s.weight)[column];
+  }
+  wait_for_previous();
+  if (threadIdx.x < WORLD && threadIdx.x != me) {
+    const uint32 *flag = (const uint32 *)(mailbox + sent.flags) + slot_of(threadIdx.x, me);
+    Patience patience(s.call);
+    while (peek_word(flag) != sent.mark)
+      if (patience.is_over()) {
+        patience.report(threadIdx.x);
+        break;
+      }
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+  }
+  __syncthreads();
+  for (int row = blockIdx.x; row < s.rows; row += gridDim.x) {
+    int vectors[VECTORS];
+    uint4 parts[VECTORS][WORLD], stream[VECTORS], sums[VECTORS];
+    find_vectors<VECTORS>(s, row, vectors);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int column = threadIdx.x + i * blockDim.x;
+      if (vectors[i] < 0) continue;
+#pragma unroll
+      for (int r = 0; r < WORLD; ++r)
+        parts[i][r] = r == me ? load_part(s, row, column)
+                              : peek(mailbox + sent.slots + slot_of(r, me) * sent.slot_bytes + 16ull * vectors[i]);
+      if (NORM) stream[i] = ((const uint4 *)(s.stream + row * s.stream_stride))[column];
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (vectors[i] >= 0) sums[i] = add_parts(parts[i]);
+    if (NORM) {
+      add_and_norm<VECTORS>(s, row, sums, stream, weights);
+    } else {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+        if (vectors[i] >= 0) ((uint4 *)s.out)[vectors[i]] = sums[i];
+    }
+  }
+}
+
+// sent_<vectors of a thread>_<1 with norm>
+#define SENT(VECTORS, NORM)                                                                             \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS) sent_##VECTORS##_##NORM(const Sent sent) { \
+    add_sent<VECTORS, NORM>(sent);                                                                      \
+  }
+SENT(1, 0) SENT(1, 1) SENT(2, 0) SENT(2, 1) SENT(4, 0) SENT(4, 1)
 
 // A packet holds two words, each with the tag of its call. Without a root every rank sends `words` words; with a root it
 // alone does, and the others send one empty packet, so that all hear from all.

@@ -30,6 +30,28 @@ UNMEASURED = Limits(128 << 10, 1 << 20, 8 << 20, 256 << 10)
 """Until `headrace.parallel.limits` has measured the machine."""
 
 
+class BegunSum(Protocol):
+    """A sum over ranks of a tensor x that is under way. One of the two is called, once, with the same x, which it
+    overwrites: sums are finished in the order in which they were begun."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+
+    def reduce_add_norm(
+        self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Collectives`; None, and not finished, for what it does not take."""
+
+
+class LargeSums(Protocol):
+    """Sums of tensors of megabytes, which copy engines move while multiprocessors compute what is launched next."""
+
+    def begin(self, x: torch.Tensor) -> BegunSum | None:
+        """Begin the sum of ``x`` [T, D], which must not be written until it is finished. The same bits as those of
+        `Collectives`. None as there: also while a CUDA graph is captured, and where too many sums are under way.
+        Raises `CudaSourceError` where ranks cannot copy to each other."""
+
+
 class Collectives(Protocol):
     """What a rank does together with its peers. All ranks must make the same calls in the same order, and each rank's
     calls must follow each other on its device. Calls may be captured in CUDA graphs. Each returns None, with nothing
@@ -37,10 +59,12 @@ class Collectives(Protocol):
     shapes, dtypes and strides alone.
 
     A call that waits for a peer longer than the budget ends with meaningless results, and so do all later ones;
-    `failure` tells. ``limits`` must be the same on all ranks, and may be changed between two calls.
+    `failure` tells. ``limits`` must be the same on all ranks, and may be changed between two calls. ``large``: for
+    tensors whose sum need not be there at once.
     """
 
     limits: Limits
+    large: LargeSums
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once."""

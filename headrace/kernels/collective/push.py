@@ -5,83 +5,57 @@ W ranks, T tokens, D hidden size, S split-K partial sums. A vector is 16 bytes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_uint64, c_void_p
+from ctypes import c_int, c_uint64
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from headrace.kernels.collective import MOST_RANKS, UNMEASURED, Limits
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.collective.calls import (
+    ABORTED,
+    BUDGET,
+    CHUNK,
+    CONTROL_BYTES,
+    HOST_WORDS,
+    MOST_BLOCKS,
+    MOST_THREADS,
+    MOST_WIDTH,
+    TYPES,
+    VECTOR,
+    Call,
+    Gather,
+    Kernels,
+    Sum,
+    ceil_div,
+    is_aligned,
+    shape_row,
+)
+from headrace.kernels.collective.sent import SentSums, room_for
 
-VECTOR, CHUNK = 16, 8
-"""Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
-CONTROL_BYTES, MOST_THREADS, MOST_BLOCKS = 16384, 512, 1024
-HOST_WORDS = MOST_RANKS + 2
-ABORTED, BUDGET = MOST_RANKS, MOST_RANKS + 1
-"""Places among the host's words."""
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-VECTORS = (1, 2, 4)
-"""Of a thread and row."""
 BUDGET_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of half a mailbox, for sums and for gathers. A sum in two steps takes up to twice its size."""
+    """Bytes of half a mailbox, for sums and for gathers, and of the ring that `SentSums` uses. A sum in two steps takes
+    up to twice its size; the ring holds what two sums of a step are."""
 
     sums: int = 128 << 20
     gathers: int = 8 << 20
+    sent: int = 256 << 20
 
     @property
-    def mailbox(self) -> int:
-        """Bytes of a mailbox."""
+    def before_sent(self) -> int:
+        """Bytes of a mailbox but for the ring and its flags, which come last."""
         return CONTROL_BYTES + 2 * (self.sums + self.gathers)
+
+    def mailbox(self, ranks: int) -> int:
+        """Bytes of a mailbox."""
+        return self.before_sent + room_for(ranks, self.sent)
 
 
 ROOM = Room()
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up. That of `headrace.kernels.launch` needs Triton, and every engine imports this module."""
-    return -(-a // b)
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (
-        ("mailboxes", c_uint64 * MOST_RANKS), ("host", c_uint64), ("sum_bytes", c_uint64), ("gather_bytes", c_uint64),
-        ("rank", c_int),
-    )
-
-
-class _Sum(ctypes.Structure):
-    _fields_ = (
-        ("call", _Call), ("x", c_void_p), ("out", c_void_p), ("stream", c_void_p), ("weight", c_void_p),
-        ("x_stride", c_uint64), ("split_stride", c_uint64), ("stream_stride", c_uint64), ("rows", c_int),
-        ("width", c_int), ("vectors", c_int), ("splits", c_int), ("eps", c_float), ("offset", c_float),
-    )
-
-
-class _Gather(ctypes.Structure):
-    _fields_ = (
-        ("call", _Call), ("x", c_void_p), ("out", c_void_p), ("words", c_uint64), ("columns", c_uint64),
-        ("root", c_int),
-    )
-
-
-@cache_compiled
-def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
-    """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DWORLD={ranks}", f"-DTYPE={TYPES[dtype]}")
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("collective", options), entry, 0)
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % VECTOR == 0 and all(stride * x.element_size() % VECTOR == 0 for stride in x.stride()[:-1])
 
 
 class PushCollectives:
@@ -92,23 +66,20 @@ class PushCollectives:
         self, mailboxes: Sequence[int], rank: int, device: torch.device, *, room: Room = ROOM,
         limits: Limits = UNMEASURED, most_blocks: int = MOST_BLOCKS,
     ):
-        self.rank, self.size, self.device, self.room = rank, len(mailboxes), device, room
+        self.rank, self.size, self.room = rank, len(mailboxes), room
         self.limits = limits
-        self._most_blocks = most_blocks
+        self._kernels = Kernels(self.size, device, most_blocks)
         # late peers, aborted, budget in milliseconds: see `Host` in the source
         self._host = torch.zeros(HOST_WORDS, dtype=torch.int32).pin_memory()
         self._words = (c_int * HOST_WORDS).from_address(self._host.data_ptr())
         self.set_budget(BUDGET_SECONDS)
         addresses = (c_uint64 * MOST_RANKS)(*mailboxes)
-        self._call = _Call(addresses, self._host.data_ptr(), room.sums, room.gathers, rank)
-        properties = torch.cuda.get_device_properties(device)
-        self._num_sms, self._is_dependent = properties.multi_processor_count, properties.major >= 9
+        self._call = Call(addresses, self._host.data_ptr(), room.sums, room.gathers, rank)
+        self.large = SentSums(self._kernels, self._call, mailboxes, room.before_sent, room.sent)
 
     def prepare(self, dtype: torch.dtype) -> None:
         """See `Collectives`."""
-        plain = ("gather", "exchange")
-        for entry in (*plain, *(f"sum_{n}_{norm}_{steps}" for n in VECTORS for norm in (0, 1) for steps in (1, 2))):
-            find_kernel(entry, self.size, torch.bfloat16 if entry in plain else dtype, self.device)
+        self._kernels.prepare(dtype)
 
     def set_budget(self, seconds: float) -> None:
         """See `Collectives`."""
@@ -154,7 +125,7 @@ class PushCollectives:
         out, vectors = torch.empty_like(x), num_bytes // VECTOR
         threads, per_thread = self._shape_flat(vectors)
         width = threads * per_thread
-        call = _Sum(
+        call = Sum(
             self._call, x.data_ptr(), out.data_ptr(), 0, 0, width * VECTOR, 0, 0, ceil_div(vectors, width), width,
             vectors, 0, 0.0, 0.0,
         )
@@ -163,8 +134,8 @@ class PushCollectives:
 
     def _shape_flat(self, vectors: int) -> tuple[int, int]:
         """Threads of a block and vectors of a thread and round: first one for each, over all multiprocessors."""
-        if vectors <= self._num_sms * MOST_THREADS:
-            return min(MOST_THREADS, max(64, ceil_div(ceil_div(vectors, self._num_sms), 32) * 32)), 1
+        if vectors <= self._kernels.num_sms * MOST_THREADS:
+            return min(MOST_THREADS, max(64, ceil_div(ceil_div(vectors, self._kernels.num_sms), 32) * 32)), 1
         return MOST_THREADS, 2 if self.size <= 4 else 1
 
     def reduce_add_norm(
@@ -175,16 +146,15 @@ class PushCollectives:
         steps = self.count_steps(rows * inputs * item, self.limits.fused) if stream.dtype in TYPES else 0
         width = inputs * item // VECTOR
         if (
-            not steps or inputs * item % VECTOR or width > MOST_THREADS * VECTORS[-1] or weight.dtype != stream.dtype
+            not steps or inputs * item % VECTOR or width > MOST_WIDTH or weight.dtype != stream.dtype
             or x.dtype != (stream.dtype if x.dim() == 2 else torch.float32) or x.stride(-1) != 1
-            or stream.stride(1) != 1 or not all(map(_is_aligned, (x, stream, weight)))
+            or stream.stride(1) != 1 or not all(map(is_aligned, (x, stream, weight)))
         ):
             return None
         out = torch.empty((rows, inputs), dtype=stream.dtype, device=stream.device)
-        per_thread = next(count for count in VECTORS if width <= count * MOST_THREADS)
-        threads = ceil_div(ceil_div(width, per_thread), 32) * 32
+        per_thread, threads = shape_row(width)
         splits = len(x) if x.dim() == 3 else 0
-        call = _Sum(
+        call = Sum(
             self._call, x.data_ptr(), out.data_ptr(), stream.data_ptr(), weight.data_ptr(),
             x.stride(-2) * x.element_size(), x.stride(0) * x.element_size() if splits else 0, stream.stride(0) * item,
             rows, width, rows * width, splits, eps, offset,
@@ -227,18 +197,10 @@ class PushCollectives:
         is_flat = x.dim() == 0 or root >= 0 or entry == "exchange"
         columns = words if is_flat else x.shape[-1] * x.element_size() // 4
         packets = ceil_div(words, 2)
-        threads = min(MOST_THREADS, max(64, ceil_div(ceil_div(packets, self._num_sms), 32) * 32))
-        call = _Gather(self._call, x.data_ptr(), out.data_ptr(), words, columns, root)
+        threads = min(MOST_THREADS, max(64, ceil_div(ceil_div(packets, self._kernels.num_sms), 32) * 32))
+        call = Gather(self._call, x.data_ptr(), out.data_ptr(), words, columns, root)
         self._launch(entry, torch.bfloat16, ceil_div(packets, threads), threads, call)
 
-    def _launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: ctypes.Structure) -> None:
-        kernel = find_kernel(entry, self.size, dtype, self.device)
-        # all blocks at once: they wait for the same blocks of other ranks
-        most = min(self._most_blocks, count_resident(kernel, threads) * self._num_sms, MOST_BLOCKS)
-        kernel.launch(min(rows, most), threads, call, is_dependent=self._is_dependent)
-
-
-@cache
-def count_resident(kernel: CudaKernel, threads: int) -> int:
-    """`CudaKernel.count_resident`, remembered."""
-    return kernel.count_resident(threads)
+    def _launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: Sum | Gather) -> None:
+        self._kernels.launch(entry, dtype, rows, threads, call)
+        self.large.meet()

@@ -18,6 +18,8 @@ class Block(nn.Module):
 
     attention: AttentionLayer
     mlp: Branch
+    takes_slices: bool = False
+    """Whether it takes a residual in slices."""
 
     def forward(self, residual: Residual) -> None:
         """Run the layer on the residual; the output of its last branch is left pending. If the batch has ``queries``,
@@ -45,6 +47,7 @@ class DecoderBlock(Block):
         # Nothing is applied to a branch's output before the next norm adds it, so it may be left in any form that
         # `Residual.pending` allows, partial sums included.
         self._adds = spec.norm.before and not spec.norm.after and spec.residual_scale == 1.0
+        self.takes_slices = self._adds and self.attention.takes_slices and self.mlp.takes_slices
 
     def forward(self, residual: Residual) -> None:
         if self._adds:

@@ -36,6 +36,7 @@ from headrace.layers.residual import Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import DecoderSpec, RopeSpec, SelectingAttention
 from headrace.layers.vocabulary import Embedding, Head
+from headrace.parallel.limits import slice_rows
 
 HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 """Name endings of tensors that old checkpoints have and no model needs."""
@@ -62,7 +63,7 @@ class Decoder(ServedModel):
         self.spec, self.names, self.step, self.stage = spec, names, build.step, build.stage
         self.carried_width = spec.hidden_size
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
-        self._scales_cache = build.scales_cache
+        self._scales_cache, self._tensor = build.scales_cache, build.tensor
         vocabulary, own = spec.vocabulary, build.stage.layers(spec.num_layers)
         _check_begin(spec, own.start)
         # one table per distinct rope spec, shared by its layers
@@ -93,6 +94,7 @@ class Decoder(ServedModel):
         self._elsewhere = self._find_elsewhere()
         self._mixtures = [block.mlp for block in self._blocks if isinstance(block.mlp, MoeMlp)]
         self._banks = [layer.lora for block in self._blocks for layer in block.modules() if isinstance(layer, Linear)]
+        self._takes_slices = all(block.takes_slices for block in self._blocks)
         self.is_capturable = all(mixture.is_capturable for mixture in self._mixtures)
         self._table: LayerTable | None = None
         self._segments: dict[tuple[int, ...], list[LayerTable]] = {}
@@ -203,7 +205,7 @@ class Decoder(ServedModel):
             return self._forward_with_features(batch, batch.features)
         self.step.batch = batch
         x = self._enter(batch)
-        return self.norm.add(self._run_together(x, batch) or self._run_layers(x, batch))
+        return self.norm.add_all(self._run_together(x, batch) or self._run_layers(x, batch))
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
         """What enters the first layer here [T, D]; layers overwrite it."""
@@ -272,6 +274,10 @@ class Decoder(ServedModel):
 
     def _run_layers(self, x: torch.Tensor, batch: ForwardBatch) -> Residual:
         residual, features = Residual(x), batch.features
+        # what is not a matter of a row alone takes all of them
+        is_by_row = self._takes_slices and features is None and batch.adapters is None and batch.media is None
+        if is_by_row and self._tensor.can_slice:
+            residual.split(slice_rows(len(x), x.shape[1] * x.element_size()))
         *others, last = self._blocks
         for i, layer in enumerate(others):
             if features is not None:

@@ -22,7 +22,7 @@ from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import plain_weight
-from headrace.layers.residual import Branch, Norm, Residual
+from headrace.layers.residual import Branch, Norm, Residual, join_rows
 from headrace.layers.spec import MoeSpec, RoutingSpec
 from headrace.parallel.group import Group
 from headrace.parallel.placement import Placement
@@ -110,6 +110,8 @@ class MoeMlp(Branch):
     ``build.experts`` each of those has some experts whole. What a rank computes is a partial sum over ``build.tensor``.
     """
 
+    takes_slices = True
+
     def __init__(self, spec: MoeSpec, hidden_size: int, build: Build):
         super().__init__()
         routing = spec.routing
@@ -147,9 +149,14 @@ class MoeMlp(Branch):
         return out if self.group is None else self.group.all_reduce(out)
 
     def add(self, norm: Norm, residual: Residual) -> None:
-        x, choices = self.router.add(norm, residual)
-        residual.pending = self._run(x, choices)
-        residual.group = self.group
+        slices = residual.slices
+        xs, choices = zip(*(self.router.add(norm, rows) for rows in slices), strict=True)
+        ids, weights = (join_rows(parts) for parts in zip(*choices, strict=True))
+        # all rows at once: an expert's matrices are read once, and its rows fill tiles better
+        out = self._run(join_rows(xs), (ids, weights))
+        for rows, part in zip(slices, residual.rows_of(out), strict=True):
+            rows.pending = part
+            rows.group = None if self.group is None else self.group.begin_sum(part)
 
     def spread(self, placement: Placement) -> None:
         """Have places for copies of experts, and count what is chosen. Once, when the weights are loaded."""

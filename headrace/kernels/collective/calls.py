@@ -1,0 +1,119 @@
+"""What kernels of ``csrc/cuda/collective.cu`` are called with, and `Kernels`, which launches them.
+
+A vector is 16 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_uint32, c_uint64, c_void_p
+from functools import cache
+
+import torch
+
+from headrace.kernels.collective import MOST_RANKS
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+
+VECTOR, CHUNK = 16, 8
+"""Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
+CONTROL_BYTES, MOST_THREADS, MOST_BLOCKS = 16384, 512, 1024
+HOST_WORDS = MOST_RANKS + 2
+ABORTED, BUDGET = MOST_RANKS, MOST_RANKS + 1
+"""Places among the host's words."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+VECTORS = (1, 2, 4)
+"""Of a thread and row."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. That of `headrace.kernels.launch` needs Triton, and every engine imports this module."""
+    return -(-a // b)
+
+
+class Call(ctypes.Structure):
+    """``Call`` of the source, like the next ones."""
+
+    _fields_ = (
+        ("mailboxes", c_uint64 * MOST_RANKS), ("host", c_uint64), ("sum_bytes", c_uint64), ("gather_bytes", c_uint64),
+        ("rank", c_int),
+    )
+
+
+class Sum(ctypes.Structure):
+    """Of tensors [rows, width] of any ranks, added up."""
+
+    _fields_ = (
+        ("call", Call), ("x", c_void_p), ("out", c_void_p), ("stream", c_void_p), ("weight", c_void_p),
+        ("x_stride", c_uint64), ("split_stride", c_uint64), ("stream_stride", c_uint64), ("rows", c_int),
+        ("width", c_int), ("vectors", c_int), ("splits", c_int), ("eps", c_float), ("offset", c_float),
+    )
+
+
+class Sent(ctypes.Structure):
+    """A sum of what copies have brought."""
+
+    _fields_ = (("sum", Sum), ("flags", c_uint64), ("slots", c_uint64), ("slot_bytes", c_uint64), ("mark", c_uint32))
+
+
+class Gather(ctypes.Structure):
+    """A gather, an exchange or a broadcast."""
+
+    _fields_ = (
+        ("call", Call), ("x", c_void_p), ("out", c_void_p), ("words", c_uint64), ("columns", c_uint64),
+        ("root", c_int),
+    )
+
+
+@cache_compiled
+def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+    """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DWORLD={ranks}", f"-DTYPE={TYPES[dtype]}")
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source("collective", options), entry, 0)
+
+
+class Kernels:
+    """Those for ``ranks`` on one of their devices. ``most_blocks`` bounds the grids, for ranks that share it."""
+
+    def __init__(self, ranks: int, device: torch.device, most_blocks: int = MOST_BLOCKS):
+        self.ranks, self.device, self._most_blocks = ranks, device, most_blocks
+        properties = torch.cuda.get_device_properties(device)
+        self.num_sms, self._is_dependent = properties.multi_processor_count, properties.major >= 9
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """See `Collectives.prepare`."""
+        for entry in ("gather", "exchange"):
+            find_kernel(entry, self.ranks, torch.bfloat16, self.device)
+        pairs = [(n, norm) for n in VECTORS for norm in (0, 1)]
+        for entry in (f"sum_{n}_{norm}_{steps}" for n, norm in pairs for steps in (1, 2)):
+            find_kernel(entry, self.ranks, dtype, self.device)
+        for entry in (f"sent_{n}_{norm}" for n, norm in pairs):
+            find_kernel(entry, self.ranks, dtype, self.device)
+
+    def launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: ctypes.Structure) -> None:
+        """Launch a kernel with a block for each row, or fewer that take several."""
+        kernel = find_kernel(entry, self.ranks, dtype, self.device)
+        # all blocks at once: they wait for the same blocks of other ranks
+        most = min(self._most_blocks, count_resident(kernel, threads) * self.num_sms, MOST_BLOCKS)
+        kernel.launch(min(rows, most), threads, call, is_dependent=self._is_dependent)
+
+
+@cache
+def count_resident(kernel: CudaKernel, threads: int) -> int:
+    """`CudaKernel.count_resident`, remembered."""
+    return kernel.count_resident(threads)
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether every row begins at a whole vector."""
+    return x.data_ptr() % VECTOR == 0 and all(stride * x.element_size() % VECTOR == 0 for stride in x.stride()[:-1])
+
+
+def shape_row(width: int) -> tuple[int, int]:
+    """Vectors of a thread, and threads of a block, for rows of ``width`` vectors, at most `MOST_WIDTH`."""
+    per_thread = next(count for count in VECTORS if width <= count * MOST_THREADS)
+    return per_thread, ceil_div(ceil_div(width, per_thread), 32) * 32
+
+
+MOST_WIDTH = MOST_THREADS * VECTORS[-1]
