@@ -7,8 +7,8 @@ Refuses: being right. Kernels that the model launches beyond those of its sketch
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,9 @@ from headrace.base.quantization import AS_STORED
 from headrace.base.speculation import TEXT_METHODS
 from headrace.execution.assembly import Assembly
 from headrace.execution.loading import LoadedModel, Progress, load_model
-from headrace.execution.warmup import prepare_steps
+from headrace.execution.warmup import few_layers, prepare_steps
 from headrace.kernels.precompile import compile_ahead
 from headrace.layers.build import Build
-from headrace.layers.model import ServedModel
 from headrace.layers.quantization.coded import Storing, find_form
 from headrace.layers.quantization.storage import EncodedWeight, find_storable
 from headrace.models.config_fields import Fields
@@ -32,8 +31,6 @@ from headrace.models.source import ModelSource, resolve_source
 from headrace.parallel.cut import has_memory
 from headrace.parallel.ranks import Ranks
 
-EACH = 2
-"""Layers of a kind that run: what follows one of its own kind may be fused otherwise."""
 SMALL = 0.01
 """What floats of a sketch are: finite results, and scales that are not zero."""
 
@@ -81,26 +78,12 @@ def run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assembl
     """Make a sketch and run its steps without other ranks. Called in a dry run."""
     with ranks.muted():
         loaded = load_model(config, device, _ignore_progress, ranks, fill=lend_weights)
-        leave_out_layers(loaded.model)
-        prepare_steps(assemble(loaded))
+        with few_layers(loaded.model):
+            prepare_steps(assemble(loaded))
+    model = weakref.ref(loaded.model)
     del loaded
-    gc.collect()  # cycles; torch keeps the memory, for the model
-
-
-def leave_out_layers(model: ServedModel) -> None:
-    """Let all layers but the first `EACH` of each kind, and the ends, do nothing."""
-    if not model.layer_kinds:
-        return
-    seen: Counter[Hashable] = Counter()
-    layers = list(model.get_submodule("layers").children())
-    for i, (layer, kind) in enumerate(zip(layers, model.layer_kinds, strict=True)):
-        seen[kind] += 1
-        if seen[kind] > EACH and EACH <= i < len(layers) - EACH:
-            vars(layer)["forward"] = _do_nothing
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    if model() is not None:  # part of a cycle
+        gc.collect()  # torch keeps the memory, for the model
 
 
 def _ignore_progress(stage: str, fraction: float) -> None:

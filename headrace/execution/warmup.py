@@ -7,9 +7,12 @@ are captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import msgspec
 import torch
@@ -27,12 +30,15 @@ from headrace.execution.runner import Runner
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.precompile import precompile
 from headrace.layers.media import MediaModel, finish
+from headrace.layers.model import ServedModel
 from headrace.layers.quantization.storage import find_stored
 
 FIRST_PAGE = NULL_PAGE + 1
 PROMPT_LEN = 3
 OWN_STEP = -1
 """``step_id`` of warm-up steps, which no scheduler planned."""
+EACH = 2
+"""Layers of a kind that run where kernels are looked for: what follows one of its own kind may be fused otherwise."""
 
 SAMPLED_WAYS = (SamplingSpec(temperature=1.0), SamplingSpec(penalties=Penalties(presence=0.5)))
 """Sampling parameters that need kernels of their own; all others branch within these kernels."""
@@ -71,10 +77,39 @@ def _describe_stored(loaded: LoadedModel) -> list[str]:
     return sorted({f"{own.shape} {own.plan.steps}" for own in stored})
 
 
+@contextmanager
+def few_layers(model: ServedModel) -> Iterator[None]:
+    """In the body all layers but the first `EACH` of each kind, and the ends, do nothing."""
+    seen: Counter[Hashable] = Counter()
+    layers = list(model.get_submodule("layers").children()) if model.layer_kinds else []
+    left_out = []
+    for i, (layer, kind) in enumerate(zip(layers, model.layer_kinds, strict=True)):
+        seen[kind] += 1
+        if seen[kind] > EACH and EACH <= i < len(layers) - EACH and "forward" not in vars(layer):
+            vars(layer)["forward"] = _do_nothing
+            left_out.append(layer)
+    try:
+        yield
+    finally:
+        for layer in left_out:
+            del vars(layer)["forward"]
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 @torch.inference_mode()
 def _run_steps(assembly: Assembly) -> StepBytes:
-    """Run each kind of step once."""
+    """Run each kind of step once, the largest ones with all layers."""
     measured = measure_steps(assembly)
+    with few_layers(assembly.loaded.model):
+        _run_small_steps(assembly)
+    return measured
+
+
+def _run_small_steps(assembly: Assembly) -> None:
+    """Steps of one request, and those that are captured."""
     runner = assembly.build_small_runner()
     is_pooling = assembly.is_pooling
     for sampling in (SamplingSpec(), *(() if is_pooling else SAMPLED_WAYS)):
@@ -84,7 +119,6 @@ def _run_steps(assembly: Assembly) -> StepBytes:
     if assembly.has_graphs:
         runner.capture(_thin(assembly.graph_sizes()), NoRecorder()).record_all(lambda: None)
     runner.detach()
-    return measured
 
 
 def _adapter_slots(assembly: Assembly) -> tuple[int, ...]:
