@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -83,13 +84,25 @@ class _Intake:
                 self._waiting.append((request, job))
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """While starting, which makes many objects and hardly any garbage."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class LocalClient:
     """Prepares jobs (every check happens here, before anything is scheduled) and runs them. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
         stages = Stages(lambda stage, fraction: None, time.monotonic())
-        with keep_bytecode():
+        with keep_bytecode(), _without_collections():
             self._engine: Engine = load_target(builder)(config, stages)
         logger.info(stages.describe())
         gc.collect()
