@@ -1,24 +1,27 @@
 """Processes that compile Triton kernels into the cache on disk: a third of a compilation holds Python's lock, so
 threads of one process gain little beyond three. One process imports torch and Triton; the others are its copies.
 
-`CompileWorkers` starts them when there is work and hands out jobs. A job names a kernel by its module, so those of
-modules that a new process cannot import are compiled elsewhere.
+`CompileWorkers` starts them when there is work and hands out jobs, also to those that another process of this machine
+started: the ranks of an engine share them. A job names a kernel by its module, so those of modules that a new process
+cannot import are compiled elsewhere.
 """
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import inspect
 import logging
 import os
-import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +36,10 @@ from headrace.base.errors import HeadraceError
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60
-"""After so long without a job a worker ends."""
+"""After so long without a job a worker ends, and at once when the process that started it has."""
+DOOR = "socket"
+DOOR_SECONDS = 1.0
+"""How long the process that starts them may take to open the socket."""
 JOB_SECONDS = 300
 """So does one whose job, or whose start, takes longer: whoever waits for it then compiles by itself."""
 MOST_WORKERS = 24
@@ -113,66 +119,77 @@ def _compile_kernel(job: Job) -> None:
         name: tuple(tuple(part) if isinstance(part, list) else part for part in value) if isinstance(value, list)
         else value for name, value in job.options.items()
     }
-    compile(source, target=GPUTarget(*job.target), options=options)
+    compiled = compile(source, target=GPUTarget(*job.target), options=options)
+    with suppress(ImportError, OSError, RuntimeError, AssertionError, AttributeError, subprocess.SubprocessError):
+        _build_launcher(source, compiled.metadata)
 
 
-class Worker:
-    """A process's end of the line, of which each answer is one of `serve`."""
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """What Triton before 3.7 generates in C for each signature. Compiled here, it is only loaded where it is used."""
+    from triton.backends.nvidia import driver
 
-    def __init__(self, line: socket.socket):
-        self._line, self._answers = line, line.makefile("rb")
-
-    def ask(self, message: bytes) -> bytes:
-        """Send a job and wait for the answer; nothing from a process that ended. Raises `OSError`."""
-        self._line.sendall(message + b"\n")
-        return self._answers.readline()
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(source, metadata)
 
 
 class CompileWorkers:
-    """Up to ``count`` processes, while no other engine of this machine has some: ranks and tests that start together
-    would else have hundreds. `compile` may be called from as many threads. ``lock``: a file that tells engines apart;
-    it stays behind.
-    """
+    """Up to ``count`` processes on this machine: ranks and tests that start together would else have hundreds. Those
+    who ask are connected to whichever is free, through a socket in ``folder``. `compile` may be called from as many
+    threads, of any process."""
 
-    def __init__(self, count: int, lock: Path):
-        self.count, self._lock = count, lock
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    def __init__(self, count: int, folder: Path):
+        self.count, self._folder = count, folder
         self._first: subprocess.Popen[bytes] | None = None
+        self._life: socket.socket | None = None
+
+    @property
+    def _lock(self) -> Path:
+        return self._folder / "running.lock"
 
     def start(self) -> bool:
-        """Start them, which takes them some seconds; they end by themselves. False if another engine has some."""
+        """Start them, which takes them some seconds, unless another process did; they end by themselves. False if they
+        cannot be reached."""
         if self._first is not None and self._first.poll() is None:
             return True
-        self._idle = queue.SimpleQueue()
         try:
-            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # they inherit the open file, and so hold the lock until the last of them has ended
-                self._first, lines = _start(self.count, lock.fileno())
+                with _open_door(self._folder) as door:
+                    # they inherit the open file, and so hold the lock until the last of them has ended
+                    self._first, self._life = _start(self.count, lock.fileno(), door.fileno())
+            return True
+        except BlockingIOError:
+            return self._find_door()
         except OSError as error:
             logger.debug("no processes compile kernels for this one: %s", error)
             return False
-        for line in lines:
-            self._idle.put(Worker(line))
+
+    def _find_door(self) -> bool:
+        """Whether those that another process started can be reached, soon."""
+        until = time.monotonic() + DOOR_SECONDS
+        while not (self._folder / DOOR).exists():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
         return True
 
     def compile(self, message: bytes) -> bool:
         """Compile a job into the cache; False if that failed, in whatever way: the caller then compiles it itself."""
-        idle = self._idle
         try:
-            worker = idle.get_nowait()
-        except queue.Empty:
-            return False
-        try:
-            answer = worker.ask(message)
+            with _alone(self._folder, message):
+                return self.ask(message) == b"done\n"
         except OSError as error:
             logger.debug("a process that compiles kernels ended: %s", error)
             return False
-        if not answer:
-            return False
-        idle.put(worker)
-        return answer == b"done\n"
+
+    def ask(self, message: bytes) -> bytes:
+        """Send a job and wait for the answer, one of `serve`; nothing from a process that ended. Raises `OSError`."""
+        with socket.socket(socket.AF_UNIX) as line, _short_path(self._folder) as folder:
+            line.connect(f"{folder}/{DOOR}")
+            line.sendall(message + b"\n")
+            with line.makefile("rb") as answers:
+                return answers.readline()
 
     @property
     def were_started(self) -> bool:
@@ -180,11 +197,51 @@ class CompileWorkers:
         return self._lock.exists()
 
 
+@contextmanager
+def _alone(folder: Path, message: bytes) -> Iterator[None]:
+    """In the body no other process asks for the same job. Ranks find the same kernels at the same time: one has a
+    kernel compiled, and the others then find it in the cache."""
+    own = folder / f"{hashlib.sha256(message).hexdigest()[:20]}.lock"
+    with own.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            own.unlink(missing_ok=True)  # whoever opens it anew asks again: no harm
+
+
+@contextmanager
+def _short_path(folder: Path) -> Iterator[str]:
+    """A name of a folder that fits the 107 bytes of a socket's address."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{opened}"
+    finally:
+        os.close(opened)
+
+
+def _open_door(folder: Path) -> socket.socket:
+    """The socket for jobs, anew. Only the user may connect."""
+    (folder / DOOR).unlink(missing_ok=True)
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        with _short_path(folder) as short:
+            door.bind(f"{short}/new-{DOOR}")
+        (folder / f"new-{DOOR}").chmod(0o600)
+        door.listen(socket.SOMAXCONN)
+        door.setblocking(False)
+        (folder / f"new-{DOOR}").replace(folder / DOOR)  # from here on it is there for others
+    except OSError:
+        door.close()
+        raise
+    return door
+
+
 @cache
 def find_workers() -> CompileWorkers | None:
     """The processes that compile for this one; None where they would gain nothing."""
     count = count_workers()
-    return CompileWorkers(count, env.cache_dir() / "compile_workers.lock") if count else None
+    return CompileWorkers(count, env.cache_dir() / "compile_workers") if count else None
 
 
 def start_early() -> None:
@@ -201,21 +258,22 @@ def count_workers() -> int:
     return min(MOST_WORKERS, cores - 2) if cores >= LEAST_CORES else 0
 
 
-def _start(count: int, lock: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
-    """The process that starts the others, and a line to each of them."""
-    pairs = [socket.socketpair() for _ in range(count)]
-    theirs = [line.fileno() for _, line in pairs]
+def _start(count: int, lock: int, door: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process that starts the others, and a socket: they end when that is closed."""
+    life, theirs = socket.socketpair()
     # it finds modules where this process does, and none in the working folder
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_all; serve_all({theirs})"
-    first = subprocess.Popen(
-        [sys.executable, "-P", *_bytecode_options(), "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, pass_fds=(lock, *theirs),
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_all; "
+        f"serve_all({count}, {door}, {theirs.fileno()})"
     )
-    for _, line in pairs:
-        line.close()  # so that the end of a process is the end of its answers
+    with theirs:
+        first = subprocess.Popen(
+            [sys.executable, "-P", *_bytecode_options(), "-c", code], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(lock, door, theirs.fileno()),
+        )
     # it ends by itself, when nobody may be asking: no zombie shall stay
     Thread(target=first.wait, name="compile-workers", daemon=True).start()
-    return first, [line for line, _ in pairs]
+    return first, life
 
 
 def _bytecode_options() -> list[str]:
@@ -224,29 +282,18 @@ def _bytecode_options() -> list[str]:
     return [*where, "-B"] if sys.dont_write_bytecode else where
 
 
-def serve_all(lines: list[int]) -> None:
-    """Import what every job needs, then `serve` each of these open sockets in a process of its own. Returns when all
-    of them have ended."""
+def serve_all(count: int, door: int, life: int) -> None:
+    """Import what every job needs, then `serve` in so many processes. Returns when all of them have ended."""
     signal.alarm(JOB_SECONDS)  # ends the process
     _import_compiler()
     gc.freeze()  # or collections would write to, and so copy, the memory that they share
-    if not os.fork():
-        try:
-            _build_launcher()
-        finally:
-            os._exit(0)
-    for line in lines:
+    for task in (_build_driver, *[lambda: serve(door, life)] * count):
         if not os.fork():
-            for other in lines:
-                if other != line:
-                    with suppress(OSError):
-                        os.close(other)
             try:
-                serve(line)
+                task()
             finally:
                 os._exit(0)
-        # also in those that are started later: the engine sees the end of each
-        os.close(line)
+    os.close(door)  # when the last of them has ended, nobody waits for an answer
     signal.alarm(0)
     with suppress(ChildProcessError):
         while True:
@@ -267,7 +314,7 @@ def _import_compiler() -> None:
             find_key()  # hashes Triton's sources, and is memoised
 
 
-def _build_launcher() -> None:
+def _build_driver() -> None:
     """What Triton compiles by a C compiler for itself, and would where the first kernel is found: 0.6 s."""
     signal.alarm(JOB_SECONDS)
     with suppress(ImportError, OSError, RuntimeError, AssertionError, AttributeError, subprocess.SubprocessError):
@@ -276,21 +323,34 @@ def _build_launcher() -> None:
         CudaUtils()
 
 
-def serve(line: int) -> None:
-    """Answer each line from a socket, a job, by a line: ``done`` or ``failed``."""
-    messages, answers = os.fdopen(line, "rb"), os.fdopen(os.dup(line), "wb", buffering=0)
+def serve(door: int, life: int) -> None:
+    """Answer each line from those who connect to a socket, a job, by a line: ``done`` or ``failed``. Returns when
+    ``life`` has come to its end."""
+    calls = socket.socket(fileno=door)
     while True:
         signal.alarm(IDLE_SECONDS)
-        message = messages.readline()
-        signal.alarm(JOB_SECONDS)
-        if not message:
+        ready, _, _ = select.select([door, life], [], [])
+        if life in ready:
             return
         try:
-            run_job(message)
-            answers.write(b"done\n")
-        # The caller compiles it itself, and reports the error. Any other error ends this process, to the same effect.
-        except (
-            ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError, OSError,
-            HeadraceError,
-        ):
-            answers.write(b"failed\n")
+            line = calls.accept()[0]
+        except BlockingIOError:  # another one was faster
+            continue
+        signal.alarm(JOB_SECONDS)
+        line.setblocking(True)
+        with line, suppress(OSError), line.makefile("rb") as messages:
+            if message := messages.readline():
+                line.sendall(answer(message))
+
+
+def answer(message: bytes) -> bytes:
+    """Do a job."""
+    try:
+        run_job(message)
+        return b"done\n"
+    # The caller compiles it itself, and reports the error. Any other error ends this process, to the same effect.
+    except (
+        ImportError, LookupError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError, OSError,
+        HeadraceError,
+    ):
+        return b"failed\n"

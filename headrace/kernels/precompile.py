@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import msgspec
@@ -94,6 +94,7 @@ class _Compilations:
     def __init__(self, device: torch.device):
         workers = find_workers()
         self._workers = workers if workers is not None and workers.start() else None
+        _load_launchers_alone()
         threads = max(1, min(MAX_THREADS, torch.get_num_threads())) if self._workers is None else self._workers.count
         self._pool = ThreadPoolExecutor(
             threads, "kernels", initializer=torch.cuda.set_device, initargs=(device,)
@@ -195,6 +196,31 @@ def _dry_run(pool: Executor, submit: Callable[[str, Callable[[], Any], Callable[
             return submit(key, compile_fn, finalize_fn)
 
     return DryRun(pool)
+
+
+class _Alone:
+    """Makes one launcher at a time.
+
+    Before Triton 3.7 each signature has a launcher in C, and all of these are modules of one name. Of a file that was
+    loaded before, as kernels with one signature share it, Python fills the module of that name that was loaded *last*
+    with the file's functions, and gives that. A thread that does so between another's loading and reading of its module
+    would leave it the launcher of another kernel, which takes other arguments.
+    """
+
+    def __init__(self, make: Callable[..., Any]):
+        self._make, self._lock = make, Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            return self._make(*args)
+
+
+def _load_launchers_alone() -> None:
+    """In this process, from now on."""
+    from triton.runtime import driver
+
+    if not isinstance(driver.active.launcher_cls, _Alone):
+        driver.active.launcher_cls = _Alone(driver.active.launcher_cls)
 
 
 def start_triton(device: torch.device) -> None:

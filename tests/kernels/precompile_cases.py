@@ -4,8 +4,11 @@ not be there."""
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Timer
+from threading import Barrier, BrokenBarrierError, Event, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from headrace.kernels import cuda_source
+from headrace.kernels import compile_workers, cuda_source
 from headrace.kernels import precompile as precompile_module
 from headrace.kernels.compile_workers import CompileWorkers
 from headrace.kernels.precompile import compile_ahead, is_dry_run, precompile
@@ -176,7 +179,7 @@ def test_processes_compile_into_the_cache(
     here."""
     from headrace.kernels.rowwise.triton import rms_norm
 
-    workers = CompileWorkers(2, tmp_path / "lock")
+    workers = CompileWorkers(2, tmp_path / "workers")
     monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
     found = {}
     triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.update({src.name: cache_hit})
@@ -190,9 +193,41 @@ def test_processes_compile_into_the_cache(
     finally:
         triton.knobs.compilation.listener = None
     assert found == {"_rms_norm_kernel": True, "scale": False} and len(gpu.launchers) == 2
-    # while these run, another engine has none and compiles itself
-    other = CompileWorkers(2, tmp_path / "lock")
-    assert workers.start() and not other.start() and not other.compile(b"")
+
+
+def test_launchers_are_loaded_one_at_a_time(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch):
+    """Triton before 3.7 has modules of one name for all of them, which threads would fill for each other."""
+    module = SimpleNamespace(launch=None)
+    barrier = Barrier(2)
+
+    def load(src: str, metadata: object) -> str:
+        module.launch = src
+        with suppress(BrokenBarrierError):
+            barrier.wait(0.2)  # here another thread may load
+        return module.launch
+
+    monkeypatch.setattr(gpu, "launcher_cls", load)
+    precompile_module._load_launchers_alone()
+    precompile_module._load_launchers_alone()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(gpu.launcher_cls, ("one", "other"), (None, None))) == ["one", "other"]
+
+
+def test_a_process_that_compiles_builds_the_launcher_too(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch):
+    """Of a Triton that generates one in C: whoever launches the kernel only loads it."""
+    from triton.backends.nvidia import driver as nvidia
+
+    from headrace.kernels.rowwise.triton import rms_norm
+
+    built: list[tuple[str, str]] = []
+    monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
+    monkeypatch.setattr(nvidia, "CudaLauncher", lambda source, metadata: built.append((source.name, metadata.name)))
+    asked: list[bytes] = []
+    workers = SimpleNamespace(count=1, start=lambda: True, compile=asked.append)
+    monkeypatch.setattr(precompile_module, "find_workers", lambda: workers)
+    precompile(lambda: rms_norm(torch.ones(3, 300), torch.ones(300), 1e-6), "a model", CUDA)
+    assert [compile_workers.answer(message) for message in asked] == [b"done\n"]
+    assert built == [("_rms_norm_kernel", "_rms_norm_kernel")]
 
 
 class PretendedWorkers:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,55 +17,93 @@ import pytest
 from headrace.kernels import compile_workers, cuda_source
 from headrace.kernels.compile_workers import CompileWorkers
 
-SERVE = """
-import sys, time, types
+HANGS = """
+import os, sys, time, types
 sys.modules["torch"] = types.ModuleType("torch")
 from headrace.kernels import compile_workers
 compile_workers.JOB_SECONDS, compile_workers.run_job = 1, lambda message: time.sleep(60)
-compile_workers.serve(int(sys.argv[1]))
+compile_workers.serve(int(sys.argv[1]), int(sys.argv[2]))
 """
 
 
-def test_a_job_that_hangs_ends_its_process() -> None:
-    ours, theirs = socket.socketpair()
-    hanging = subprocess.Popen([sys.executable, "-c", SERVE, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
-    theirs.close()
-    assert compile_workers.Worker(ours).ask(b"a job") == b"" and hanging.wait(60) == -signal.SIGALRM
-
-
-def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are copies of one that has torch; an engine that ends, or lets go of them, ends all."""
+@pytest.fixture
+def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose modules would end who imports them."""
     for name in ("queue", "msgspec", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    workers = CompileWorkers(3, tmp_path / "lock")
-    assert workers.start()
-    first, own = workers._first, [workers._idle.get() for _ in range(3)]
-    assert first is not None and [worker.ask(b"no job") for worker in own] == [b"failed\n"] * 3
+    return tmp_path
+
+
+def count_children(first: subprocess.Popen[bytes], wanted: int) -> list[psutil.Process]:
+    """Those of a process, once there are as many as ``wanted``."""
     until = time.monotonic() + 60
-    while len(copies := psutil.Process(first.pid).children()) > 3:  # the one that builds the launcher ends too
+    while len(found := psutil.Process(first.pid).children()) != wanted:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert len(copies) == 3
-    copies[0].kill()  # the others go on, and so does who asks
-    copies[0].wait(30)
-    answers = []
-    for worker in own:
-        try:
-            answers.append(worker.ask(b"no job"))
-        except OSError:
-            answers.append(b"")
-    assert sorted(answers) == [b"", b"failed\n", b"failed\n"]
-    del worker
-    own.clear()
+    return found
+
+
+def wait_for(first: subprocess.Popen[bytes]) -> None:
+    """Its end, which another thread waits for."""
     until = time.monotonic() + 30
-    while first.returncode is None:  # without asking
+    while first.returncode is None:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_job_that_hangs_ends_its_process(tmp_path: Path) -> None:
+    door, (ours, theirs) = compile_workers._open_door(tmp_path), socket.socketpair()
+    command = [sys.executable, "-c", HANGS, str(door.fileno()), str(theirs.fileno())]
+    hanging = subprocess.Popen(command, pass_fds=(door.fileno(), theirs.fileno()))
+    door.close()
+    assert not CompileWorkers(1, tmp_path).compile(b"a job") and hanging.wait(60) == -signal.SIGALRM
+    ours.close()
+    theirs.close()
+
+
+def test_processes_import_nothing_from_the_working_folder_and_leave_no_zombie(no_torch: Path) -> None:
+    """They are copies of one that has torch; an engine that ends, or lets go of them, ends all."""
+    workers = CompileWorkers(3, no_torch / "workers")
+    assert workers.start()
+    first = workers._first
+    assert first is not None and [workers.ask(b"no job") for _ in range(4)] == [b"failed\n"] * 4
+    copies = count_children(first, 3)  # the one that builds Triton's driver ends
+    copies[0].kill()  # the others go on
+    copies[0].wait(30)
+    assert [workers.ask(b"no job") for _ in range(4)] == [b"failed\n"] * 4
+    del workers
+    wait_for(first)  # without asking
     assert first.returncode == 0
+
+
+def test_ranks_share_them(no_torch: Path) -> None:
+    """However long the name of the folder: whoever comes first starts them, and the others ask the same ones, until the
+    first one ends. What two ask for at once is done once."""
+    folder = no_torch / ("x" * 120)
+    own, other = CompileWorkers(2, folder), CompileWorkers(2, folder)
+    assert not other.were_started and own.start() and other.start() and other.were_started
+    assert other._first is None and other.ask(b"no job") == b"failed\n"
+    assert (folder / compile_workers.DOOR).stat().st_mode & 0o777 == 0o600
+    with ThreadPoolExecutor(2) as pool, compile_workers._alone(folder, b"a job"):
+        same, another = pool.submit(other.compile, b"a job"), pool.submit(other.compile, b"another job")
+        assert another.result(60) is False and not same.done()
+    assert same.result(60) is False
+    first = own._first
+    assert first is not None
+    del own
+    wait_for(first)
+    assert not other.compile(b"a job"), "then it compiles itself"
+    assert other.start() and other._first is not None, "or starts them again"
+
+
+def test_a_rank_does_without_where_nobody_opens_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_workers, "DOOR_SECONDS", 0.05)
+    workers = CompileWorkers(2, tmp_path)
+    with workers._lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not workers.start()
 
 
 def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_there(
@@ -72,11 +111,11 @@ def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_the
 ) -> None:
     started: list[int] = []
 
-    def pretend(count: int, lock: int) -> tuple[None, list[socket.socket]]:
+    def pretend(count: int, lock: int, door: int) -> tuple[None, None]:
         started.append(count)
-        return None, []
+        return None, None
 
-    workers = CompileWorkers(1, tmp_path / "lock")
+    workers = CompileWorkers(1, tmp_path / "workers")
     monkeypatch.setattr(compile_workers, "find_workers", lambda: workers)
     monkeypatch.setattr(compile_workers, "_start", pretend)
     monkeypatch.setattr(compile_workers, "DRIVER_FILES", (tmp_path / "driver",))
