@@ -41,8 +41,8 @@ MOST_SHARED_BYTES = 8
 LARGE_CLUSTERS = 14
 """``CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED``"""
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
-SWIZZLES, PROMOTE_128 = {64: 2, 128: 3}, 2
-"""``CU_TENSOR_MAP_SWIZZLE_64B`` and ``_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
+SWIZZLES, PROMOTE_128 = {32: 0, 64: 2, 128: 3}, 2
+"""``CU_TENSOR_MAP_SWIZZLE_NONE``, ``_64B`` and ``_128B``, ``CU_TENSOR_MAP_L2_PROMOTION_L2_128B``"""
 MAP_BYTES = 128
 """Size of a ``CUtensorMap``, which must be aligned to 64 bytes."""
 SM_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10
@@ -317,9 +317,9 @@ class CudaKernel:
 
 def describe_boxes(tensor: torch.Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
-    a ``box`` is 64 or 128 bytes, swizzled by as many; strides of the others are multiples of 16 bytes. Elements outside
-    the tensor read as zero and are not written. It holds the tensor's address: keep the tensor until the kernel has
-    been launched."""
+    a ``box`` is 64 or 128 bytes, swizzled by as many, or 32; strides of the others are multiples of 16 bytes. Elements
+    outside the tensor read as zero and are not written. It holds the tensor's address: keep the tensor until the kernel
+    has been launched."""
     # 64 bytes more than a map, to align it; dimensions and strides are given innermost first
     room, size = ctypes.create_string_buffer(MAP_BYTES + 64), tensor.element_size()
     aligned = (ctypes.c_char * MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)

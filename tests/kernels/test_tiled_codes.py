@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from headrace.kernels.operation import KernelQuery
 KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"group": 32, "zeros": 7.25}, "int4-64": {"group": 64, "zeros": 8.0}, "int4-128": {"group": 128},
     "int4-order": {"group": 128, "zeros": 8.0, "order": True}, "int4-256": {"group": 256, "zeros": 3.0},
-    "int4-all": {"group": 0, "zeros": 8.0}, "int8-32": {"group": 32, "bits": 8, "signed": True},
+    "int4-32-whole": {"group": 32, "zeros": 7.0}, "int4-all": {"group": 0, "zeros": 8.0},
+    "int8-32": {"group": 32, "bits": 8, "signed": True},
     "int8-128": {"group": 128, "bits": 8, "zeros": 128.0}, "int8-all": {"group": 0, "bits": 8, "signed": True},
 }
 
@@ -33,7 +35,7 @@ def make(kind: str, outputs: int, inputs: int, device: str = "cpu") -> tuple[Dev
     bits, group = own.get("bits", 4), own["group"] or inputs
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=rng).to(torch.uint8)
     codes = codes.view(torch.int8) if own.get("signed") else codes
-    scales = torch.randint(8, 24, (outputs, -(-inputs // group)), generator=rng).float() / 64
+    scales = torch.randint(512, 1536, (outputs, -(-inputs // group)), generator=rng).float() / 4096
     zeros = torch.full_like(scales, own["zeros"]) if "zeros" in own else None
     if zeros is not None:
         zeros[::3] += 1.0
@@ -209,11 +211,101 @@ def test_plans_for_many_rows_fit_shared_memory_and_cover_all_inputs(kind: str):
             assert 1 <= last <= plan.units and (plan.splits == 1 or can_split)
 
 
+def fill_stage(boxes: tuple[Any, Any], unit: int, words: int, pair: int) -> torch.Tensor:
+    """The bytes of a stage after rows of x, as copies leave them: codes, swizzled by 64 bytes, then scales."""
+    parts = []
+    for (tensor, box), first in zip(boxes, (unit, words), strict=True):
+        part = torch.zeros(box, dtype=torch.uint8)
+        inside = tensor[pair : pair + box[0], :, first : first + box[2]]
+        part[: len(inside)] = inside
+        parts.append(part.flatten())
+    place = torch.arange(len(parts[0]))
+    parts[0][place ^ (place >> 7 & 3) << 4] = parts[0].clone()
+    return torch.cat(parts)
+
+
+def decode_stage(stage: torch.Tensor, weight: DeviceCodes, groups: int) -> torch.Tensor:
+    """The numbers [64 * groups, 128] in bfloat16 that threads of the kernel get, by the addresses that they read."""
+    from headrace.kernels.coded_linear import tiled_many
+
+    def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
+        return (a.double() * b + c.double()).float().bfloat16()
+
+    form, out = tiled_many.describe_form(weight), torch.empty(64 * groups, 128, dtype=torch.bfloat16)
+    thread = torch.arange(128 * groups)
+    lane, row = thread % 32, thread // 32 * 16 + thread % 32 // 4
+    at, turned, words = row * 64 + lane % 4 * 2, row // 2 % 4 * 16, stage.view(torch.int32)
+    table = 64 * groups * 64 + row // 8 * (form.groups * 32) + lane // 4 * 4
+    for half, piece, h, high, byte in product(range(2), range(4), range(2), range(2), range(2)):
+        place = at + (piece * 16 ^ turned) + half * 512 + h * 8 + byte
+        code = stage[place].int() >> 4 if high else stage[place].int() & 15
+        word = {1: 0, 2: high, 4: 2 * high + piece // 2}[form.groups]
+        own = words[(table + (half * form.groups + word) * 32) // 4]
+        pair = own.view(torch.float16).float().view(-1, 2)
+        scale, zero = (pair[:, 0], pair[:, 1]) if weight.has_pairs else (own.view(torch.float32), torch.zeros(len(own)))
+        if weight.has_whole_zeros:
+            first = (scale * 64).bfloat16()
+            rest = (scale * 64 - first.float()).bfloat16()
+            bits = (code << 4 if high else code).to(torch.int16).view(torch.bfloat16)
+            number = fma(bits, 2.0**123 if high else 2.0**127, (zero / -64).bfloat16())
+            value = fma(number, first.double(), number * rest)
+        else:
+            value = ((code + 2048.0) * scale.double() - ((2048 + zero) * scale)).float().bfloat16()
+        out[row + 8 * half, 64 * high + 16 * piece + 8 * h + lane % 4 * 2 + byte] = value
+    return out
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("kind", SHORT_KINDS)
+def test_threads_for_many_rows_find_the_numbers_of_their_rows(kind: str, is_gated: bool):
+    """Those rounded once; beyond the last outputs zeros. A stage has the bytes that its barrier waits for."""
+    from headrace.kernels.coded_linear import tiled_many
+
+    outputs, inputs = 352, 512
+    weight, plain = make(kind, outputs, inputs)
+    plain = plain if weight.order is None else plain[:, weight.order]
+    form, is_exact = tiled_many.describe_form(weight), weight.has_whole_zeros
+    for tile in {tile.groups: tile for tile in tiled_many.TILES}.values():
+        boxes = tiled_many.find_boxes(weight, tile, is_gated=is_gated)
+        rows = torch.arange(tile.width)
+        for pair, unit in product((0, tile.width // 16), range(inputs // 128)):
+            word = 0 if form.group == 0 else unit * form.groups // max(1, form.group // 128)
+            stage = fill_stage(boxes, unit, word, pair)
+            assert len(stage) + tile.rows * 256 == tile.count_stage_bytes(form)
+            eights = pair + rows // 16 + rows // 8 % 2 * (outputs // 16) if is_gated else 2 * pair + rows // 8
+            inside = (pair + rows // 16) * 16 < outputs
+            found = decode_stage(stage, weight, tile.groups)
+            expected = plain[(eights * 8 + rows % 8)[inside], unit * 128 : unit * 128 + 128].float().bfloat16()
+            assert not found[~inside].any() and inside.any()
+            assert torch.equal(found[inside], expected) if is_exact else relative_error(found[inside], expected) < 2e-4
+
+
+def test_numbers_of_any_scale_are_rounded_once():
+    """But for one in hundreds, whose neighbour is as near: scales of 24 bits, zero points to 127."""
+    from headrace.kernels.coded_linear import tiled_many
+
+    rng = torch.Generator().manual_seed(5)
+    scales = torch.randn(64, 4, generator=rng).abs() * 0.01
+    codes = torch.randint(0, 16, (64, 512), generator=rng, dtype=torch.uint8)
+    for zero in (None, 0.0, 127.0):
+        zeros = None if zero is None else torch.full_like(scales, zero)
+        own = scales if zeros is None else scales.half().float()
+        matrix = CodedMatrix(Code.INT, codes, own, 128, zeros, bits=4)
+        weight = pack_for_device(matrix)
+        assert weight is not None and weight.has_pairs == (zeros is not None)
+        boxes = tiled_many.find_boxes(weight.tile(), tiled_many.Tile(128, 1, 4), is_gated=False)
+        found = torch.cat([decode_stage(fill_stage(boxes, unit, unit, 0), weight, 1) for unit in range(4)], dim=1)
+        plain = (codes.double() - (zero or 0.0)) * own.double().repeat_interleave(128, 1)
+        differ = found != plain.float().bfloat16()
+        assert differ.double().mean() < 4e-3
+        assert ((found.double() - plain).abs() <= plain.abs() * (2.0**-8 + 2.0**-15)).all()
+
+
 def test_kernels_for_many_rows_are_all_compiled_with_the_first_product(monkeypatch):
     from headrace.kernels.coded_linear import tiled_many
 
     found = []
-    monkeypatch.setattr(tiled_many, "find_kernel", lambda form, tile, gate, device: found.append((tile, gate)))
+    monkeypatch.setattr(tiled_many, "find_kernel", lambda form, is_whole, tile, gate, _: found.append((tile, gate)))
     monkeypatch.setattr(tiled_many, "launch", lambda x, weight, bias, plan, gate=0: (plan.tile, gate))
     monkeypatch.setattr(tiled_many, "count_sms", lambda device: 132)
     weight, gate = make("int4-128", 8192, 1024)[0], tiled_many.GATES["gelu_tanh"]
@@ -228,41 +320,64 @@ def test_kernels_for_many_rows_are_all_compiled_with_the_first_product(monkeypat
 MANY_SHAPES = {"gate_up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "o": (4096, 4096)}
 MANY_TIMES: dict[str, dict[int, dict[tuple[int, int], float]]] = {
     "gate_up": {
-        96: {(128, 1): 72.3, (64, 1): 118.8}, 128: {(128, 1): 72.0, (192, 1): 81.1, (64, 1): 117.7},
-        192: {(192, 1): 82.6, (256, 1): 92.0}, 256: {(256, 1): 94.0, (128, 1): 136.7},
-        384: {(192, 1): 161.8, (128, 1): 206.6}, 512: {(256, 1): 186.3, (128, 1): 240.9},
-        1024: {(256, 1): 324.5, (128, 1): 472.8},
+        33: {(64, 1): 39.4, (96, 1): 44.0},
+        64: {(64, 1): 39.7, (96, 1): 44.2},
+        96: {(96, 1): 45.3, (128, 1): 50.1, (64, 1): 73.5},
+        128: {(128, 1): 51.0, (192, 1): 72.4, (64, 1): 73.0},
+        192: {(192, 1): 68.3, (96, 1): 84.5, (256, 1): 84.8},
+        256: {(256, 1): 88.2, (128, 1): 99.3, (96, 1): 125.1},
+        512: {(128, 1): 171.5, (256, 1): 174.4, (192, 1): 201.1},
+        1024: {(256, 1): 305.1, (128, 1): 374.4, (96, 1): 430.9},
     },
     "down": {
-        96: {(128, 4): 34.8, (128, 3): 43.3, (64, 4): 55.5}, 128: {(128, 4): 35.3, (128, 3): 43.7, (64, 4): 55.3},
-        192: {(192, 4): 41.5, (192, 3): 52.2}, 256: {(256, 4): 45.0, (128, 2): 63.9},
-        384: {(192, 2): 76.3, (192, 4): 78.6, (128, 4): 95.4}, 512: {(256, 2): 81.5, (128, 1): 123.5},
-        1024: {(256, 1): 159.4, (256, 2): 167.9},
+        33: {(64, 8): 22.1, (96, 8): 24.6, (128, 8): 25.1},
+        64: {(64, 8): 21.7, (96, 8): 23.3, (128, 4): 24.0},
+        96: {(96, 8): 24.4, (128, 4): 24.6, (128, 8): 25.8},
+        128: {(128, 4): 25.3, (128, 8): 26.9, (64, 4): 35.5},
+        192: {(192, 4): 33.3, (192, 8): 36.2, (96, 4): 40.7},
+        256: {(256, 4): 43.1, (128, 2): 45.5, (128, 4): 47.6},
+        512: {(256, 2): 77.5, (256, 4): 82.5, (128, 1): 87.1},
+        1024: {(256, 2): 159.7, (256, 4): 165.7, (256, 1): 170.3},
     },
     "qkv": {
-        64: {(64, 4): 18.8, (64, 3): 21.6, (64, 2): 28.6}, 96: {(128, 2): 21.2, (64, 2): 32.6},
-        192: {(192, 2): 24.2, (128, 1): 39.0, (64, 3): 42.4},
+        33: {(64, 8): 13.0, (64, 4): 14.4, (128, 8): 14.8},
+        64: {(64, 8): 13.5, (64, 4): 13.6, (96, 4): 14.6},
+        96: {(128, 2): 15.2, (96, 4): 15.5, (128, 8): 15.7},
+        128: {(128, 2): 15.6, (128, 4): 16.6, (128, 8): 16.6},
+        192: {(192, 2): 20.0, (192, 8): 22.5, (96, 2): 24.5},
+        256: {(128, 4): 24.8, (256, 2): 25.8, (128, 1): 28.1},
+        512: {(128, 2): 41.4, (256, 4): 42.7, (128, 4): 46.3},
+        1024: {(256, 2): 73.4, (128, 1): 78.1, (96, 1): 94.3},
     },
     "o": {
-        96: {(128, 4): 13.8, (128, 3): 15.3, (64, 4): 20.2}, 128: {(128, 4): 13.8, (192, 4): 15.0, (64, 4): 20.0},
-        192: {(192, 4): 15.9, (192, 3): 17.9, (128, 2): 22.1}, 256: {(256, 4): 18.2, (128, 2): 22.1},
-        384: {(192, 2): 24.8, (128, 1): 38.5}, 512: {(256, 2): 28.7, (128, 1): 40.1}, 1024: {(256, 1): 53.3},
+        33: {(64, 8): 9.2, (96, 8): 10.6, (128, 4): 12.3},
+        64: {(64, 8): 9.9, (96, 8): 10.6, (128, 4): 10.9},
+        96: {(128, 4): 10.8, (128, 8): 11.7, (96, 8): 11.7},
+        128: {(128, 4): 10.9, (128, 8): 12.0, (64, 4): 14.2},
+        192: {(192, 4): 13.5, (192, 8): 15.8, (96, 4): 16.3},
+        256: {(128, 2): 16.2, (256, 4): 16.8, (128, 4): 17.6},
+        512: {(256, 2): 26.6, (128, 2): 28.5, (128, 1): 29.1},
+        1024: {(256, 2): 50.2, (256, 1): 50.4, (128, 1): 54.5},
     },
 }
 """Microseconds of partial sums, of gate and up with SiLU, on an H200, by number of rows and by rows of the tile and
-splits."""
+splits: the fastest that were measured."""
 
 
-@pytest.mark.parametrize("shape", MANY_SHAPES)
-def test_plans_for_many_rows_are_the_fastest_that_were_measured(shape: str):
+@pytest.mark.parametrize("rows", MANY_TIMES["gate_up"])
+def test_plans_for_many_rows_are_among_the_fastest_that_were_measured(rows: int):
+    """Together; times of the shortest alone differ by as much from one number of rows to the next."""
     from headrace.kernels.coded_linear import tiled_many
 
-    for rows, times in MANY_TIMES[shape].items():
+    total = least = 0.0
+    for shape, times in ((name, found[rows]) for name, found in MANY_TIMES.items()):
         size = tiled_many.Size(rows, *MANY_SHAPES[shape], 132)
         plan = tiled_many.choose_plan(size, can_split=shape != "gate_up", adds=False)
-        chosen, least = times.get((plan.tile.rows, plan.splits)), min(times.values())
-        assert chosen is not None and chosen <= 1.05 * least, (rows, plan)
-        assert abs(tiled_many.estimate(size, plan, adds=False) / 1700 - chosen) < 0.12 * chosen, (rows, plan)
+        chosen = times.get((plan.tile.rows, plan.splits))
+        assert chosen is not None and chosen <= 1.12 * min(times.values()), (shape, plan)
+        assert abs(tiled_many.estimate(size, plan, adds=False) / 1700 - chosen) < 0.13 * chosen, (shape, plan)
+        total, least = total + chosen, least + min(times.values())
+    assert total <= 1.02 * least
 
 
 @pytest.mark.cuda

@@ -90,6 +90,7 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
 #define F8(d, i) F4(d, i), F4(d, i + 4)
 #define F16(d, i) F8(d, i), F8(d, i + 8)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
+#define F48(d, i) F32(d, i), F16(d, i + 32)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
 #define F96(d, i) F64(d, i), F32(d, i + 64)
 #define F128(d, i) F64(d, i), F64(d, i + 64)

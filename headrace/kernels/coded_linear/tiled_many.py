@@ -7,6 +7,7 @@ M rows of x, N outputs, K inputs, S splits of K.
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.kernels.coded_linear.cuda import arrange
-from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, TILE_ROWS, DeviceCodes
+from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
 from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
 from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
@@ -26,14 +27,16 @@ MOST_STAGES, SLACK_BYTES, BARRIER_BYTES = 8, 1024, 16
 """Of the ring in shared memory: to align it, and for each stage."""
 CLUSTER = 2
 """Blocks that share rows of x, as in the source."""
+WORD_BYTES = 4 * TILE_ROWS
+"""Of a scale of each of eight rows."""
 
 
 class _Call(ctypes.Structure):
     """``Call`` of the source."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("scales", "bias", "out", "parts")),
-        *((name, c_int) for name in ("rows", "outputs", "inputs", "words", "splits", "units_each")),
+        *((name, c_void_p) for name in ("bias", "out", "parts")),
+        *((name, c_int) for name in ("rows", "outputs", "inputs", "splits", "units_each")),
     )
 
 
@@ -60,7 +63,7 @@ class Tile:
         return min(MOST_STAGES, (MOST_BYTES - SLACK_BYTES) // (self.count_stage_bytes(form) + BARRIER_BYTES))
 
 
-TILES = (Tile(64, 4, 2), Tile(128, 2, 4), Tile(192, 2, 4), Tile(256, 2, 2))
+TILES = (Tile(64, 4, 2), Tile(96, 4, 2), Tile(128, 2, 4), Tile(192, 2, 4), Tile(256, 2, 2))
 """Those of sixteen that an H200 was fastest with. Each is a kernel, and another with an activation."""
 
 
@@ -88,13 +91,12 @@ class Size(NamedTuple):
     num_sms: int
 
 
-SPLITS = (1, 2, 4)
-PRODUCT_CYCLES, COPY_CYCLES, OVERLAP = 3.1, 75.0, 0.77
-"""Of a unit of 128 inputs: of a group's products for each row of x; of the copies for each eight rows of the weight,
-whose scales are copied one by one; and the part of the shorter of the two that is not hidden behind the longer. These
-and what follows are fitted to 80 times of an H200, from which estimates differ by 5 % (root of mean square)."""
-START_CYCLES, SUM_RATE = 5000.0, 3200.0
-"""Of a launch; bytes of partial sums that are written in a cycle."""
+SPLITS = (1, 2, 4, 8)
+PRODUCT_CYCLES, DECODE_CYCLES, OVERLAP = 3.66, 370.0, 0.43
+"""Of a unit of 128 inputs and a group: of its products for each row of x; of what decodes its rows of the weight; and
+the part of the shorter of the two that is not hidden behind the longer. All are fitted to times on an H200."""
+START_CYCLES, END_CYCLES, SUM_RATE = 6070.0, 3.1, 4800.0
+"""Of a launch; of an item's end, for each row of x and group; and bytes of partial sums that are written in a cycle."""
 ADD_CYCLES, ADD_RATE = 3400.0, 2000.0
 """Of another kernel that adds up partial sums, and bytes of them that it reads in a cycle."""
 
@@ -103,9 +105,10 @@ def estimate(size: Size, plan: Plan, *, adds: bool) -> float:
     """Cycles of a product; ``adds``: a kernel of its own adds up partial sums."""
     tile = plan.tile
     items = count_items(tile, size.rows, size.outputs) * plan.splits
-    products, copies = PRODUCT_CYCLES * tile.groups * tile.rows, COPY_CYCLES * tile.width / TILE_ROWS
-    step = max(products, copies) + OVERLAP * min(products, copies)
-    cycles = START_CYCLES + ceil_div(items, count_clusters(size.num_sms)) * plan.units * step
+    products, decoding = PRODUCT_CYCLES * tile.groups * tile.rows, DECODE_CYCLES * tile.groups
+    step = max(products, decoding) + OVERLAP * min(products, decoding)
+    item = plan.units * step + END_CYCLES * tile.groups * tile.rows
+    cycles = START_CYCLES + ceil_div(items, count_clusters(size.num_sms)) * item
     if plan.splits > 1:
         num_bytes = 4 * plan.splits * size.rows * size.outputs
         cycles += num_bytes / SUM_RATE + (ADD_CYCLES + num_bytes / ADD_RATE if adds else 0.0)
@@ -131,11 +134,12 @@ def choose_plan(size: Size, *, can_split: bool, adds: bool) -> Plan:
 
 
 @cache_compiled
-def find_kernel(form: Form, tile: Tile, gate: int, device: torch.device) -> CudaKernel:
-    """The kernel, compiled (some seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
+def find_kernel(form: Form, is_whole: bool, tile: Tile, gate: int, device: torch.device) -> CudaKernel:
+    """The kernel, compiled (some seconds) unless cached; ``is_whole``: zero points are whole numbers below 128. Raises
+    `CudaSourceError` and `OSError`."""
     macros = {
         "ROWS": tile.rows, "GROUPS": tile.groups, "PIECES": tile.pieces, "STAGES": tile.count_stages(form),
-        "GATE": gate, "PAIRS": form.pairs, "SCALE": form.group,
+        "GATE": gate, "PAIRS": form.pairs, "WHOLE": int(is_whole), "SCALE": form.group,
     }
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
     with torch.cuda.device(device):
@@ -143,19 +147,37 @@ def find_kernel(form: Form, tile: Tile, gate: int, device: torch.device) -> Cuda
 
 
 @cache_compiled
-def prepare(form: Form, gate: int, device: torch.device) -> None:
+def prepare(form: Form, is_whole: bool, gate: int, device: torch.device) -> None:
     """Compile and load the kernels of all tiles: a number of rows that comes later finds its own."""
     for tile in TILES:
-        find_kernel(form, tile, gate, device)
+        find_kernel(form, is_whole, tile, gate, device)
 
 
-def describe_units(weight: DeviceCodes, tile: Tile, *, is_gated: bool) -> ctypes.Array[ctypes.c_char]:
-    """A tensor map of units of a weight: pairs of eight rows, of gate and of up or one after the other."""
-    units, eights = weight.codes.shape[1] // HALF, weight.out_features // TILE_ROWS
-    unit, row = TILE_ROWS * HALF, units * TILE_ROWS * HALF
-    near, far = (row, eights // 2 * row) if is_gated else (2 * row, row)
-    pairs = weight.codes.as_strided((eights // 2, 2, units, TILE_ROWS, HALF), (near, far, unit, HALF, 1))
-    return describe_boxes(pairs, (tile.width // 16, 2, 1, TILE_ROWS, HALF))
+class Boxes(NamedTuple):
+    """Bytes, and how many of each dimension are copied at a time."""
+
+    tensor: torch.Tensor
+    box: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a copy."""
+        return math.prod(self.box)
+
+
+def find_boxes(weight: DeviceCodes, tile: Tile, *, is_gated: bool) -> tuple[Boxes, Boxes]:
+    """Units of a weight [O / 16, 2, units, 8, 64], and their scales [O / 16, 2, G, 1, 32]: pairs of eight rows, of gate
+    and of up or one after the other."""
+    units, words, pairs = weight.codes.shape[1] // HALF, weight.scales.shape[1], weight.out_features // MATRIX_ROWS
+    found = []
+    for table, count, most, lines, line in (
+        (weight.codes, units, 1, TILE_ROWS, HALF), (weight.scales, words, describe_form(weight).groups, 1, WORD_BYTES)
+    ):
+        piece, eight = lines * line, count * lines * line
+        near, far = (eight, pairs * eight) if is_gated else (2 * eight, eight)
+        tensor = table.view(torch.uint8).as_strided((pairs, 2, count, lines, line), (near, far, piece, line, 1))
+        found.append(Boxes(tensor, (tile.width // MATRIX_ROWS, 2, most, lines, line)))
+    return found[0], found[1]
 
 
 def launch(
@@ -164,19 +186,22 @@ def launch(
     """The product [M, N] of x [M, K] with its bias and the activation ``gate`` of `GATES`, or partial sums [S, M, N]
     float32 without."""
     form, tile, rows = describe_form(weight), plan.tile, len(x)
+    boxes = find_boxes(weight, tile, is_gated=bool(gate))
+    # a barrier that waited for other bytes than those that come would wait for ever
+    assert sum(own.num_bytes for own in boxes) + 2 * BLOCK * tile.rows == tile.count_stage_bytes(form)
     outputs = weight.out_features // (2 if gate else 1)
     shape, dtype = ((plan.splits, rows, outputs), torch.float32) if plan.splits > 1 else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     call = _Call(
-        scales=weight.scales.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
         parts=out.data_ptr() if plan.splits > 1 else None, rows=rows, outputs=outputs, inputs=x.shape[1],
-        words=weight.scales.shape[1], splits=plan.splits, units_each=plan.units,
+        splits=plan.splits, units_each=plan.units,
     )
     items = count_items(tile, rows, weight.out_features) * plan.splits
     clusters = min(items, count_clusters(count_sms(x.device)))
-    find_kernel(form, tile, gate, x.device).launch(
+    find_kernel(form, weight.has_whole_zeros, tile, gate, x.device).launch(
         CLUSTER * clusters, 128 * (tile.groups + 1), describe_boxes(x, (tile.rows, HALF)),
-        describe_units(weight, tile, is_gated=bool(gate)), call, is_dependent=True,
+        *(describe_boxes(own.tensor, own.box) for own in boxes), call, is_dependent=True,
     )
     return out
 
@@ -187,7 +212,7 @@ def _multiply(
     """The product, or partial sums."""
     x = arrange(x, weight)
     size = Size(len(x), weight.out_features, weight.in_features, count_sms(x.device))
-    prepare(describe_form(weight), gate, x.device)
+    prepare(describe_form(weight), weight.has_whole_zeros, gate, x.device)
     return launch(x, weight, bias, choose_plan(size, can_split=not gate, adds=adds), gate=gate)
 
 
