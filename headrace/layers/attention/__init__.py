@@ -103,7 +103,7 @@ ATTENTION_BACKENDS.add(
 )
 ATTENTION_BACKENDS.add(
     "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention",
-    supports=reason_against_dependent_launch, priority=5,
+    supports=reason_against_dependent_launch, priority=15,
     doc="the same with programmatic dependent launch",
 )
 ATTENTION_BACKENDS.add(
