@@ -14,7 +14,7 @@ from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear import reference
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.rowwise.triton import GATES, apply_gate
+from headrace.kernels.rowwise.triton import GATES, add_splits, apply_gate
 
 MOST_CODE, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(reference.LEAST_SCALE)
 GROUPS_AT_ONCE = 8
@@ -66,12 +66,13 @@ def _gate_kernel(
     _store_rows(x, codes_ptr, scales_ptr, row, block, num_rows, D, GROUP, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, codes_ptr, scales_ptr, x_stride, split_stride, residual_stride, num_rows, eps,
-    offset, D: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, codes_ptr, scales_ptr, x_stride, split_stride, residual_stride, num_splits,
+    num_rows, eps, offset, D: tl.constexpr, HAS_X: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):
-    """As `rowwise.triton._add_rms_norm_kernel`; SPLITS 0: nothing to add."""
+    """As `rowwise.triton._add_rms_norm_kernel`; without HAS_X there is nothing to add."""
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < D
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
@@ -79,11 +80,9 @@ def _norm_kernel(
     dtype = residual_ptr.dtype.element_ty
     residual_at = residual_ptr + row.to(tl.int64) * residual_stride + column
     total = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    if SPLITS > 0:
+    if HAS_X:
         x_at = x_ptr + row.to(tl.int64) * x_stride + column
-        x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            x += tl.load(x_at + split * split_stride, mask=inside, other=0.0)
+        x = add_splits(tl.load(x_at, mask=inside, other=0.0).to(tl.float32), x_at, split_stride, num_splits, inside)
         total += x.to(dtype).to(tl.float32)
         total = total.to(dtype)
         tl.store(residual_at, total, mask=inside)  # in place: this program alone reads and writes the row
@@ -142,12 +141,12 @@ def norm_rows(
     """See `NORM_ROWS`; writes the new residual in place."""
     rows, width = residual.shape
     out, block = _allocate(rows, width, group, residual.device), max(next_power_of_2(width), group)
-    splits = 0 if x is None else 1 if x.dim() == 2 else len(x)
+    has_x, num_splits = x is not None, 1 if x is None or x.dim() == 2 else len(x)
     x = residual if x is None else x
     if rows:
         _norm_kernel[(rows,)](
-            x, residual, weight, *out, x.stride(-2), x.stride(0), residual.stride(0), rows, eps, offset, D=width,
-            SPLITS=splits, GROUP=group, BLOCK=block, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
+            x, residual, weight, *out, x.stride(-2), x.stride(0), residual.stride(0), num_splits, rows, eps, offset,
+            D=width, HAS_X=has_x, GROUP=group, BLOCK=block, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
         )
     return out, residual
 

@@ -32,20 +32,31 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def add_splits(x, x_at, split_stride, num_splits, inside):
+    """``x``, the first of ``num_splits`` partial sums, and the others, in order. Their number is no constant, as it
+    depends on the rows of a step, and nothing may be compiled for one; seven loads are on their way at once."""
+    for first in range(1, num_splits, 7):
+        for i in tl.static_range(7):
+            is_there = inside & (first + i < num_splits)
+            x += tl.load(x_at + (first + i) * split_stride, mask=is_there, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_splits"])
 def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, split_stride, residual_stride, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, split_stride, residual_stride, num_splits, eps, offset,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if SPLITS > 1:
+    x_at = x_ptr + row * x_stride + cols
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SUMS:
         # x [S, T, D] are split-K partial sums, added in a fixed order
-        for split in tl.static_range(1, SPLITS):
-            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+        x = add_splits(x, x_at, split_stride, num_splits, inside)
         x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)  # as a product of its own would have stored it
     residual_at = residual_ptr + row * residual_stride + cols
     residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
@@ -57,10 +68,10 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row * D + cols, (total * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _add_layer_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, split_stride, residual_stride, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, split_stride, residual_stride, num_splits, eps,
+    offset, D: tl.constexpr, BLOCK: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
     # as _add_rms_norm_kernel
     row = tl.program_id(0).to(tl.int64)
@@ -69,10 +80,10 @@ def _add_layer_norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
     bias = tl.load(bias_ptr + cols, mask=inside & HAS_BIAS, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if SPLITS > 1:
-        for split in tl.static_range(1, SPLITS):
-            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+    x_at = x_ptr + row * x_stride + cols
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SUMS:
+        x = add_splits(x, x_at, split_stride, num_splits, inside)
         x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
     residual_at = residual_ptr + row * residual_stride + cols
     total = (x + tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
@@ -83,21 +94,22 @@ def _add_layer_norm_kernel(
     tl.store(out_ptr + row * D + cols, (centred * rstd * weight + bias).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _write_sum_kernel(
-    x_ptr, residual_ptr, out_ptr, x_stride, split_stride, residual_stride, out_stride,
-    D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, x_stride, split_stride, residual_stride, out_stride, num_splits,
+    D: tl.constexpr, BLOCK: tl.constexpr, HAS_X: tl.constexpr, PDL: tl.constexpr,
 ):
-    # SPLITS partial sums [S, T, D], as in _add_rms_norm_kernel; 0 for no x
+    # partial sums [S, T, D], as in _add_rms_norm_kernel, or one x
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < D
     wait_for_previous(PDL)
     total = tl.load(residual_ptr + row * residual_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if SPLITS > 0:
-        x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            x += tl.load(x_ptr + split * split_stride + row * x_stride + cols, mask=inside, other=0.0)
+    if HAS_X:
+        x_at = x_ptr + row * x_stride + cols
+        x = add_splits(
+            tl.load(x_at, mask=inside, other=0.0).to(tl.float32), x_at, split_stride, num_splits, inside
+        )
         total += x.to(residual_ptr.dtype.element_ty).to(tl.float32)
     total = total.to(residual_ptr.dtype.element_ty)
     tl.store(out_ptr + row * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -132,8 +144,8 @@ def add_rms_norm(
     block = next_power_of_2(width)
     if rows:
         _add_rms_norm_kernel[(rows,)](
-            x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), eps, offset, D=width, BLOCK=block,
-            SPLITS=1 if x.dim() == 2 else len(x), PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
+            x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), len(x), eps, offset, D=width,
+            BLOCK=block, HAS_SUMS=x.dim() == 3, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
         )
     return out, residual
 
@@ -148,7 +160,7 @@ def add_layer_norm(
     if rows:
         _add_layer_norm_kernel[(rows,)](
             x, residual, weight, weight if bias is None else bias, out, x.stride(-2), x.stride(0), residual.stride(0),
-            eps, offset, D=width, BLOCK=block, SPLITS=1 if x.dim() == 2 else len(x), HAS_BIAS=bias is not None, PDL=pdl,
+            len(x), eps, offset, D=width, BLOCK=block, HAS_SUMS=x.dim() == 3, HAS_BIAS=bias is not None, PDL=pdl,
             num_warps=_warps(block), launch_pdl=pdl,
         )
     return out, residual
@@ -159,12 +171,12 @@ def write_sum(
 ) -> None:
     """See `WRITE_SUM`."""
     rows, width = residual.shape
-    splits = 0 if x is None else 1 if x.dim() == 2 else len(x)
+    num_splits = 1 if x is None or x.dim() == 2 else len(x)
     source = residual if x is None else x
     if rows:
         _write_sum_kernel[(rows, ceil_div(width, GATE_BLOCK))](
-            source, residual, out, source.stride(-2), source.stride(0), residual.stride(0), out.stride(0), D=width,
-            BLOCK=GATE_BLOCK, SPLITS=splits, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            source, residual, out, source.stride(-2), source.stride(0), residual.stride(0), out.stride(0), num_splits,
+            D=width, BLOCK=GATE_BLOCK, HAS_X=x is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )
 
 
