@@ -104,7 +104,7 @@ def test_fp8_experts(has_blocks: bool):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows,groups", [(16, 4), (32, 2), (64, 4), (128, 2), (256, 2)])
+@pytest.mark.parametrize("rows,groups", [(16, 4), (32, 2), (48, 4), (64, 4), (96, 4), (128, 2), (256, 2)])
 @pytest.mark.parametrize("tokens,inputs,outputs", [(40, 400, 144), (300, 256, 264)])
 def test_mxfp4_experts(tokens: int, inputs: int, outputs: int, rows: int, groups: int):
     from headrace.kernels.moe import sorted_rows

@@ -89,6 +89,7 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F8(d, i) F4(d, i), F4(d, i + 4)
 #define F16(d, i) F8(d, i), F8(d, i + 8)
+#define F24(d, i) F16(d, i), F8(d, i + 16)
 #define F32(d, i) F16(d, i), F16(d, i + 16)
 #define F48(d, i) F32(d, i), F16(d, i + 32)
 #define F64(d, i) F32(d, i), F32(d, i + 32)
@@ -97,6 +98,7 @@ __device__ __forceinline__ void fence_sums(float (&d)[N]) {
 #define S4 "%0,%1,%2,%3"
 #define S8 S4 ",%4,%5,%6,%7"
 #define S16 S8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define S24 S16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define S32 S16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define S48 S32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define S64 S48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"

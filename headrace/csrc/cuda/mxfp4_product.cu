@@ -7,7 +7,7 @@
 // of codes each to operands of wgmma in registers; x comes from shared memory. While products with low codes of the
 // bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round.
 //
-// Macros: ROWS (16, 32, 64, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind of
+// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind of
 // activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
 // Compiled by NVRTC.
 

@@ -1,5 +1,5 @@
 // Products whose left operand is 64 rows of the weight in registers, decoded there. After hopper.cuh; the macro ROWS is
-// 16, 32, 64, 96, 128, 192 or 256.
+// 16, 32, 48, 64, 96, 128, 192 or 256.
 
 // sums [64, ROWS] += codes [64, 16] (a fragment in registers) times rows of x [ROWS, 16]; `adds` 0: = instead
 #define MULTIPLY(N, SUMS, NAMES, A0, A1, A2, A3, B, P) \
@@ -14,6 +14,8 @@ __device__ __forceinline__ void multiply(float (&d)[ROWS / 2], const uint32 (&a)
   MULTIPLY("16", F8, S8, "%8", "%9", "%10", "%11", "%12", "%13");
 #elif ROWS == 32
   MULTIPLY("32", F16, S16, "%16", "%17", "%18", "%19", "%20", "%21");
+#elif ROWS == 48
+  MULTIPLY("48", F24, S24, "%24", "%25", "%26", "%27", "%28", "%29");
 #elif ROWS == 64
   MULTIPLY("64", F32, S32, "%32", "%33", "%34", "%35", "%36", "%37");
 #elif ROWS == 96

@@ -8,7 +8,7 @@ __device__ __forceinline__ void store(
     const Call &call, const uint32 (&numbers)[ROWS / 8], const Tile &tile, int column
 ) {
   int lane = threadIdx.x % 32;
-  constexpr int AT_ONCE = ROWS < 32 ? ROWS / 8 : 4;
+  constexpr int AT_ONCE = ROWS % 32 ? 2 : 4;
 #pragma unroll
   for (int j = 0; j < ROWS / 8; j += AT_ONCE) {
     uint32 words[4] = {};

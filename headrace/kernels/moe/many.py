@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FP8_TILE = wide.Tile(256)
 LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
 """Pairs per expert, on average, from which this is faster than `hopper` on an H200."""
-MXFP4_ROWS = (16, 32, 64, 128, 256)
+MXFP4_ROWS = (16, 32, 48, 64, 96, 128, 256)
 """Of tiles."""
 PROBE = (MXFP4_ROWS[0], "")
 """Rows and gate of the kernel that FP8, which `wide` multiplies, is tried with: it tells if there is a compiler."""
@@ -39,7 +39,7 @@ def choose_tile(num_tokens: int, top_k: int, num_experts: int) -> sorted_rows.Ti
 
 
 def _tile_of(rows: int) -> sorted_rows.Tile:
-    return sorted_rows.Tile(rows, 4 if rows <= 64 else 2)
+    return sorted_rows.Tile(rows, 4 if rows <= 96 else 2)
 
 
 def takes(gate_up: DeviceCodes, down: DeviceCodes) -> bool:

@@ -24,7 +24,7 @@ MOST_STAGES = 12
 @dataclass(frozen=True)
 class Tile:
     """A block multiplies ``rows`` rows by 64 * ``groups`` rows of the weight, with as many warpgroups: 2, or 4 for at
-    most 128 rows; 16 to 256 rows."""
+    most 128 rows. ``rows`` is 16, 32, 48, 64, 96, 128 or 256."""
 
     rows: int
     groups: int
