@@ -23,6 +23,7 @@ from headrace.base.messages import EngineRequest
 from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
+from headrace.layers.lora.memory import AdapterMemory
 from headrace.service.build import build_engine
 
 CONFIG = {
@@ -33,7 +34,7 @@ CONFIG = {
 }
 
 
-def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int) -> AdapterWeights:
+def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int, memory: AdapterMemory) -> AdapterWeights:
     """Random numbers; the adapter's name says its rank. Some replace the head."""
     rank, parts = 1 + hash(call.name) % max_rank, []
     for site in sites.sites.values():

@@ -25,15 +25,18 @@ from headrace.base.messages import EngineRequest
 from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.layers.lora.contract import AdaptedPart, AdapterSites, AdapterWeights
+from headrace.layers.lora.memory import AdapterMemory
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
 from headrace.serving.bench import offline as workloads
 
 HERE = Path(__file__).parent
 RANK = 16
+COLD_TURNS, PAUSE_S = 7, 1.0
+"""Cold adapters, and seconds between them, in which memory is pinned for the next one."""
 
 
-def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int) -> AdapterWeights:
+def make_weights(call: LoadAdapter, sites: AdapterSites, max_rank: int, memory: AdapterMemory) -> AdapterWeights:
     """Random additions to every linear, so small that dummy weights stay sane; stands for reading a file."""
     parts = []
     for site in sites.sites.values():
@@ -72,36 +75,40 @@ def run(engine: Engine, prompts: list[list[int]], output_lens: list[int], adapte
     return seconds
 
 
-def write_adapter(engine: Engine, folder: Path) -> None:
+def write_adapter(engine: Engine, folder: Path, dtype: torch.dtype) -> None:
     """An adapter of PEFT on disk."""
     sites, tensors = engine.executor.adapters._own_banks.sites, {}
     for name, site in sites.sites.items():
         if site.kind == "linear":
             shapes = {"A": (RANK, site.in_features), "B": (site.out_features, RANK)}
             for letter, shape in shapes.items():
-                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = random_matrix(*shape).clone()
+                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = random_matrix(*shape).to(dtype, copy=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({name.rpartition(".")[2] for name, site in sites.sites.items() if site.kind == "linear"})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def measure_cold(engine: Engine, vocab_size: int) -> None:
-    """The first token of an adapter that must be read from the page cache, against the base model's."""
+def measure_cold(engine: Engine, vocab_size: int, dtype: torch.dtype) -> None:
+    """The first token of an adapter that must be read from the page cache, against the base model's; and once more,
+    when the adapter is on the device."""
     prompt = [[(7 * i) % vocab_size for i in range(200)]]
-    base = min(run(engine, prompt, [1], []) for _ in range(3))
+    base = statistics.median(run(engine, prompt, [1], []) for _ in range(5))
+    times = []
     with tempfile.TemporaryDirectory() as folder:
-        write_adapter(engine, Path(folder))
-        times = []
-        for turn in range(3):
+        write_adapter(engine, Path(folder), dtype)
+        for turn in range(COLD_TURNS):
             began = time.perf_counter()
-            engine.adapters.load(LoadAdapter(f"cold{turn}", folder))
-            loaded = time.perf_counter() - began
-            times.append((loaded, run(engine, prompt, [1], [f"cold{turn}"])))
-    for loaded, first in times:
-        times_s = {"read": loaded, "first token": first, "base": base}
-        told = (f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times_s.items())
-        print("cold:", ", ".join(told), flush=True)
+            engine.adapters.load(LoadAdapter(f"{dtype} {turn}", folder))
+            read = time.perf_counter() - began
+            first, again = (run(engine, prompt, [1], [f"{dtype} {turn}"]) for _ in range(2))
+            times.append({"adds": read + first - base, "read": read, "first token": first, "second": again})
+            time.sleep(PAUSE_S)
+    for name in times[0]:
+        told = ", ".join(f"{turn[name] * 1e3:.1f}" for turn in times)
+        middle = statistics.median(turn[name] for turn in times) * 1e3
+        print(f"cold, {str(dtype).removeprefix('torch.')}: {name:12s} {middle:7.1f} ms ({told})", flush=True)
+    print(f"cold: base {base * 1e3:.1f} ms", flush=True)
 
 
 def measure_stall(engine: Engine, vocab_size: int) -> None:
@@ -109,7 +116,7 @@ def measure_stall(engine: Engine, vocab_size: int) -> None:
     is read from the page cache and put on the device meanwhile."""
     prompt = [(5 * i) % vocab_size for i in range(64)]
     with tempfile.TemporaryDirectory() as folder:
-        write_adapter(engine, Path(folder))
+        write_adapter(engine, Path(folder), torch.bfloat16)
         for adapter in ("", "beside0", "", "beside1"):  # the first of each warms up
             engine.reset_prefix_cache()
             engine.submit(EngineRequest("long", prompt, SamplingSpec(), StopSpec(max_tokens=400)))
@@ -142,6 +149,7 @@ def main() -> None:
     parser.add_argument("--graphs", default="on")
     parser.add_argument("--most", type=int, default=256, help="requests of a workload")
     parser.add_argument("--counts", default="1,8,64,mixed", help="adapters in the batch; mixed: 8, and half base")
+    parser.add_argument("--cold", action="store_true", help="adapters that must be read alone, without workloads")
     parser.add_argument("--workloads", default="latency1,offline256")
     args = parser.parse_args()
     vocab_size = json.loads((args.model / "config.json").read_text())["vocab_size"]
@@ -155,8 +163,11 @@ def main() -> None:
         print(f"{line.name:24s} {line.num_bytes / 2**30:8.2f} GiB  {line.note}", flush=True)
     gc.collect()
     gc.freeze()  # as `headrace.LLM` does: a collection in a run would look at the whole model
-    measure_cold(engine, vocab_size)
+    for dtype in (torch.bfloat16, torch.float32):
+        measure_cold(engine, vocab_size, dtype)
     measure_stall(engine, vocab_size)
+    if args.cold:
+        return engine.close()
     engine.executor.adapters._read = make_weights
     names = [f"a{i:0{i}d}" for i in range(args.slots)]
     for name in names:

@@ -23,6 +23,7 @@ from headrace.execution.step import Step
 from headrace.execution.upload import Upload
 from headrace.kernels.lora import SlotRows
 from headrace.layers.lora.contract import AdapterSites, AdapterWeights
+from headrace.layers.lora.memory import AdapterMemory
 from headrace.layers.lora.parts import LoadBytes
 from headrace.layers.lora.rows import RowsLayout, Segments
 from headrace.layers.lora.sites import AdapterBanks, PreparedAdapter
@@ -39,16 +40,16 @@ NUM_READERS = 2
 MOST_RESERVED = 256 << 20
 """Bytes of host memory that are pinned at most before an adapter needs them."""
 
-ReadAdapter = Callable[[LoadAdapter, AdapterSites, int], AdapterWeights]
-"""From a call, the model's sites and the largest rank to weights; raises typed errors."""
+ReadAdapter = Callable[[LoadAdapter, AdapterSites, int, AdapterMemory], AdapterWeights]
+"""From a call, the model's sites, the largest rank and memory to weights; raises typed errors."""
 
 
 def read_call(
-    call: LoadAdapter, sites: AdapterSites, max_rank: int, *, gguf: GgufForm | None = None
+    call: LoadAdapter, sites: AdapterSites, max_rank: int, memory: AdapterMemory, *, gguf: GgufForm | None = None
 ) -> AdapterWeights:
     """Read the adapter of a call; ``gguf``: what GGUF files of the family are like."""
     source = AdapterSource(call.name, call.path, call.tensors, call.config)
-    return read_adapter(source, sites, max_rank=max_rank, gguf=gguf)
+    return read_adapter(source, sites, max_rank=max_rank, gguf=gguf, memory=memory)
 
 
 def count_startup_bytes(banks: AdapterBanks | None, config: AdapterConfig, item_bytes: int) -> int:
@@ -150,6 +151,8 @@ class AdapterStore:
         self.wait()
         self._banks = banks
         self._room.clear_slots()
+        if banks is not None and banks.device.type == "cuda":
+            banks.stage_loads()
 
     def wait(self) -> None:
         """Let the current stream wait for what is copied beside steps: of memory of banks that is freed or read."""
@@ -209,7 +212,7 @@ class AdapterStore:
             self._begun.record(torch.cuda.current_stream(self._own_banks.device))
 
     def _take(self, adapter_id: int) -> PreparedAdapter:
-        adapter = self.prepare(adapter_id).result() if adapter_id else {}
+        adapter = self.prepare(adapter_id).result() if adapter_id else PreparedAdapter()
         self._wanted.pop(adapter_id, None)
         return adapter
 
@@ -237,28 +240,28 @@ class AdapterStore:
         return prepared
 
     def _read_first(self, adapter_id: int, source: _Source) -> PreparedAdapter:
-        weights, banks = self._load(source), self._own_banks
-        prepared = self._prepare(weights)
+        weights, prepared = self._load(source)
+        banks = self._own_banks
         needed = banks.count_bytes(prepared)
         self._room.reserve(adapter_id, source.call.name, needed, lambda: free_bytes(banks.device))
         source.facts = AdapterFacts(weights.digest, weights.rank, weights.num_bytes, weights.modules)
         return prepared
 
     def _read_again(self, source: _Source) -> PreparedAdapter:
-        weights = self._load(source)
+        weights, prepared = self._load(source)
         if source.facts is None or weights.digest != source.facts.digest:
             raise RequestError(
                 f"the files of adapter {source.call.name} have changed since it was loaded; load it again in place",
                 param="model",
             )
-        return self._prepare(weights)
+        return prepared
 
-    def _prepare(self, weights: AdapterWeights) -> PreparedAdapter:
-        return self._own_banks.prepare(weights, None if self._reserve is None else self._reserve.take)
-
-    def _load(self, source: _Source) -> AdapterWeights:
+    def _load(self, source: _Source) -> tuple[AdapterWeights, PreparedAdapter]:
+        reserve, banks = self._reserve, self._own_banks
+        memory = AdapterMemory() if reserve is None else AdapterMemory(reserve.take, PIECE_BYTES)
         try:
-            return self._read(source.call, self._own_banks.sites, self._config.max_lora_rank)
+            weights = self._read(source.call, banks.sites, self._config.max_lora_rank, memory)
+            return weights, banks.prepare(weights, None if reserve is None else memory)
         except (HeadraceError, MemoryError):
             raise
         except OSError as error:
@@ -266,8 +269,8 @@ class AdapterStore:
 
 
 def _reserve_pinned(banks: AdapterBanks) -> PinnedReserve:
-    """For one adapter of the largest rank, and what is lost at the ends of pieces."""
-    return PinnedReserve(-(-min(banks.slot_bytes * 9 // 8, MOST_RESERVED) // PIECE_BYTES))
+    """For one adapter of the largest rank in float32, as PEFT writes most, and what is lost at the ends of pieces."""
+    return PinnedReserve(-(-min(banks.slot_bytes * 2 * 9 // 8, MOST_RESERVED) // PIECE_BYTES))
 
 
 class AdapterInputs:

@@ -68,7 +68,16 @@ def prepare_steps(assembly: Assembly) -> StepBytes:
     precompile(
         lambda: measured.append(_run_steps(assembly)), msgspec.json.encode(about).decode(), assembly.device
     )
-    return measured[0] if measured else measure_steps(assembly)
+    found = measured[0] if measured else measure_steps(assembly)
+    _stage_loads(assembly)
+    return found
+
+
+def _stage_loads(assembly: Assembly) -> None:
+    """Memory and kernels of loads of adapters."""
+    banks = assembly.loaded.model.adapters
+    if banks is not None and assembly.device.type == "cuda":
+        banks.stage_loads()
 
 
 def _describe_stored(loaded: LoadedModel) -> list[str]:
@@ -102,6 +111,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 @torch.inference_mode()
 def _run_steps(assembly: Assembly) -> StepBytes:
     """Run each kind of step once, the largest ones with all layers."""
+    _stage_loads(assembly)
     measured = measure_steps(assembly)
     with few_layers(assembly.loaded.model):
         _run_small_steps(assembly)

@@ -14,6 +14,7 @@ import torch
 
 from headrace.base.errors import AdapterError, HeadraceError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
+from headrace.layers.lora.memory import AdapterMemory
 from headrace.models.adapters import tensors as tensors_module
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 from headrace.models.adapters.tensors import AdapterTensors
@@ -283,7 +284,7 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path):
 def test_tensors_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool):
     """Some in one piece, some in several, with others of the file between; of several dtypes and without numbers."""
     monkeypatch.setattr(tensors_module, "PIECE_BYTES", 64)
-    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 256)
+    memory = AdapterMemory(piece_bytes=256)
     generator = torch.Generator().manual_seed(1)
     shapes = [(3,), (5, 7), (0, 4), (1,), (2, 2), (90,), (3, 3), (1, 1), (200,)]
     dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
@@ -292,7 +293,9 @@ def test_tensors_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_p
     }
     data, file = pack_tensors(stored), tmp_path / "file"
     file.write_bytes(data)
-    with closing(AdapterTensors.unpack(data, "x") if is_packed else AdapterTensors.open(file)) as tensors:
+    with closing(
+        AdapterTensors.unpack(data, "x", memory) if is_packed else AdapterTensors.open(file, memory)
+    ) as tensors:
         names = [name for name in reversed(stored) if name != "t4"]
         found = {name: tensors.place(name, tuple(stored[name].shape)) for name in names}
         tensors.fill()

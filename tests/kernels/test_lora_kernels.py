@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -299,3 +300,44 @@ def test_what_is_between_two_products(slots: list[int], num_partials: int, ranks
         wanted = expected_of(expected, added, behind, slots)
         EXPAND.load("triton")(reduced, added, behind, rows)
         assert relative_error(added, wanted) < 2e-2
+
+
+SOLUTIONS = [
+    ("cpu", reference), pytest.param("cpu", triton_solution, marks=pytest.mark.interpreted),
+    pytest.param("cuda", triton_solution, marks=pytest.mark.cuda),
+]
+
+
+@pytest.mark.parametrize(("device", "solution"), SOLUTIONS)
+@pytest.mark.parametrize(("dtype", "target_dtype"), [
+    (torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+    pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.cuda),
+    pytest.param(torch.float32, torch.bfloat16, marks=pytest.mark.cuda),
+])
+def test_factors_are_placed(device: str, solution: ModuleType, dtype: torch.dtype, target_dtype: torch.dtype):
+    """As they are and transposed, wider than a tile and of any rank; what is beside them stays."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(5, 700, 1.0), (16, 256, 0.3), (33, 90, -2.0), (0, 0, 1.0), (1, 1, 3.0)]
+    stored = [torch.randn(rows, columns, generator=generator).to(dtype) for rows, columns, _ in shapes]
+    source, begin = torch.zeros(1 << 18, dtype=torch.uint8), 0
+    rooms = [torch.full((48, 720), 7.0, dtype=target_dtype, device=device) for _ in shapes]
+    ranks = torch.full((len(shapes) + 1,), 9, dtype=torch.int64, device=device)
+    rows, expected = [], []
+    for i, (factor, (rank, width, scale)) in enumerate(zip(stored, shapes, strict=True)):
+        laid = factor.t().contiguous() if i % 2 else factor
+        source[begin : begin + laid.nbytes] = laid.reshape(-1).view(torch.uint8)
+        padded = -(-rank // 16) * 16
+        rows.append([
+            begin, rank, padded, width, *((1, rank) if i % 2 else (width, 1)), int(np.float32(scale).view(np.int32)),
+            rooms[i].data_ptr() + rooms[i].itemsize, rooms[i].stride(0), ranks.data_ptr() + 8 * i if i != 4 else 0,
+        ])
+        wanted = torch.full((48, 720), 7.0, dtype=target_dtype)
+        wanted[:padded, 1 : 1 + width] = 0.0
+        wanted[:rank, 1 : 1 + width] = (factor.float() * scale).to(target_dtype)
+        expected.append(wanted)
+        begin += -(-laid.nbytes // 64) * 64
+    solution.place_factors(source.to(device), torch.tensor(rows, device=device), 700, dtype, target_dtype)
+    for room, wanted in zip(rooms, expected, strict=True):
+        assert torch.equal(room.cpu(), wanted)
+    assert ranks.tolist() == [5, 16, 33, 0, 9, 9]

@@ -16,12 +16,15 @@ from headrace.kernels.lora import ADAPTED_NORM, EXPAND, EXPAND_ADD_NORM, EXPAND_
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.layers.linear import Linear
 from headrace.layers.lora import bank as bank_module
+from headrace.layers.lora import staging as staging_module
 from headrace.layers.lora.bank import LinearBank
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterWeights
 from headrace.layers.lora.extended import ExtendedWeight
-from headrace.layers.lora.parts import BankSizes, PreparedPart, gather_parts
+from headrace.layers.lora.memory import AdapterMemory
+from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.checkpoint import unstack_experts
+from headrace.models.adapters.tensors import check_parts
 
 SLOTS, MAX_RANK = 3, 20
 NAMES = (
@@ -286,48 +289,95 @@ def test_latent_attention_is_not_captured_with_an_adapted_up_projection():
     assert not rig.banks.has_extras(0)
 
 
-def new_buffer(num_bytes: int) -> torch.Tensor:
-    return torch.full((num_bytes,), 255, dtype=torch.uint8)
+def make_memory(piece_bytes: int = 4096) -> AdapterMemory:
+    """As of a GPU, with what was there before."""
+    return AdapterMemory(lambda num_bytes: torch.full((num_bytes,), 255, dtype=torch.uint8), piece_bytes)
 
 
-def test_parts_in_one_buffer():
-    """As a GPU copies from: the same numbers, aligned, of tensors in any order and of no numbers."""
-    a, ids = torch.randn(3, 7), torch.tensor([5, 2])
-    parts = [PreparedPart(0, 0, a=a, b=a.t()), PreparedPart(1, 4, token_ids=ids, token_rows=torch.empty(0, 9))]
-    before = [a.clone(), a.t().clone(), ids.clone()]
-    assert gather_parts({"x": parts}, lambda _: 2, new_buffer)["x"] == parts
-    found = [parts[0].a, parts[0].b, parts[1].token_ids]
-    assert all(torch.equal(own, theirs) for own, theirs in zip(found, before, strict=True))
-    assert parts[1].token_rows.shape == (0, 9) and parts[1].weight is None
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
-    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in found)
+@pytest.mark.parametrize("piece_bytes", [64, 4096])
+def test_memory_of_an_adapter(piece_bytes: int):
+    """Aligned, of nobody else, and in few pieces."""
+    memory, sizes = make_memory(piece_bytes), [64, 1, 63, 4096, 100, 5000, 7]
+    found = [memory.view(memory.allocate(size), torch.uint8, (size,), size) for size in sizes]
+    for number, (own, size) in enumerate(zip(found, sizes, strict=True)):
+        assert len(own) == size
+        own.fill_(number)
+    assert all((own == number).all() for number, own in enumerate(found))
+    places = [memory.locate(own.data_ptr() + len(own) - 1) for own in found]
+    assert all(
+        place is not None and memory.pieces[place.piece][place.begin] == number for number, place in enumerate(places)
+    )
+    assert all(memory.locate(own.data_ptr()).begin % 64 == 0 for own in found)
+    assert sum(memory.used) == 64 + 64 + 64 + 4096 + 128 + 5056 + 64
+    assert len(memory.pieces) == (7 if piece_bytes == 64 else 5)
+    other = torch.arange(5)
+    assert memory.locate(other.data_ptr()) is None and memory.keep(found[3])[0] is found[3]
+    kept, place = memory.keep(other)
+    assert torch.equal(kept, other) and memory.locate(kept.data_ptr()) == place
 
 
-@pytest.mark.parametrize("ranks", [(20, 20, 20), (16, 16, 16), (5, 5, 5), (5, 6, 5), (5, 0, 5)], ids=str)
-def test_parts_of_a_layer_are_copied_at_once(ranks: tuple[int, ...]):
-    """Where all have the same rank; the bank is left as by one part at a time, whatever was there."""
-    rig, generator = Rig("llama"), torch.Generator().manual_seed(3)
-    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-    rig.load(1, [low_rank(rig.sites[name], 19, generator) for name in names])
-    parts = [low_rank(rig.sites[name], rank, generator) for name, rank in zip(names, ranks, strict=True) if rank]
-    weights = AdapterWeights(parts, 0, "", [])
-    gathered = rig.banks.prepare(weights, new_buffer)
-    (own,) = gathered.values()
-    assert len(own) == (1 if len(set(ranks)) == 1 else len(parts))
-    rig.banks.load(0, rig.banks.prepare(weights))
-    rig.banks.load(1, gathered)
-    bank = rig.harness.model.get_submodule(f"{next(iter(gathered))}.lora")
-    assert torch.equal(bank.ranks[0], bank.ranks[1]) and bank.ranks[0].tolist() == list(ranks)
-    begin = 0
-    for part, (rank, end) in enumerate(zip(ranks, bank.ends, strict=True)):
-        padded = -(-rank // 16) * 16
-        assert torch.equal(bank.a[0, part, :padded], bank.a[1, part, :padded])
-        assert torch.equal(bank.b[0, :padded, begin:end], bank.b[1, :padded, begin:end])
-        begin = end
+LAYER = "model.layers.0"
 
 
+def list_mixed_parts(sites: dict[str, AdapterSite], generator: torch.Generator) -> list[AdaptedPart]:
+    """Of several ranks, dtypes and scales; stacked outputs of which some have no addition; more than additions."""
+    parts = []
+    for i, (name, rank) in enumerate({
+        "self_attn.q_proj": 5, "self_attn.v_proj": 16, "self_attn.o_proj": 20, "mlp.gate_proj": 17, "mlp.up_proj": 1,
+        "mlp.down_proj": 3,
+    }.items()):
+        part = low_rank(sites[f"{LAYER}.{name}"], rank, generator, (1.0, 0.7, -2.0)[i % 3])
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[i // 2]
+        part.a, part.b = part.a.to(dtype), part.b.to(dtype)
+        parts.append(part)
+    parts[-1].bias = torch.randn(sites[f"{LAYER}.mlp.down_proj"].out_features, generator=generator)
+    site = sites["model.layers.1.mlp.down_proj"]
+    parts.append(AdaptedPart(site.module, site.part, weight=torch.randn(site.out_features, site.in_features)))
+    return parts
+
+
+@pytest.mark.parametrize(("piece_bytes", "staged_bytes", "num_staged"), [
+    (1 << 20, 1 << 20, 3), (1024, 8192, 3), (2048, 2048, 2), (64, 64, 0),
+])
+def test_an_adapter_is_loaded_through_memory_of_the_device(
+    piece_bytes: int, staged_bytes: int, num_staged: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU: banks are left as by one part at a time, whatever was there, where pieces come all at once, one by
+    one, or are partly or all too large."""
+    monkeypatch.setattr(staging_module, "STAGED_BYTES", staged_bytes)
+    rig, generator = Rig("llama-tied-biased"), torch.Generator().manual_seed(3)
+    rig.banks.stage_loads()
+    for slot in (0, 1):
+        rig.load(slot, [low_rank(site, 19, generator) for site in rig.sites.values() if site.kind == "linear"])
+    parts, memory = list_mixed_parts(rig.sites, generator), make_memory(piece_bytes)
+    rig.load(0, parts)
+    prepared = rig.banks.prepare(AdapterWeights(parts, 0, "", []), memory)
+    rig.banks.load(1, prepared)
+    assert prepared.staged is not None and len(prepared.staged.modules) == num_staged
+    banks = {name: module for name, module in rig.harness.model.named_modules() if isinstance(module, LinearBank)}
+    assert any(bank.ranks[1].any() for bank in banks.values())
+    for name, bank in banks.items():
+        assert torch.equal(bank.ranks[0], bank.ranks[1]), name
+        assert bank.has_extras(0) == bank.has_extras(1) and (0 in bank._used) == (1 in bank._used)
+        begin = 0
+        for part, (rank, end) in enumerate(zip(bank.ranks[0].tolist(), bank.ends, strict=True)):
+            padded = -(-rank // 16) * 16
+            assert torch.equal(bank.a[0, part, :padded], bank.a[1, part, :padded]), name
+            assert torch.equal(bank.b[0, :padded, begin:end], bank.b[1, :padded, begin:end]), name
+            begin = end
+    tokens = prompt(1, 9)
+    assert torch.equal(logits_of(rig.harness, tokens, 0), logits_of(rig.harness, tokens, 1))
+    rig.load(0, [])
+    rig.banks.load(1, rig.banks.prepare(AdapterWeights(parts[:1], 0, "", []), make_memory()))
+    compare(logits_of(rig.harness, tokens, 0), logits_of(rig.harness, tokens))
+    merged = rig.merge({f"{LAYER}.self_attn.q_proj.weight": rig.plain[f"{LAYER}.self_attn.q_proj.weight"]
+                        + added(parts[0])})
+    compare(logits_of(rig.harness, tokens, 1), logits_of(merged, tokens))
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_numbers_that_become_infinite_are_refused(is_scaled: bool):
+def test_numbers_that_become_infinite_are_refused(is_scaled: bool, is_staged: bool):
     """By the scale, or in the model's dtype: other adapters' rows are multiplied with them, too."""
     rig = Rig("llama")
     if not is_scaled:
@@ -335,9 +385,15 @@ def test_numbers_that_become_infinite_are_refused(is_scaled: bool):
         for module in rig.harness.model.modules():
             if isinstance(module, LinearBank):
                 module._weight_dtype = torch.float16
+    rig.banks.stage_loads()
+
+    def load(part: AdaptedPart) -> None:
+        weights = AdapterWeights([part], 0, check_parts([part]), [])
+        rig.banks.load(0, rig.banks.prepare(weights, make_memory() if is_staged else None))
+
     part = low_rank(rig.sites["model.layers.0.self_attn.q_proj"], 4, torch.Generator().manual_seed(1))
     part.b[3, 2], part.scale = (3e38, 2.0) if is_scaled else (7e4, 1.0)
     with pytest.raises(AdapterError, match=r"in b of .* too large by its scale"):
-        rig.load(0, [part])
+        load(part)
     part.b[3, 2] = 1e30 if is_scaled else 6e4
-    rig.load(0, [part])
+    load(part)

@@ -26,6 +26,8 @@ from headrace.base.errors import AdapterError, Conflict, NotFound
 from headrace.base.messages import Call, EngineRequest
 from headrace.execution import adapters
 from headrace.layers.lora.extras import MEASURED, MEASURED_COPIES
+from headrace.layers.lora.staging import StagedFactors
+from headrace.memory.pinning import PinnedReserve
 from headrace.service.build import build_engine
 from headrace.service.control import Control
 from headrace.service.engine import Engine
@@ -264,6 +266,30 @@ def make_engine_of_one(rig: Rig, *names: str) -> Engine:
     while len(store._prepared) > 1:  # as with max_cpu_loras=1
         store._prepared.popitem(last=False)
     return engine
+
+
+def test_adapters_are_read_and_loaded_as_on_a_gpu(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Into pieces that are there before, and through memory of the device; read again when host memory was too small,
+    and in slots that others had."""
+    engine = build_engine(make_config(rig.base, adapters=AdapterConfig(enable_lora=True, max_loras=2, max_cpu_loras=2)))
+    store = engine.executor.adapters
+    store._own_banks.stage_loads()
+    reserve = store._reserve = PinnedReserve(3, lambda num_bytes: torch.full((num_bytes,), 255, dtype=torch.uint8))
+    loads = []
+    load = StagedFactors.load
+    monkeypatch.setattr(StagedFactors, "load", lambda self, *args: (loads.append(len(self.modules)), load(self, *args)))
+    for number in range(3):
+        path = write_adapter(rig.base, rig.folder / f"staged{number}", 80 + number)
+        engine.adapters.load(LoadAdapter(f"staged{number}", str(path)))
+    requests = [ask(f"r{i}", prompt(i), ("staged0", "staged1", "staged2", "")[i % 4]) for i in range(12)]
+    for request in requests:
+        engine.submit(request)
+    answers = drain(engine)
+    for request in requests:
+        check_answer(answers[request.request_id], rig.expect(request.adapter, request))
+    assert len(loads) >= 3 and min(loads) > 0
+    engine.close()
+    assert not reserve.num_ready
 
 
 def test_what_was_prepared_for_a_request_is_not_read_when_a_step_begins(rig: Rig):

@@ -140,6 +140,17 @@ reduced | None) | None``: `SHRINK` of x, the input of a product whose output or 
 `EXPAND_ADD_NORM`, and of the norm's output `SHRINK` by ``following``, the bank of the product behind it, unless that is
 None. One kernel for all; None where it takes no such sizes. For some rows, see `chains_norm`."""
 
+BEGIN, RANK, PADDED, WIDTH, ROW_STRIDE, COLUMN_STRIDE, SCALE, TARGET, TARGET_STRIDE, RANKS = range(10)
+"""Columns of `PLACE_FACTORS`'s table."""
+
+PLACE_FACTORS = Operation("LoRA kernel that fills slots")
+"""``place_factors(source [n] uint8, table [N, 10] int64, most_columns, dtype, target_dtype)``: each row of the table
+is a factor of an adapter. Its ``RANK`` rows of ``WIDTH`` columns begin at byte ``BEGIN`` of the source in ``dtype``,
+with strides of ``ROW_STRIDE`` and ``COLUMN_STRIDE`` numbers. They are multiplied in float32 by ``SCALE``, the bits of a
+float32, and written in ``target_dtype`` to address ``TARGET``, rows ``TARGET_STRIDE`` numbers apart; zeros follow up to
+row ``PADDED``. The rank is written as int64 to address ``RANKS`` unless that is 0. ``most_columns``: the largest width.
+All on one device."""
+
 MOST_NORM_ROWS = 64
 """For more rows reading ``b`` for each row takes longer than another launch."""
 
@@ -211,3 +222,10 @@ for _operation, _name in ((SHRINK, "shrink"), (EXPAND, "expand")):
         "cpu", f"headrace.kernels.lora.cpu:{_name}",
         supports=requires(device="cpu", dtypes=("float32", "bfloat16", "float16")), priority=10, doc="own C++ kernels",
     )
+PLACE_FACTORS.add(
+    "reference", "headrace.kernels.lora.reference:place_factors", supports=requires(device="cpu"), doc="by address"
+)
+PLACE_FACTORS.add(
+    "triton", "headrace.kernels.lora.triton:place_factors", supports=requires(device="cuda"), priority=10,
+    doc="one launch for all factors of a dtype",
+)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from headrace.kernels.linear import Norm
-from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
+from headrace.kernels.lora import (
+    BEGIN,
+    COLUMN_STRIDE,
+    PADDED,
+    RANK,
+    RANKS,
+    ROW_STRIDE,
+    SCALE,
+    TARGET,
+    TARGET_STRIDE,
+    WIDTH,
+    LowRankBank,
+    Reduced,
+    SlotRows,
+)
 from headrace.kernels.lora.codes import CodedBank
 from headrace.kernels.rowwise import ADD_RMS_NORM, GELU_TANH_MUL, SILU_MUL
 
@@ -71,6 +86,31 @@ def adapted_norm(
     """See `ADAPTED_NORM`."""
     normed, total = expand_add_norm(shrink(x, bank, rows), pending, residual, norm, bank, rows)
     return normed, total, None if following is None else shrink(normed, following, rows)
+
+
+def place_factors(
+    source: torch.Tensor, table: torch.Tensor, most_columns: int, dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    """See `PLACE_FACTORS`."""
+    for row in _read(table):
+        rank, padded, width = row[RANK], row[PADDED], row[WIDTH]
+        if row[RANKS]:
+            _at(row[RANKS], 1, torch.int64).fill_(rank)
+        if not padded * width:
+            continue
+        target = _at(row[TARGET], (padded - 1) * row[TARGET_STRIDE] + width, target_dtype)
+        target = target.as_strided((padded, width), (row[TARGET_STRIDE], 1))
+        count = (rank - 1) * row[ROW_STRIDE] + (width - 1) * row[COLUMN_STRIDE] + 1
+        stored = source[row[BEGIN] : row[BEGIN] + count * dtype.itemsize].view(dtype)
+        factor = stored.as_strided((rank, width), (row[ROW_STRIDE], row[COLUMN_STRIDE])).float()
+        target[:rank] = factor * torch.tensor(row[SCALE], dtype=torch.int32).view(torch.float32)
+        target[rank:] = 0.0
+
+
+def _at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many numbers in memory of the host."""
+    buffer = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 def _sums_of(

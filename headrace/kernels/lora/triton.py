@@ -44,6 +44,11 @@ def norm_rows(count: int) -> int:
     return next(m for most, m in NORM_ROWS if most is None or count <= most)
 
 
+PLACED_COLUMNS = 256
+"""Of a tile of `place_factors`, which has `RANK_CHUNK` ranks at a time."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
 COUNTS = ["num_blocks", "num_places"]
 """Not compiled for by value: the head has any number of rows, and a first of its kind would wait for a compilation."""
 
@@ -332,3 +337,40 @@ def expand_add_norm(
 expand_add_norm_pdl = partial(expand_add_norm, pdl=True)
 shrink_pdl, expand_pdl = partial(shrink, pdl=True), partial(expand, pdl=True)
 expand_gated_pdl = partial(expand_gated, pdl=True)
+
+
+@triton.jit
+def _place_kernel(
+    source_ptr, table_ptr, SOURCE: tl.constexpr, TARGET: tl.constexpr, FIELDS: tl.constexpr, STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # fields are those of `headrace.kernels.lora.PLACE_FACTORS`, in their order
+    block, at = tl.program_id(0), table_ptr + tl.program_id(1) * FIELDS
+    rank, padded, width = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    ranks = tl.load(at + 9)
+    if (block == 0) & (ranks != 0):
+        tl.store(ranks.to(tl.pointer_type(tl.int64)), rank)
+    if block * COLUMNS < width:
+        row_stride, column_stride = tl.load(at + 4), tl.load(at + 5)
+        scale = tl.load(at + 6).to(tl.int32).to(tl.float32, bitcast=True)
+        target, target_stride = tl.load(at + 7).to(tl.pointer_type(TARGET)), tl.load(at + 8)
+        source = (source_ptr + tl.load(at)).to(tl.pointer_type(SOURCE))
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        for first in range(0, padded, STEP):
+            row = first + tl.arange(0, STEP)
+            is_inside = (row < rank)[:, None] & (column < width)[None, :]
+            stored = source + row[:, None] * row_stride + column[None, :] * column_stride
+            factor = tl.load(stored, mask=is_inside, other=0.0).to(tl.float32) * scale
+            is_written = (row < padded)[:, None] & (column < width)[None, :]
+            tl.store(target + row[:, None] * target_stride + column[None, :], factor.to(TARGET), mask=is_written)
+
+
+def place_factors(
+    source: torch.Tensor, table: torch.Tensor, most_columns: int, dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    """See `headrace.kernels.lora.PLACE_FACTORS`."""
+    grid = (max(1, ceil_div(most_columns, PLACED_COLUMNS)), len(table))
+    _place_kernel[grid](
+        source, table, SOURCE=TYPES[dtype], TARGET=TYPES[target_dtype], FIELDS=table.shape[1], STEP=RANK_CHUNK,
+        COLUMNS=PLACED_COLUMNS, num_warps=4,
+    )

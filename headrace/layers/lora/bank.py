@@ -36,7 +36,7 @@ from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.layers.lora.contract import TENSORS, AdaptedPart, SiteKind
 from headrace.layers.lora.extended import ExtendedWeight
 from headrace.layers.lora.extras import Extras, ExtrasMaker
-from headrace.layers.lora.parts import RANK_STEP, BankSizes, LoadBytes, PreparedPart, check_range, refuse
+from headrace.layers.lora.parts import RANK_STEP, BankSizes, LoadBytes, PreparedPart, check_range, fits, refuse
 from headrace.layers.quantization.storage import StorableLayer
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share
@@ -58,8 +58,6 @@ class AdapterBank(nn.Module):
 
     kind: ClassVar[SiteKind]
     num_experts: int = 0
-    num_parts: int = 1
-    """Of a stacked output; see `PreparedPart.num_parts`."""
     part_names: frozenset[str] | None = None
     """Of a layer that may lack some of a family's parts, see `StorableLayer.has_part`; None: all that are named."""
 
@@ -72,8 +70,9 @@ class AdapterBank(nn.Module):
         """Inputs and outputs of a part in the checkpoint; of all of them if it is empty."""
         raise NotImplementedError
 
-    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
-        """What is needed here of an adapter's part, in host memory; raises `UnsupportedFeature`."""
+    def prepare(self, part: AdaptedPart, *, is_staged: bool = False) -> list[PreparedPart]:
+        """What is needed here of an adapter's part, in host memory; raises `UnsupportedFeature`. ``is_staged``: factors
+        stay as they are, for `headrace.layers.lora.staging`, where there is nothing else."""
         raise NotImplementedError
 
     def count_bytes(self, parts: Sequence[PreparedPart]) -> LoadBytes:
@@ -113,7 +112,7 @@ class LinearBank(AdapterBank):
         self.shares, self.columns, self.part_names = dict(shares), columns, frozenset(shares)
         device, widths = layer.weight.device, [share.length for share in shares.values()]
         self._weight_dtype = layer.weight.dtype
-        self.ends, self.num_parts = tuple(accumulate(widths)), len(widths)
+        self.ends = tuple(accumulate(widths))
         self.ranks = make_buffer(sizes.num_slots, len(widths), dtype=torch.int64, device=device)
         self._make_factors(sizes)
         self.is_low_rank_only = not layer.is_storable  # something besides the layer reads its weight
@@ -185,7 +184,7 @@ class LinearBank(AdapterBank):
         """Whether all that adapters on the device do here is to add to sums."""
         return not self._extras
 
-    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
+    def prepare(self, part: AdaptedPart, *, is_staged: bool = False) -> list[PreparedPart]:
         """See `AdapterBank`."""
         if self.is_low_rank_only and not part.is_low_rank:
             raise refuse(part.module, "more than a low-rank addition", "train it without use_dora and bias")
@@ -194,7 +193,9 @@ class LinearBank(AdapterBank):
         for index, (name, share) in enumerate(self.shares.items()):
             if part.part in ("", name):
                 rows = slice(full[name] + share.start, full[name] + share.stop)
-                prepared.append(self._narrow(part, PreparedPart(index, begin), rows))
+                found = PreparedPart(index, begin)
+                is_alone = is_staged and part.is_low_rank
+                prepared.append(self._stage(part, found, rows) if is_alone else self._narrow(part, found, rows))
             begin += share.length
         assert prepared, f"no part is called {part.part}"
         return prepared
@@ -206,6 +207,18 @@ class LinearBank(AdapterBank):
             starts[name] = at
             at += share.size if part == "" else 0
         return starts
+
+    def _stage(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:
+        assert part.a is not None and part.b is not None
+        found.rank, found.scale = part.rank, part.scale
+        # an adapter has hundreds of parts, and each call takes microseconds
+        found.a = part.a if self.columns.is_whole else part.a[:, self.columns.start : self.columns.stop]
+        b = part.b if rows == slice(0, len(part.b)) else part.b[rows]
+        found.b = b.t()
+        for name, factor in (("a", found.a), ("b", b)):
+            if not fits(part, name, self.b.dtype):  # found out by making it
+                check_range(part, name, (_scale(factor, part.scale) if name == "b" else factor).to(self.b.dtype))
+        return found
 
     def _narrow(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:
         inputs = slice(self.columns.start, self.columns.stop)
@@ -234,11 +247,11 @@ class LinearBank(AdapterBank):
         found.b = self._keep(b.float() if found.magnitude is not None else b.to(self.b.dtype))
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In memory of its own; for a GPU `gather_parts` sees to that."""
-        return tensor if self.ranks.is_cuda else tensor.clone(memory_format=torch.contiguous_format)
+        """In memory of its own: it stays for longer than what was read."""
+        return tensor.clone(memory_format=torch.contiguous_format)
 
-    def load(self, slot: int, parts: Sequence[PreparedPart]) -> None:
-        """See `AdapterBank`."""
+    def load(self, slot: int, parts: Sequence[PreparedPart], *, is_placed: bool = False) -> None:
+        """See `AdapterBank`. ``is_placed``: what is for the device is there, by `headrace.layers.lora.staging`."""
         self._extras.pop(slot, None)
         self._used.discard(slot)
         ranks = [0] * len(self.ends)
@@ -247,15 +260,16 @@ class LinearBank(AdapterBank):
             self._extras[slot] = extras
         for part in parts:
             if part.rank:
-                ranks[part.index : part.index + part.num_parts] = [part.rank] * part.num_parts
-                self._put(slot, part, None if extras is None else extras.gain)
-        if ranks != self._slot_ranks.get(slot):
+                ranks[part.index] = part.rank
+                if not is_placed:
+                    self._put(slot, part, None if extras is None else extras.gain)
+        if ranks != self._slot_ranks.get(slot) and not is_placed:
             if len(set(ranks)) == 1:
                 self.ranks[slot].fill_(ranks[0])  # takes a fifth as long as a copy from pinned memory
             else:
                 on_host = torch.tensor(ranks)
                 self.ranks[slot].copy_(on_host.pin_memory() if self.ranks.is_cuda else on_host, non_blocking=True)
-            self._slot_ranks[slot] = ranks
+        self._slot_ranks[slot] = ranks
         if any(ranks):
             self._used.add(slot)
 
@@ -264,12 +278,10 @@ class LinearBank(AdapterBank):
         assert part.a is not None and part.b is not None
         padded, stop = -(-part.rank // RANK_STEP) * RANK_STEP, part.start + part.b.shape[1]
         b = part.b if gain is None else part.b.to(gain.device, non_blocking=True) * gain[part.start : stop]
-        # an adapter has hundreds of parts, and each call takes microseconds of the engine's thread
-        own = slice(part.index, part.index + part.num_parts)
-        self.a[slot, own, : part.rank].copy_(part.a, non_blocking=True)
-        self.b[slot, : part.rank, part.start : stop].copy_(b, non_blocking=True)
+        self.a[slot, part.index, : part.rank].copy_(part.a, non_blocking=True)
+        self.b[slot, : part.rank, part.start : stop].copy_(_scale(b, part.scale), non_blocking=True)
         if part.rank < padded:
-            self.a[slot, own, part.rank : padded].zero_()
+            self.a[slot, part.index, part.rank : padded].zero_()
             self.b[slot, part.rank : padded, part.start : stop].zero_()
 
     def begin(self, x: torch.Tensor, *, before_norm: bool = False) -> Adaptation | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -53,7 +54,7 @@ class AdaptedPart:
     ``a`` [r, I] and ``b`` [O, r] add ``scale * b @ a`` to the weight; of an embedding ``a`` is [r, V] and ``b`` [D, r].
     ``magnitude`` [O]: the norms that rows of the weight have with that addition (DoRA, arXiv:2402.09353). ``bias`` [O]
     and ``weight`` [O, I] replace the base's; an embedding's weight is [V, D]. ``token_rows`` [n, D] replace the rows
-    ``token_ids`` [n] int64 of an embedding or head."""
+    ``token_ids`` [n] int64 of an embedding or head. ``bound``: no number of it has a larger magnitude."""
 
     module: str
     part: str = ""
@@ -66,6 +67,7 @@ class AdaptedPart:
     weight: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
     token_rows: torch.Tensor | None = None
+    bound: float = inf
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -49,7 +49,7 @@ class EmbeddingBank(AdapterBank):
         """See `AdapterBank`."""
         return slot in self._lookups
 
-    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
+    def prepare(self, part: AdaptedPart, *, is_staged: bool = False) -> list[PreparedPart]:
         """See `AdapterBank`."""
         if part.magnitude is not None:
             raise refuse(part.module, "a DoRA magnitude", "train the embedding without use_dora")

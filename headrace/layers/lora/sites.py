@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from headrace.kernels.lora import SlotRows
-from headrace.layers.lora.bank import AdapterBank
+from headrace.layers.lora.bank import AdapterBank, LinearBank
 from headrace.layers.lora.contract import AdapterSite, AdapterSites, AdapterWeights
-from headrace.layers.lora.parts import BankSizes, LoadBytes, PreparedPart, gather_parts
+from headrace.layers.lora.memory import AdapterMemory
+from headrace.layers.lora.parts import BankSizes, LoadBytes, PreparedPart
+from headrace.layers.lora.staging import FactorBank, Stage, StagedFactors
 
-PreparedAdapter = dict[str, list[PreparedPart]]
-"""An adapter in host memory as this rank's banks copy it, by module."""
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter in host memory as this rank's banks copy it: its parts by module, and ``staged``, what of them a GPU
+    takes at once."""
+
+    parts: Mapping[str, list[PreparedPart]] = field(default_factory=dict)
+    staged: StagedFactors | None = None
 
 
 def find_banks(model: nn.Module) -> dict[str, AdapterBank]:
@@ -59,6 +68,7 @@ class AdapterBanks:
         self.sites, self.context = sites, context
         self.num_slots, self.dense_counts = sizes.num_slots, sizes.dense_counts
         self._by_slot: dict[int, set[str]] = {}  # modules that the adapter in a slot changes
+        self._stage: Stage | None = None
 
     @property
     def num_captured(self) -> int:
@@ -70,27 +80,41 @@ class AdapterBanks:
         """Of the room that banks have set aside, the bytes of one adapter."""
         return sum(bank.slot_bytes for bank in self._banks.values())
 
-    def prepare(
-        self, adapter: AdapterWeights, take: Callable[[int], torch.Tensor] | None = None
-    ) -> PreparedAdapter:
-        """What an adapter needs here; on any thread. ``take``: see `gather_parts`; None: tensors stay where they are.
-        Raises `UnsupportedFeature`."""
-        prepared: PreparedAdapter = defaultdict(list)
+    def prepare(self, adapter: AdapterWeights, memory: AdapterMemory | None = None) -> PreparedAdapter:
+        """What an adapter needs here, on any thread; ``memory``: it was read into, where that is staged. Raises
+        `UnsupportedFeature`."""
+        parts: dict[str, list[PreparedPart]] = defaultdict(list)
         for part in adapter.parts:
-            prepared[part.module] += self._banks[part.module].prepare(part)
-        return gather_parts(prepared, lambda name: self._banks[name].num_parts, take) if take else dict(prepared)
+            parts[part.module] += self._banks[part.module].prepare(part, is_staged=memory is not None)
+        if memory is None:
+            return PreparedAdapter(parts)
+        return PreparedAdapter(parts, StagedFactors(parts, self._find_factor_banks(parts), memory))
+
+    def stage_loads(self) -> None:
+        """Have what loads of adapters from staged memory need, on the device."""
+        if self._stage is None:
+            self._stage = Stage(self.device)
+        banks = (bank for bank in self._banks.values() if isinstance(bank, LinearBank))
+        self._stage.warm_up({bank.b.dtype for bank in banks})
+
+    def _find_factor_banks(self, parts: Mapping[str, list[PreparedPart]]) -> dict[str, FactorBank]:
+        """Of the modules to which all that an adapter does is to add."""
+        return {
+            name: bank for name, own in sorted(parts.items()) if isinstance(bank := self._banks[name], LinearBank)
+            and all(part.a is not None and part.a.numel() and not part.has_extras for part in own)
+        }
 
     def count_bytes(self, adapter: PreparedAdapter) -> LoadBytes:
         """What an adapter takes of the device beside the room that banks have set aside: whole modules, rows of tokens,
         and what is added to embeddings and experts; while it is loaded the weights whose norms it needs."""
-        found = [self._banks[name].count_bytes(parts) for name, parts in adapter.items()]
+        found = [self._banks[name].count_bytes(parts) for name, parts in adapter.parts.items()]
         return LoadBytes(sum(one.kept for one in found), max((one.passing for one in found), default=0))
 
     def is_copied(self, adapter: PreparedAdapter) -> bool:
         """Whether loading an adapter is copying alone, into the room of banks."""
         return all(
             self._banks[name].kind in ("linear", "head") and not any(part.has_extras for part in parts)
-            for name, parts in adapter.items()
+            for name, parts in adapter.parts.items()
         )
 
     @property
@@ -100,11 +124,24 @@ class AdapterBanks:
 
     def load(self, slot: int, adapter: PreparedAdapter) -> None:
         """Take an adapter into a slot, in stream order; an empty one leaves the slot empty."""
-        before = self._by_slot.get(slot, set())
-        self._by_slot[slot] = before | set(adapter)  # first: what fails half-way is overwritten by the next
-        for name in sorted(before | set(adapter)):  # in the same order on all ranks, which may add up norms
-            self._banks[name].load(slot, adapter.get(name, []))
-        self._by_slot[slot] = set(adapter)
+        before, own = self._by_slot.get(slot, set()), set(adapter.parts)
+        self._by_slot[slot] = before | own  # first: what fails half-way is overwritten by the next
+        staged = adapter.staged
+        placed = {name: self._linear_bank(name) for name in staged.modules} if staged is not None else {}
+        for name in sorted(before | own):  # in the same order on all ranks, which may add up norms
+            if name not in placed:
+                self._banks[name].load(slot, adapter.parts.get(name, []))
+        if staged is not None:
+            assert self._stage is not None, "see stage_loads"
+            staged.load(slot, placed, self._stage)
+            for name, bank in placed.items():
+                bank.load(slot, adapter.parts[name], is_placed=True)
+        self._by_slot[slot] = own
+
+    def _linear_bank(self, name: str) -> LinearBank:
+        bank = self._banks[name]
+        assert isinstance(bank, LinearBank)
+        return bank
 
     def has_extras(self, slot: int) -> bool:
         """Whether the adapter in a slot changes more than captured steps compute."""

@@ -37,7 +37,7 @@ class StackBank(AdapterBank):
         """Those of the adapter in a slot to one expert."""
         return self._additions.get(slot, {}).get(expert, [])
 
-    def prepare(self, part: AdaptedPart) -> list[PreparedPart]:
+    def prepare(self, part: AdaptedPart, *, is_staged: bool = False) -> list[PreparedPart]:
         """See `AdapterBank`; ``index`` is the expert's number, ``start`` the first row in its matrix here."""
         if not self._experts.is_whole:
             raise refuse(part.module, "parts of experts", "leave out enable_expert_parallel")

@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.errors import AdapterError, HeadraceError, ModelError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterSites, AdapterWeights
+from headrace.layers.lora.memory import AdapterMemory
 from headrace.models.adapters.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
 from headrace.models.adapters.experts import read_experts
 from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, find_adapter
@@ -41,12 +42,14 @@ class AdapterSource:
 
 
 def read_adapter(
-    source: AdapterSource, sites: AdapterSites, *, max_rank: int, gguf: GgufForm | None = None
+    source: AdapterSource, sites: AdapterSites, *, max_rank: int, gguf: GgufForm | None = None,
+    memory: AdapterMemory | None = None
 ) -> AdapterWeights:
-    """Read an adapter for a model with these sites; ``gguf``: what its GGUF files are like. Raises `AdapterError` or
-    `UnsupportedFeature`, which name the adapter and the field, module, tensor or file."""
+    """Read an adapter for a model with these sites; ``gguf``: what its GGUF files are like; ``memory``: where its
+    tensors are read into, if they are of PEFT. Raises `AdapterError` or `UnsupportedFeature`, which name the adapter
+    and the field, module, tensor or file."""
     try:
-        return _read(source, sites, max_rank, gguf)
+        return _read(source, sites, max_rank, gguf, memory)
     except HeadraceError as error:
         # whoever asked for the adapter may correct it, also where a file is wrong
         kind = type(error) if isinstance(error, RequestError) else AdapterError
@@ -71,12 +74,14 @@ def count_whole_bytes(path: str, sites: AdapterSites, item_bytes: int) -> int:
     return count * item_bytes
 
 
-def _read(source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufForm | None) -> AdapterWeights:
+def _read(
+    source: AdapterSource, sites: AdapterSites, max_rank: int, gguf: GgufForm | None, memory: AdapterMemory | None
+) -> AdapterWeights:
     path = find_adapter(source.path) if source.path else None
     if path is not None and path.suffix == ".gguf" and not path.is_dir():
         parts, modules = read_gguf_parts(path, sites, gguf)
     else:
-        config, tensors = _open(source, path)
+        config, tensors = _open(source, path, memory)
         with closing(tensors):
             reader = _PeftReader(config, tensors, sites, max_rank)
             parts, modules = reader.read(), sorted(reader.modules)
@@ -92,12 +97,14 @@ def _check_rank(rank: int, max_rank: int) -> None:
         raise AdapterError(f"it has rank {rank}, more than {max_rank}; start with --max-lora-rank {rank}")
 
 
-def _open(source: AdapterSource, path: Path | None) -> tuple[PeftConfig, AdapterTensors]:
+def _open(
+    source: AdapterSource, path: Path | None, memory: AdapterMemory | None
+) -> tuple[PeftConfig, AdapterTensors]:
     """The configuration and the tensors, of which only the header has been read."""
     if path is None:
         if not source.tensors or not source.config:
             raise AdapterError("give path, or tensors and config", param="tensors")
-        return parse_config(source.config), AdapterTensors.unpack(source.tensors, "tensors")
+        return parse_config(source.config), AdapterTensors.unpack(source.tensors, "tensors", memory)
     if not path.is_dir():
         raise ModelError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a .gguf file")
     weights = path / WEIGHTS_FILE
@@ -115,7 +122,7 @@ def _open(source: AdapterSource, path: Path | None) -> tuple[PeftConfig, Adapter
         text = file.read_bytes()
     except OSError as error:
         raise ModelError(f"cannot read {path / CONFIG_FILE}: {error.strerror or error}") from error
-    return parse_config(text), AdapterTensors.open(weights)
+    return parse_config(text), AdapterTensors.open(weights, memory)
 
 
 class _PeftReader:

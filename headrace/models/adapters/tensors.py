@@ -7,24 +7,27 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
+from math import inf, isfinite
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from headrace.base.errors import AdapterError
 from headrace.layers.lora.contract import TENSORS, AdaptedPart
-from headrace.layers.lora.parts import align, run_in_threads
+from headrace.layers.lora.memory import AdapterMemory, view_bytes
+from headrace.layers.lora.parts import run_in_threads
 from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header
 
 MAX_HEADER_BYTES = 32 << 20
 PIECE_BYTES, MOST_IN_PIECE = 2 << 20, 512
 """Bytes that a thread reads, scans or hashes at a time, and of how many tensors: calls that are long beside those of
 Python around them, for which threads would wait for one another."""
-BLOCK_BYTES = 16 << 20
-"""Bytes of memory that tensors share."""
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 """Bits of it; those of what is no number are more."""
+BITS = {2: torch.int16, 4: torch.int32}
+"""Integers of so many bytes."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,22 +36,21 @@ class AdapterTensors:
     the model's weights: trainers write adapters anew while a server reads them, and a mapped file that gets shorter
     ends the process."""
 
-    def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | memoryview):
+    def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | memoryview, memory: AdapterMemory | None):
         self.entries: Mapping[str, StoredTensor] = {entry.name: entry for entry in entries}
-        self._file = file
+        self._file, self._memory = file, memory or AdapterMemory()
         self._placed: list[tuple[StoredTensor, memoryview]] = []  # and not yet read
-        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     @classmethod
-    def open(cls, path: Path) -> AdapterTensors:
-        """Of a file; raises `WeightError`. Close it."""
+    def open(cls, path: Path, memory: AdapterMemory | None = None) -> AdapterTensors:
+        """Of a file, into this memory; raises `WeightError`. Close it."""
         entries = read_header(path, most_bytes=MAX_HEADER_BYTES)
-        return cls(entries, path.open("rb", buffering=0))
+        return cls(entries, path.open("rb", buffering=0), memory)
 
     @classmethod
-    def unpack(cls, data: bytes, name: str) -> AdapterTensors:
+    def unpack(cls, data: bytes, name: str, memory: AdapterMemory | None = None) -> AdapterTensors:
         """Of a file's bytes, which errors call ``name``; raises `WeightError`."""
-        return cls(read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES), memoryview(data))
+        return cls(read_packed_header(data, name, most_bytes=MAX_HEADER_BYTES), memoryview(data), memory)
 
     def close(self) -> None:
         """Close the file."""
@@ -69,9 +71,9 @@ class AdapterTensors:
             raise AdapterError(
                 f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
-        data = self._allocate(entry.stop - entry.start)
-        self._placed.append((entry, np.asarray(data).data))
-        tensor = data.view(entry.dtype).view(entry.shape)
+        num_bytes = entry.stop - entry.start
+        tensor = self._memory.view(self._memory.allocate(num_bytes), entry.dtype, shape, num_bytes)
+        self._placed.append((entry, view_bytes(tensor.data_ptr(), num_bytes).data))
         if entry.dtype != torch.float64:
             return tensor
         self.fill()
@@ -81,16 +83,6 @@ class AdapterTensors:
         """Read what was placed, by several threads; raises `AdapterError` for a file that became shorter."""
         pieces, self._placed = list(self._cut()), []
         run_in_threads(self._fill_piece, pieces)
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        # by numpy, which asks for large pages: touching small ones would take as long as reading
-        if num_bytes > BLOCK_BYTES // 2:
-            return torch.from_numpy(np.empty(num_bytes, np.uint8))
-        if self._used + num_bytes > len(self._block):
-            self._block, self._used = torch.from_numpy(np.empty(BLOCK_BYTES, np.uint8)), 0
-        start = self._used
-        self._used += align(num_bytes)
-        return self._block[start : start + num_bytes]
 
     def _cut(self) -> Iterator[tuple[int, list[memoryview]]]:
         """Where pieces begin in the file, and the memory of each, in order."""
@@ -129,75 +121,88 @@ class AdapterTensors:
 
 
 def check_parts(parts: list[AdaptedPart]) -> str:
-    """The SHA-256 of the content of an adapter's parts, in hex, the same for any file that it was read from; raises
-    `AdapterError` for a number that is not finite, and for outputs that two parts change."""
+    """The SHA-256 of the content of an adapter's parts, in hex, the same for any file that it was read from; sets
+    `AdaptedPart.bound`. Raises `AdapterError` for a number that is not finite, and for outputs that two parts change.
+    """
     ordered = sorted(parts, key=lambda part: (part.module, part.expert, part.part))
     for before, part in pairwise(ordered):  # an empty part, which is all outputs, comes first
         is_same = (before.module, before.expert) == (part.module, part.expert)
         if is_same and before.part in ("", part.part):
             raise AdapterError(f"the adapter changes {part.module} {part.part}".rstrip() + " twice, by different names")
     named = [
-        (part, name, tensor.contiguous().view(-1)) for part in ordered for name in TENSORS
-        if (tensor := getattr(part, name)) is not None
+        _Named(part, name, own := tensor.contiguous(), own.data_ptr(), own.nbytes) for part in ordered
+        for name in TENSORS if (tensor := getattr(part, name)) is not None
     ]
-    floats = [tensor for *_, tensor in named if tensor.is_floating_point()]
-    if not all(run_in_threads(_is_finite, list(_cut_stretches(floats)))):
-        part, name, _ = next(found for found in named if found[2].is_floating_point() and not _is_finite(found[2]))
+    bound = max(run_in_threads(_find_largest, list(_cut_stretches(named))), default=0.0)
+    if not isfinite(bound):
+        part, name, *_ = next(one for one in named if inf in map(_find_largest, _cut_stretches([one])))
         raise AdapterError(
             f"the adapter has numbers that are not finite, in {name} of {part.module} {part.part}".rstrip()
         )
+    for part in parts:
+        part.bound = bound
     return _digest(named)
 
 
-def _cut_stretches(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same numbers in few pieces: tensors that lie side by side in memory are one."""
-    places = sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors) if tensor.numel())
-    stretch, size = None, 0
-    for address, i in places:
-        own = tensors[i]
-        is_next = (
-            stretch is not None and address == stretch.data_ptr() + size * stretch.element_size()
-            and own.dtype == stretch.dtype
-            and own.untyped_storage().data_ptr() == stretch.untyped_storage().data_ptr()
-        )
-        if stretch is not None and not is_next:
-            yield from stretch.as_strided((size,), (1,)).split(PIECE_BYTES // stretch.element_size())
-        if stretch is None or not is_next:
-            stretch, size = own, 0
-        size += len(own)
-    if stretch is not None:
-        yield from stretch.as_strided((size,), (1,)).split(PIECE_BYTES // stretch.element_size())
+class _Named(NamedTuple):
+    """A tensor of a part, and its memory."""
+
+    part: AdaptedPart
+    name: str
+    tensor: torch.Tensor
+    address: int
+    num_bytes: int
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Of a contiguous tensor [n]. By numpy: in each of several threads, torch would start as many threads as there are
-    cores. By the largest bits of positive numbers and of negative ones, so that no other memory is written."""
-    size, infinity = tensor.element_size(), INFINITY[tensor.dtype]
-    bits = np.asarray(tensor.view(torch.uint8)).view(f"i{size}")
-    if not bits.size:
-        return True
-    sign = 1 << (8 * size - 1)
-    return bool(bits.max() < infinity and bits.view(f"u{size}").max() < sign + infinity)
+class _Numbers(NamedTuple):
+    """Floats of a dtype, as integers of their bits."""
+
+    dtype: torch.dtype
+    bits: np.ndarray
 
 
-def _digest(named: list[tuple[AdaptedPart, str, torch.Tensor]]) -> str:
+def _cut_stretches(named: list[_Named]) -> Iterator[_Numbers]:
+    """All floats in few pieces: tensors that lie side by side in memory are one."""
+    ordered = sorted((one.address, one.num_bytes, one.tensor.dtype) for one in named if one.tensor.dtype in INFINITY)
+    begin, end, dtype = 0, 0, torch.float32
+    for address, num_bytes, own in [*ordered, (-1, 0, dtype)]:
+        if (address, own) != (end, dtype):
+            for at in range(begin, end, PIECE_BYTES):
+                content = view_bytes(at, min(PIECE_BYTES, end - at))
+                yield _Numbers(dtype, content.view(f"i{dtype.itemsize}"))
+            begin, dtype = address, own
+        end = address + num_bytes
+
+
+def _find_largest(numbers: _Numbers) -> float:
+    """The largest magnitude, infinite where one is not finite. By numpy: in each of several threads, torch would start
+    as many threads as there are cores. By the largest bits of positive numbers and of negative ones, so that no other
+    memory is written."""
+    bits = numbers.bits
+    sign = 1 << (8 * bits.itemsize - 1)
+    largest = max(0, int(bits.max()), int(bits.view(f"u{bits.itemsize}").max()) - sign)
+    if largest >= INFINITY[numbers.dtype]:
+        return inf
+    return float(torch.tensor(largest, dtype=BITS[bits.itemsize]).view(numbers.dtype))
+
+
+def _digest(named: list[_Named]) -> str:
     """Of the digests of pieces, each in one tensor, and what they belong to."""
-    jobs: list[list[np.ndarray]] = [[]]
+    jobs: list[list[memoryview]] = [[]]
     lengths, job_bytes = [], 0
-    for *_, tensor in named:
-        content = np.asarray(tensor.view(torch.uint8))
-        starts = range(0, len(content), PIECE_BYTES)
+    for *_, address, num_bytes in named:
+        starts = range(0, num_bytes, PIECE_BYTES)
         for at in starts:
-            piece = content[at : at + PIECE_BYTES]
-            if jobs[-1] and job_bytes + len(piece) > PIECE_BYTES:
+            size = min(PIECE_BYTES, num_bytes - at)
+            if jobs[-1] and job_bytes + size > PIECE_BYTES:
                 jobs.append([])
                 job_bytes = 0
-            jobs[-1].append(piece)
-            job_bytes += len(piece)
+            jobs[-1].append(view_bytes(address + at, size).data)
+            job_bytes += size
         lengths.append(len(starts))
     digests = iter([digest for found in run_in_threads(_hash_all, jobs) for digest in found])
     whole, last = hashlib.sha256(), None
-    for (part, name, _), length in zip(named, lengths, strict=True):
+    for (part, name, *_), length in zip(named, lengths, strict=True):
         if part is not last:
             whole.update(repr((part.module, part.part, part.expert, part.scale)).encode())
             last = part
@@ -207,5 +212,5 @@ def _digest(named: list[tuple[AdaptedPart, str, torch.Tensor]]) -> str:
     return whole.hexdigest()
 
 
-def _hash_all(pieces: list[np.ndarray]) -> list[bytes]:
-    return [hashlib.sha256(piece.data).digest() for piece in pieces]
+def _hash_all(pieces: list[memoryview]) -> list[bytes]:
+    return [hashlib.sha256(piece).digest() for piece in pieces]
