@@ -36,6 +36,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 EMBEDDING_SCALE = 3.5
 """Of the embedding, over that of the other weights: about every second token is then that before it."""
+ROUTER_SCALE = 0.05
+"""Of clear routing: scores then differ by some hundredths."""
 HEAD_VOCAB = 200
 LITTLE = 0.02
 HEAD = {
@@ -57,14 +59,19 @@ SPECULATORS = {
 }
 
 
-def write_target(folder: Path, kind: str, *, has_module: bool = False) -> transformers.PreTrainedModel:
-    """A checkpoint with a tokenizer of bytes; ``has_module``: and a prediction module in layer `LAYERS`."""
+def write_target(
+    folder: Path, kind: str, *, has_module: bool = False, has_clear_routing: bool = False
+) -> transformers.PreTrainedModel:
+    """A checkpoint with a tokenizer of bytes; ``has_module``: and a prediction module in layer `LAYERS`;
+    ``has_clear_routing``: which experts a layer's tokens go to does not depend on rounding, only with what weights."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**{**CONFIG, **TARGETS[kind]})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        if has_clear_routing:
+            clear_routing(model)
     stated = {**config.to_dict(), "architectures": [type(model).__name__], "num_nextn_predict_layers": int(has_module)}
     tensors = dict(model.state_dict())
     if has_module:
@@ -72,6 +79,16 @@ def write_target(folder: Path, kind: str, *, has_module: bool = False) -> transf
     write(folder, stated, tensors)
     write_tokenizer(folder)
     return model
+
+
+def clear_routing(model: Any) -> None:
+    """Let biases choose among experts and among groups of them: any two sums of biases differ by more than scores."""
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight.mul_(ROUTER_SCALE)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.1 * 2.0 ** torch.randperm(len(bias)))
 
 
 def make_module(model: Any) -> dict[str, torch.Tensor]:

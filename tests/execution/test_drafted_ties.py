@@ -16,6 +16,7 @@ import pytest
 from headrace import LLM
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.scheduling.admission import OutputForecast
 from headrace.service.client.requests import build_requests
 
 pytest.importorskip("test_drafted_heads", reason="needs transformers", exc_type=ImportError)
@@ -82,8 +83,11 @@ class Bench:
 
     def __init__(self, root: Path):
         self.root = root
-        self.models = {kind: write_target(root / kind, kind, has_module=kind != "Llama") for kind in
-                       ("Llama", "DeepseekV3", "Glm4Moe")}
+        # A choice of experts that rounding changes would change logits by more than any bound.
+        self.models = {
+            kind: write_target(root / kind, kind, has_module=kind != "Llama", has_clear_routing=True)
+            for kind in ("Llama", "DeepseekV3", "Glm4Moe")
+        }
         write_head(root / "head", self.models["Llama"], "one file")
         self._plain: dict[tuple[str, str], list[list[Any]]] = {}
 
@@ -186,9 +190,13 @@ def check(llm: LLM, found: list[list[Any]], plain: list[list[Any]], referee: Ref
 
 
 @pytest.mark.parametrize(("place", "method", "option"), COMBINATIONS)
-def test_output_is_that_of_no_drafts_but_for_ties(place: str, method: str, option: str, bench: Bench):
+def test_output_is_that_of_no_drafts_but_for_ties(
+    place: str, method: str, option: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
     """Greedy and seeded, with penalties, grammars, logprobs, bans and minimum lengths; then again from stored
     prefixes."""
+    if option == "retraction":  # certain where nothing is promised for outputs: all whose prompts fit are admitted
+        monkeypatch.setattr(OutputForecast, "START", 0.0)
     kind, name = METHODS[method][0], f"{place}, {method}, {option}"
     plain, referee = bench.plain(kind, place), bench.referee(kind, PLACES[place])
     with bench.open(method, PLACES[place], OPTIONS[option]) as llm:
