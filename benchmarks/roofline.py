@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.layers.spec import DecoderSpec, MoeSpec
+from headrace.layers.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, MoeSpec
 from headrace.models.catalog import find_family
 
 BANDWIDTH = 4.3e12  # bytes/s, device-to-device copy measured on an H200
@@ -35,13 +35,13 @@ BF16 = WeightCosts()
 class Shape:
     """What of a config.json counts; parameters without the embedding gather, a tied head is read once a step.
 
-    ``expert_parameters``: one expert in each layer that has some. ``windows``: how many layers see how many tokens (0:
-    all).
+    ``cached_dims``: elements that a layer caches of a token. ``pair_dims``: products of a query and a key, and of a
+    weight and a value, of all heads together. ``expert_parameters``: one expert in each layer that has some.
+    ``windows``: how many layers see how many tokens (0: all).
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    cached_dims: int
+    pair_dims: int
     windows: dict[int, int]
     matmul_parameters: int
     head_parameters: int
@@ -53,10 +53,11 @@ class Shape:
     def of(cls, config: dict[str, Any]) -> Shape:
         spec = find_family(config["architectures"][0]).read_config(config)
         assert isinstance(spec, DecoderSpec), "knows plain decoders alone"
-        heads, width, plain, expert, routing = spec.attention, spec.hidden_size, 0, 0, None
+        width, plain, expert, routing = spec.hidden_size, 0, 0, None
+        attention, cached_dims, pair_dims = _count_attention(spec.attention, width)
         for layer in spec.layers:
             mlp = layer.mlp or spec.mlp
-            plain += width * heads.head_dim * 2 * (heads.num_heads + heads.num_kv_heads)
+            plain += attention
             if isinstance(mlp, MoeSpec):
                 routing = mlp.routing
                 plain += width * routing.num_experts + (3 * width * mlp.shared.intermediate_size if mlp.shared else 0)
@@ -65,9 +66,7 @@ class Shape:
                 plain += 3 * width * mlp.intermediate_size
         chosen = (expert, routing.num_experts, routing.top_k) if routing else ()
         windows = Counter(layer.window for layer in spec.layers)
-        return cls(
-            heads.num_heads, heads.num_kv_heads, heads.head_dim, dict(windows), plain, width * spec.vocab_size, *chosen
-        )
+        return cls(cached_dims, pair_dims, dict(windows), plain, width * spec.vocab_size, *chosen)
 
     @property
     def used_parameters(self) -> int:
@@ -82,11 +81,11 @@ class Shape:
         return plain + costs.expert * self.num_experts * (1 - missed) * self.expert_parameters
 
     def read_kv_bytes(self, lens: list[int]) -> float:
-        """Keys and values that a decode step of requests of such lengths reads, in bf16."""
+        """Bytes of the cache that a decode step of requests of such lengths reads, in bf16."""
         seen = sum(
             layers * sum(min(n, window) if window else n for n in lens) for window, layers in self.windows.items()
         )
-        return 4 * self.num_kv_heads * self.head_dim * seen
+        return 2 * self.cached_dims * seen
 
     def count_pairs(self, start: int, end: int) -> float:
         """Pairs of a query from ``start`` to ``end`` and a key that it sees, in all layers."""
@@ -95,6 +94,21 @@ class Shape:
             return n**2 / 2 if not window or n <= window else window**2 / 2 + (n - window) * window
 
         return sum(layers * (count(end, window) - count(start, window)) for window, layers in self.windows.items())
+
+
+def _count_attention(attention: AttentionSpec | LatentAttentionSpec, width: int) -> tuple[int, int, int]:
+    """(parameters, ``cached_dims``, ``pair_dims``) of a layer."""
+    if isinstance(attention, LatentAttentionSpec):
+        heads, latent = attention.num_heads, attention.kv_lora_rank + attention.qk_rope_head_dim
+        query, value = attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+        up = attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + value)
+        inner = attention.q_lora_rank
+        q = inner * (width + heads * query) if inner else width * heads * query
+        return q + width * latent + up + heads * value * width, latent, heads * (query + value)
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    return width * attention.head_dim * 2 * (heads + kv_heads), 2 * kv_heads * attention.head_dim, (
+        2 * heads * attention.head_dim
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def floor_of(shape: Shape, prompts: list[list[int]], output_lens: list[int], cos
     for i, prompt in enumerate(prompts):
         start = shared if i else 0
         flops += 2 * shape.used_parameters * (len(prompt) - start) + 2 * shape.head_parameters
-        flops += 4 * shape.num_heads * shape.head_dim * shape.count_pairs(start, len(prompt))
+        flops += 2 * shape.pair_dims * shape.count_pairs(start, len(prompt))
     moved = 0.0
     for step in range(1, max(output_lens)):
         lens = [len(p) + step for p, n in zip(prompts, output_lens, strict=True) if n > step]

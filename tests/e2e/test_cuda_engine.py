@@ -6,6 +6,7 @@ import json
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ SHAPES = {
         # tied, with embeddings as large as these, it repeats its input
         "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": False,
     },
+    "deepseek": {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 128, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 3,  # no layer has experts
+    },
 }
 BASE = {
     "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -45,7 +51,7 @@ VARIANTS = {
     "eager": {"graphs": "off"}, "graphs when wanted": {"graphs": "lazy"}, "one plan in flight": {"overlap_depth": 1},
     "no prefix cache": {"prefix_cache": False}, "small chunks": {"max_step_tokens": 64},
     "small pages": {"page_size": 16}, "retraction": {"kv_pages": 60},
-    "dependent launch": {"attention_backend": "triton_pdl"},
+    "dependent launch": {"attention_backend": "{own}_pdl"},
     "plain torch": {"attention_backend": "reference"},
 }
 HALF_VARIANTS = {
@@ -59,6 +65,14 @@ NEEDS = {"cudnn": "cudnn", "flashinfer": "flashinfer"}
 def write_model(folder: Path, name: str) -> str:
     write_checkpoint(folder, {**BASE, **SHAPES[name]})
     return str(folder)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    return json.loads((Path(model) / "config.json").read_text())
+
+
+def own_backend(model: str) -> str:
+    return "latent_triton" if "kv_lora_rank" in read_config(model) else "triton"
 
 
 def prompts() -> list[list[int]]:
@@ -92,7 +106,7 @@ def exact_products():
 @pytest.fixture(scope="module")
 def greedy(model: str) -> list[list[int]]:
     """What the model says with our own kernels, graphs and all."""
-    return tokens(model, GREEDY, attention_backend="triton")
+    return tokens(model, GREEDY, attention_backend=own_backend(model))
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
@@ -103,7 +117,9 @@ def test_greedy_output_does_not_depend_on_how_it_is_run(model: str, greedy: list
     assert all(len(t) == 40 for t in greedy) and sum(len(set(t)) > 15 for t in greedy) > 16, (
         "a model that repeats itself proves nothing"
     )
-    assert tokens(model, GREEDY, **{"attention_backend": "triton", **VARIANTS[variant]}) == greedy
+    options = {"attention_backend": "{own}", **VARIANTS[variant]}
+    options["attention_backend"] = options["attention_backend"].format(own=own_backend(model))
+    assert tokens(model, GREEDY, **options) == greedy
 
 
 def test_gpu_agrees_with_cpu(model: str, greedy: list[list[int]]):
@@ -127,16 +143,20 @@ def test_seeded_draws_do_not_depend_on_graphs(model: str):
 
 
 @pytest.mark.parametrize("variant", HALF_VARIANTS)
-@pytest.mark.parametrize("backend", ["cudnn", "triton", "flashinfer"])
+@pytest.mark.parametrize("backend", ["cudnn", "own", "flashinfer"])
 def test_half_precision_backends_agree_for_most_tokens(model: str, greedy: list[list[int]], backend: str, variant: str):
     """In bf16 ties break differently; a wrong mask or page would destroy the agreement of first tokens. Without graphs
     the libraries see the prefill of short prompts too."""
     if backend in NEEDS and not find_spec(NEEDS[backend]):
         pytest.skip(f"needs {NEEDS[backend]}")
-    if backend == "cudnn" and json.loads((Path(model) / "config.json").read_text())["head_dim"] > 128:
-        with pytest.raises(ConfigError, match="head dims up to 128"):
-            tokens(model, GREEDY, dtype="bfloat16", attention_backend=backend)
+    name = own_backend(model) if backend == "own" else backend
+    refused = "pages of their own" if own_backend(model) != "triton" and backend != "own" else ""
+    if backend == "cudnn" and read_config(model).get("head_dim", 0) > 128:
+        refused = "head dims up to 128"
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            tokens(model, GREEDY, dtype="bfloat16", attention_backend=name)
         return
-    got = tokens(model, GREEDY, dtype="bfloat16", attention_backend=backend, **HALF_VARIANTS[variant])
+    got = tokens(model, GREEDY, dtype="bfloat16", attention_backend=name, **HALF_VARIANTS[variant])
     same = sum(a[0] == b[0] for a, b in zip(got, greedy, strict=True))
     assert same >= 20, f"only {same} of 24 first tokens agree"

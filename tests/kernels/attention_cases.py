@@ -29,6 +29,7 @@ class Case:
     max_kv_len: int = 0
     shared_pages: int = 0  # that all requests begin with
     steepness: float = 1.0  # what logits are multiplied with beside the usual scale
+    values_in_keys: bool = False  # values are the first ``value_dim`` dims of keys
 
     @property
     def decodes(self) -> int:
@@ -115,6 +116,8 @@ def make_problem(
         slots = table[row].long()[at // case.page_size] * case.page_size + at % case.page_size
         keys = torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=rng).to(kv_dtype).to(dtype)
         values = torch.randn(kv_len, case.num_kv_heads, value_dim, generator=rng).to(kv_dtype).to(dtype)
+        if case.values_in_keys:
+            values = keys[..., :value_dim]
         if row == 0:
             common = case.shared_pages * case.page_size
             common_keys, common_values = keys[:common], values[:common]
@@ -128,6 +131,8 @@ def make_problem(
         ).double())
         start += query_len
     pages = (k.to(kv_dtype), v.to(kv_dtype))
+    if case.values_in_keys:
+        pages = (pages[0], pages[0][..., :value_dim])
     return _on_device(case, device, dtype, (*pages, q, table, params, torch.cat(expected)))
 
 
@@ -140,6 +145,7 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     geometry = AttentionGeometry(
         device, name, str(k.dtype).removeprefix("torch."), capability, case.num_heads, case.num_kv_heads, case.head_dim,
         case.value_dim or case.head_dim, case.page_size, case.window, case.softcap > 0, case.has_sinks,
+        case.values_in_keys,
     )
     inputs = AttentionInputs(
         q.shape[0], case.decodes, query_lens, kv_lens, max(query_lens), max(*kv_lens, case.max_kv_len), starts,
@@ -148,7 +154,9 @@ def _on_device(case: Case, device: str, dtype: torch.dtype, tensors: tuple) -> P
     )
     sinks = params.sinks.to(device) if params.sinks is not None else None
     params = AttentionParams(params.scale, params.window, params.softcap, sinks)
-    return Problem(geometry, inputs, KvPages(k.to(device), v.to(device)), params, q.to(device), expected.to(device))
+    k = k.to(device)
+    v = k[..., : v.shape[-1]] if case.values_in_keys else v.to(device)
+    return Problem(geometry, inputs, KvPages(k, v), params, q.to(device), expected.to(device))
 
 
 def code_problem(case: Case, dtype: torch.dtype) -> Problem:

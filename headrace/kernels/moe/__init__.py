@@ -72,12 +72,11 @@ separate kernels are as fast.
 """
 
 GROUPED_LINEAR = Operation("grouped linear kernel")
-"""``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64 | None) -> [N,
-O]``.
+"""``grouped_linear(x [N, I], weight [X, O, I], bias [X, O] | None, ends [X] int32, experts [N] int64) -> [N, O]``.
 
 Row n becomes ``x[n] @ weight[experts[n]].T + bias[experts[n]]``. Rows are sorted by expert: expert e has rows
-``ends[e - 1]`` (0 for the first) to ``ends[e]`` exclusive, maybe none; ``experts`` holds the same by row, and is not
-needed without a bias. The output of rows from the last end on is undefined. The query's shape has
+``ends[e - 1]`` (0 for the first) to ``ends[e]`` exclusive, maybe none; ``experts`` holds the same by row. The output of
+rows from the last end on is undefined. The query's shape has
 ``in_features`` and ``out_features``.
 """
 
@@ -124,14 +123,9 @@ the weighted sum of each token's rows, which lie at ``place`` as of `GROUP_PAIRS
 float32, in the order of choice. An id of -1 adds nothing.
 """
 
-GATHER_PAIRS = Operation("pair gathering kernel")
-"""``gather_pairs(x [T, D], order [N] int32, ends [X] int32, top_k) -> [N, D]``: the tokens' rows in the ``order`` of
-`GROUP_PAIRS`; rows from the last end on are undefined."""
-
 GATE_PAIRS = Operation("pair activation kernel")
-"""``gate_pairs(x [N, 2F], bias [X, 2F] | None, ends [X] int32, experts [N] int64 | None, gate: Gate) -> [N, F]``: the
-gated activation of rows, each plus its expert's ``bias``, which is added in float32; ``experts`` are read only then.
-Rows from the last end on are undefined."""
+"""``gate_pairs(x [N, 2F], bias [X, 2F] | None, experts [N] int64, gate: Gate) -> [N, F]``: the gated activation of
+rows, each plus its expert's ``bias``, which is added in float32."""
 
 MOST_PAIRS_EACH = 96
 """Pairs per expert, on average, up to which a step is bound by reading weights."""
@@ -157,7 +151,6 @@ GROUPED_LINEAR.add(
 
 GROUP_PAIRS.add("reference", "headrace.kernels.moe.reference:group_pairs", doc="plain torch: a sort")
 SUM_PAIRS.add("reference", "headrace.kernels.moe.reference:sum_pairs", doc="plain torch")
-GATHER_PAIRS.add("reference", "headrace.kernels.moe.reference:gather_pairs", doc="plain torch")
 GATE_PAIRS.add("reference", "headrace.kernels.moe.reference:gate_pairs", doc="plain torch")
 RUN_EXPERTS.add(
     "reference", "headrace.kernels.moe.reference:run_experts",
@@ -254,11 +247,6 @@ GROUP_PAIRS.add(
 )
 SUM_PAIRS.add(
     "triton", "headrace.kernels.moe.triton:sum_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"
-)
-GATHER_PAIRS.add(
-    "triton_pdl", "headrace.kernels.moe.hopper:gather_rows",
-    supports=requires(device="cuda", dtypes=("float16", "bfloat16"), capability=(9, 0)), priority=10,
-    doc="one kernel, which leaves out pairs without an expert"
 )
 GATE_PAIRS.add(
     "triton", "headrace.kernels.moe.triton:gate_pairs", supports=requires(device="cuda"), priority=10, doc="one kernel"

@@ -99,20 +99,13 @@ def sum_pairs(
     return weighted.masked_fill((ids < 0).unsqueeze(-1), 0).sum(1).to(rows.dtype)
 
 
-def gather_pairs(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int) -> torch.Tensor:
-    """See `GATHER_PAIRS`."""
-    return x.index_select(0, order // top_k)
-
-
-def gate_pairs(
-    x: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor | None, gate: Gate
-) -> torch.Tensor:
+def gate_pairs(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, gate: Gate) -> torch.Tensor:
     """See `GATE_PAIRS`."""
     return gate_halves(x if bias is None else x.float() + bias.float()[experts], gate).to(x.dtype)
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
     """See `GROUPED_LINEAR`. Reads the weights of experts that have rows and no others; on a GPU it waits for
     ``ends``."""
@@ -171,11 +164,8 @@ def coded_experts(
 
 
 def grouped_mm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
     """See `GROUPED_LINEAR`; by torch's CUTLASS kernel, which reads the row counts on the device."""
     out = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    if bias is None:
-        return out
-    assert experts is not None
-    return out.add_(bias.index_select(0, experts))
+    return out if bias is None else out.add_(bias.index_select(0, experts))

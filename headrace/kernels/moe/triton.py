@@ -238,33 +238,30 @@ def sum_pairs(
 
 @triton.jit
 def _gate_pairs_kernel(
-    x_ptr, bias_ptr, ends_ptr, experts_ptr, out_ptr, limit, alpha, up_offset, X: tl.constexpr, F: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, bias_ptr, experts_ptr, out_ptr, limit, alpha, up_offset, F: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, BLOCK: tl.constexpr
 ):
     # x [N, 2F]: gate in the first half of a row, up in the second
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if row < tl.load(ends_ptr + X - 1):  # others are not there
-        at = x_ptr + row * (2 * F) + column
-        gate = tl.load(at, mask=column < F, other=0.0).to(tl.float32)
-        up = tl.load(at + F, mask=column < F, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            bias_at = bias_ptr + tl.load(experts_ptr + row) * (2 * F) + column
-            gate += tl.load(bias_at, mask=column < F, other=0.0).to(tl.float32)
-            up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)
-        out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
-        tl.store(out_ptr + row * F + column, out.to(out_ptr.dtype.element_ty), mask=column < F)
+    at = x_ptr + row * (2 * F) + column
+    gate = tl.load(at, mask=column < F, other=0.0).to(tl.float32)
+    up = tl.load(at + F, mask=column < F, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias_at = bias_ptr + tl.load(experts_ptr + row) * (2 * F) + column
+        gate += tl.load(bias_at, mask=column < F, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + F, mask=column < F, other=0.0).to(tl.float32)
+    out = apply_gate(gate, up, limit, alpha, up_offset, GATE)
+    tl.store(out_ptr + row * F + column, out.to(out_ptr.dtype.element_ty), mask=column < F)
 
 
-def gate_pairs(
-    x: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor | None, gate: Gate
-) -> torch.Tensor:
+def gate_pairs(x: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor, gate: Gate) -> torch.Tensor:
     """See `GATE_PAIRS`."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         _gate_pairs_kernel[(rows, ceil_div(width, GATE_BLOCK))](
-            x, x if bias is None else bias, ends, ends if experts is None else experts, out, *gate[1:], X=len(ends),
-            F=width, HAS_BIAS=bias is not None, GATE=GATES[gate.kind], BLOCK=GATE_BLOCK, num_warps=4,
+            x, x if bias is None else bias, experts, out, *gate[1:], F=width, HAS_BIAS=bias is not None,
+            GATE=GATES[gate.kind], BLOCK=GATE_BLOCK, num_warps=4,
         )
     return out
 
@@ -305,7 +302,7 @@ def _grouped_kernel(
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
     """See `GROUPED_LINEAR`; ``experts`` is not read."""
     num_rows, (num_experts, outputs, inputs) = x.shape[0], weight.shape

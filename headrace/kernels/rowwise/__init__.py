@@ -68,6 +68,15 @@ first half cosines, second half sines; None: no rotation). k and v are written a
 (layout in `headrace.kernels.attention.reference`) and ``scales``. Returns q [T, H, E], contiguous, in qkv's dtype.
 """
 
+LATENT_WRITE = Operation("latent_write kernel")
+"""``latent_write((q_rope, latent, k_rope), (positions, cos_sin, slots), pages, out, *, norm_weight [L], norm_eps,
+interleaved)``: what `ROPE_WRITE` does, for MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1). L is ``kv_lora_rank``, E
+``qk_rope_head_dim``, all of whose dims are rotated.
+
+``latent`` [T, L] is RMS-normalised and, followed by the rotated ``k_rope`` [T, E], written at ``slots`` of the pages
+[P, page_size, 1, L + E], whose rows may be further apart. ``q_rope`` [T, H, E] is rotated into ``out`` [T, H, E], which
+may be itself. Inputs and ``out`` may be strided if their last dimension is contiguous."""
+
 
 _on_cpu = requires(device="cpu", dtypes=("float32", "bfloat16", "float16"))
 _MODULE = "headrace.kernels.rowwise"
@@ -83,3 +92,7 @@ for _operation, _name, _has_cpu in (
     if _has_cpu:
         _operation.add("cpu", f"{_MODULE}.cpu:{_name}", supports=_on_cpu, priority=10, doc="own C++, fused")
     _operation.add_triton(f"{_MODULE}.triton:{_name}", doc="one pass, fused")
+
+LATENT_WRITE.add("reference", f"{_MODULE}.reference:latent_write", doc="plain torch")
+LATENT_WRITE.add("cpu", f"{_MODULE}.cpu:latent_write", supports=_on_cpu, priority=10, doc="the norm in own C++")
+LATENT_WRITE.add_triton(f"{_MODULE}.latents:latent_write", doc="one kernel")

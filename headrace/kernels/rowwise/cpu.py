@@ -74,3 +74,12 @@ def rope_write(
         shape["head_dim"],
         shape["rotary_dim"], shape["interleaved"], shape["norm_eps"], shape["norm_offset"], shape.get("scales"),
     )
+
+
+def latent_write(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pages: torch.Tensor, out: torch.Tensor, *, norm_weight: torch.Tensor, norm_eps: float, interleaved: bool,
+) -> None:
+    """See `LATENT_WRITE`; the norm alone is native."""
+    q_rope, latent, k_rope = parts
+    reference.write_latents((q_rope, rms_norm(latent, norm_weight, norm_eps), k_rope), places, pages, out, interleaved)

@@ -117,17 +117,24 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rotary_dim: int, interleaved:
 
 
 def latent_write(
-    q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor,
-    slots: torch.Tensor, pages: torch.Tensor, *, interleaved: bool,
-) -> torch.Tensor:
-    """What `ROPE_WRITE` does, for MLA (DeepSeek-V2, arXiv:2405.04434, section 2.1), on every device: rotates ``q_rope``
-    [T, H, E] and ``k_rope`` [T, E], E being ``qk_rope_head_dim``, and writes ``latent`` [T, L], L being
-    ``kv_lora_rank``, followed by the rotated ``k_rope`` at ``slots`` [T] int64 of the pages [P, page_size, 1, L + E].
-    Returns the rotated ``q_rope``, which may be strided."""
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pages: torch.Tensor, out: torch.Tensor, *, norm_weight: torch.Tensor, norm_eps: float, interleaved: bool,
+) -> None:
+    """See `LATENT_WRITE`."""
+    q_rope, latent, k_rope = parts
+    write_latents((q_rope, rms_norm(latent, norm_weight, norm_eps), k_rope), places, pages, out, interleaved)
+
+
+def write_latents(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pages: torch.Tensor, out: torch.Tensor, interleaved: bool,
+) -> None:
+    """As `LATENT_WRITE`, of latents that are normalised."""
+    (q_rope, latent, k_rope), (positions, cos_sin, slots) = parts, places
     num_heads, width = q_rope.shape[1:]
     # k_rope is one more head: [T, H + 1, E] is rotated in one call
     both = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
     both = rotate(both, cos_sin.index_select(0, positions), width, interleaved).to(q_rope.dtype)
     rows = torch.cat((latent, both[:, num_heads]), dim=-1)
     pages.view(-1, pages.shape[-1]).index_copy_(0, slots, rows.to(pages.dtype))
-    return both[:, :num_heads]
+    out.copy_(both[:, :num_heads])

@@ -44,9 +44,35 @@ def reason_against_triton(geometry: AttentionGeometry) -> str | None:
 
 def reason_against_dependent_launch(geometry: AttentionGeometry) -> str | None:
     """As `reason_against_triton`, on devices with programmatic dependent launch (Hopper and later)."""
-    if geometry.device == "cuda" and geometry.capability < (9, 0):
-        return "needs compute capability 9.0"
-    return reason_against_triton(geometry)
+    return _reason_against_early_launch(geometry) or reason_against_triton(geometry)
+
+
+def _reason_against_early_launch(geometry: AttentionGeometry) -> str | None:
+    return "needs compute capability 9.0" if geometry.device == "cuda" and geometry.capability < (9, 0) else None
+
+
+def reason_against_latents(geometry: AttentionGeometry) -> str | None:
+    """Latents up to 512 dims on a GPU, which all heads share, in the dtype of the queries or in 8-bit floats."""
+    if geometry.device != "cuda":
+        return "needs a cuda device"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not geometry.values_in_keys or geometry.num_kv_heads != 1:
+        return "reads values from the pages of keys, of one head"
+    if geometry.kv_dtype == FLOAT8 and geometry.capability < (8, 9):
+        return "converts 8-bit floats from compute capability 8.9 on"
+    if geometry.kv_dtype not in (geometry.dtype, FLOAT8):
+        return f"reads latents in {geometry.dtype} and {FLOAT8}, not {geometry.kv_dtype}"
+    if geometry.value_dim > 512 or not 0 < geometry.head_dim - geometry.value_dim <= 128:
+        return "takes latents of up to 512 dims, beside up to 128 rotated ones"
+    if geometry.window or geometry.has_softcap or geometry.has_sinks:
+        return "has no window, no soft-cap and no sinks"
+    return None
+
+
+def reason_against_latents_early(geometry: AttentionGeometry) -> str | None:
+    """As `reason_against_latents`, with programmatic dependent launch."""
+    return _reason_against_early_launch(geometry) or reason_against_latents(geometry)
 
 
 def _reason_against_library(
@@ -105,6 +131,14 @@ ATTENTION_BACKENDS.add(
     "triton_pdl", "headrace.layers.attention.triton:DependentLaunchTritonAttention",
     supports=reason_against_dependent_launch, priority=15,
     doc="the same with programmatic dependent launch",
+)
+ATTENTION_BACKENDS.add(
+    "latent_triton", "headrace.layers.attention.latents:LatentTritonAttention", supports=reason_against_latents,
+    priority=10, doc="own kernels for latents (MLA)",
+)
+ATTENTION_BACKENDS.add(
+    "latent_triton_pdl", "headrace.layers.attention.latents:DependentLaunchLatentTritonAttention",
+    supports=reason_against_latents_early, priority=15, doc="the same with programmatic dependent launch",
 )
 ATTENTION_BACKENDS.add(
     "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=reason_against_cudnn, priority=20,

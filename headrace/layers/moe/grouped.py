@@ -12,7 +12,6 @@ import torch
 from headrace.kernels.moe import (
     CODED_EXPERTS,
     GATE_PAIRS,
-    GATHER_PAIRS,
     GROUP_PAIRS,
     GROUPED_LINEAR,
     MANY_CODED_EXPERTS,
@@ -65,7 +64,6 @@ class FusedExperts:
         self._run, self._group, self._gate_pairs, self._sum = (
             RUN_EXPERTS.choose(query), GROUP_PAIRS.choose(query), GATE_PAIRS.choose(query), SUM_PAIRS.choose(query)
         )
-        self._gather = GATHER_PAIRS.choose(query)
         self._first = GROUPED_LINEAR.choose(build.query(in_features=hidden_size, out_features=2 * size))
         self._second = GROUPED_LINEAR.choose(build.query(in_features=size, out_features=hidden_size))
         self._run_codes, self._run_many_codes = CODED_EXPERTS.choose(query), choose_fused(MANY_CODED_EXPERTS, query)
@@ -93,16 +91,14 @@ class FusedExperts:
     def _run_grouped(self, tokens: ChosenTokens) -> torch.Tensor:
         # order [N]: pairs sorted by expert; pair p is token p // k. place [N]: its inverse.
         order, place, ends = self._group(tokens.ids, tokens.num_experts)
-        hidden = self._gather(tokens.hidden, order, ends, tokens.ids.shape[1])
-        bias, experts = self._gate_up.own_bias, None
-        if bias is not None:
-            experts = tokens.ids.flatten().index_select(0, order)
-            if tokens.has_padding:  # rows of id -1 come after the last end; the contract wants any number in range
-                experts = experts.clamp_(min=0)
+        hidden = tokens.hidden.index_select(0, order // tokens.ids.shape[1])
+        experts = tokens.ids.flatten().index_select(0, order)
+        if tokens.has_padding:  # rows of id -1 come after the last end; the contract wants any number in range
+            experts = experts.clamp_(min=0)
         # biases are added by the kernels that follow: a pass over all rows each otherwise
-        x = self._first(hidden, _plain(self._gate_up, hidden.dtype), None, ends, None)
-        x = self._gate_pairs(x, bias, ends, experts, self._gate)
-        rows = self._second(x, _plain(self._down, x.dtype), None, ends, None)
+        x = self._first(hidden, _plain(self._gate_up, hidden.dtype), None, ends, experts)
+        x = self._gate_pairs(x, self._gate_up.own_bias, experts, self._gate)
+        rows = self._second(x, _plain(self._down, x.dtype), None, ends, experts)
         return self._sum(rows, place, tokens.weights, tokens.ids, self._down.own_bias)
 
 

@@ -42,35 +42,31 @@ class IndexedAttention(LatentAttention):
         super().__init__(spec, layer, hidden_size=hidden_size, norm=norm, rotary=rotary, build=build)
         self.row_dim = spec.row_dim
         self.indexer = TokenIndexer(spec, hidden_size, self.rotary, build) if spec.selects else None
-        self._attend = ATTEND_ROWS.choose(build.query(value_dim=spec.kv_lora_rank, row_dim=spec.row_dim))
+        self._attend_seen = ATTEND_ROWS.choose(build.query(value_dim=spec.kv_lora_rank, row_dim=spec.row_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, spec, pages = self.step.batch, self.spec, self.pages
+        batch, pages = self.step.batch, self.pages
         assert pages is not None and self.q_norm is not None and self.q_up is not None, "bind comes first"
         step = batch.groups[self.group]
         q, latent, k_rope = self.down(x).split(self.widths, dim=-1)
         q_latent = self.q_norm(q)
-        q_nope, q_rope = self.q_up(q_latent).unflatten(-1, (self.num_heads, -1)).split(
-            (spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1
-        )
-        q_rope = self._write(
-            q_rope, self.kv_norm(latent), k_rope, batch.positions, self.rotary.cos_sin, step.inputs.slots,
-            pages.k[..., : self.row_dim],
-        )
         backend = RowsBackend.of(step)
         if self.indexer is not None:
             backend.selected = self.indexer(x, q_latent, batch.positions, pages, step)
-        if backend.selected is None and has_whole_prompts(step.inputs):
-            return self.output(self._attend_expanded(torch.cat((q_nope, q_rope), dim=-1), pages, step.inputs))
-        return self.output(self._attend_absorbed(q_nope, q_rope, pages, step))
+        return self.output(self._attend(
+            self.q_up(q_latent).unflatten(-1, (self.num_heads, -1)), (latent, k_rope), pages.k[..., : self.row_dim],
+            step, is_expanded=backend.selected is None and has_whole_prompts(step.inputs)
+        ))
 
-    def _attend_latents(self, q: torch.Tensor, pages: KvPages, step: GroupStep) -> torch.Tensor:
+    def _attend_latents(self, q: torch.Tensor, step: GroupStep) -> torch.Tensor:
         """See `LatentAttention`; to the selected tokens alone."""
         backend, sizes = RowsBackend.of(step), {"value_dim": self.spec.kv_lora_rank, "scale": self.spec.scale}
+        pages = self.pages
+        assert pages is not None, "bind comes first"
         if pages.hot is None:
-            return self._attend(q, backend.find_seen(pages.k.squeeze(2)[..., : self.row_dim]), **sizes)
+            return self._attend_seen(q, backend.find_seen(pages.k.squeeze(2)[..., : self.row_dim]), **sizes)
         parts = backend.open_hot(pages.hot).read(pages.hot, backend.selected, lambda own: Slots(own.k.squeeze(2)))
-        mixed = [self._attend(q[tokens], seen, **sizes) for tokens, seen in parts]
+        mixed = [self._attend_seen(q[tokens], seen, **sizes) for tokens, seen in parts]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
