@@ -79,7 +79,8 @@ class RankProcesses:
     def __init__(self, tensor: int, pipeline: int = 1):
         self.size = size = tensor * pipeline
         self._store, rendezvous = serve_rendezvous("127.0.0.1", size)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports once, for all ranks of all tests
+        context.set_forkserver_preload([build_executor.__module__, CommandLoop.__module__])
         self._lines: list[Connection] = []
         self._processes = []
         for rank in range(1, size):

@@ -27,7 +27,7 @@ DEEPSEEK_V4 = {
     "index_head_dim": 16, "index_topk": 64, "max_position_embeddings": 1024, "initializer_range": 0.2,
 }
 PARAMS = [
-    SamplingParams(max_tokens=10, ignore_eos=True, logprobs=2, prompt_logprobs=1, **own)
+    SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1, **own)
     for own in (
         {"temperature": 0}, {"temperature": 1.0, "seed": 5}, {"temperature": 0, "repetition_penalty": 1.3},
         {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}, {"temperature": 0, "min_tokens": 3},
