@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -105,10 +106,21 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
+def visible_devices() -> list[str] | None:
+    """The GPUs that the user lets this process see; None where nothing is said, and all are."""
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if stated is None:
+        return None
+    names = [name.strip() for name in stated.split(",")]
+    return [name for name in takewhile(lambda name: name != "-1", names) if name]  # CUDA ends there, too
+
+
 def one_device(index: int) -> dict[str, str]:
-    """Environment for a process that shall see one GPU alone: the ``index``-th of those that this process sees."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": visible[index] if index < len(visible) else str(index)}
+    """Environment for a process that shall see one GPU alone: the ``index``-th of those that this process sees, none
+    where it sees fewer."""
+    visible = visible_devices()
+    name = str(index) if visible is None else visible[index] if index < len(visible) else ""
+    return {"CUDA_VISIBLE_DEVICES": name}
 
 
 def set_passive_waiting() -> None:

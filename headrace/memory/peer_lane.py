@@ -6,6 +6,7 @@ Refuses: peers, and which bytes of the region are free; moves say where.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,13 +23,26 @@ from headrace.parallel.share import Share
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
+ARRIVING_BYTES, MOST_ARRIVING = 256 << 20, 2
+"""Of pages that have come to a GPU: bytes that are copied into its pools behind one step, 0.2 ms of an H200's, and how
+many such copies may not have ended. All at once, a long prompt's pages would keep the tokens of others waiting."""
 
 
 class _Copying(NamedTuple):
-    """A move on a GPU, and the event behind it."""
+    """Pages on their way on a GPU, and the event behind them. ``arrival``: how their move ends then; None where others
+    of its pages follow."""
+
+    arrival: Arrival | None
+    done: torch.cuda.Event
+    is_arriving: bool = False
+
+
+class _Arriving(NamedTuple):
+    """Pages ``[begin, end)`` of a move that are still to be copied from memory of the GPU into its pools."""
 
     move: PageMove
-    done: torch.cuda.Event
+    begin: int
+    end: int
 
 
 class PeerLane:
@@ -37,7 +51,8 @@ class PeerLane:
 
     On a CPU moves end when they are started. On a GPU pages leave in order of the current stream, so that steps
     launched later may overwrite them: into the region, where it is memory of the GPU, else by way of device memory, and
-    copies to and from the host run beside the steps on a stream of their own."""
+    copies to and from the host run beside the steps on a stream of their own. From the region of a GPU pages come piece
+    by piece, one a `poll`, and so one a step."""
 
     def __init__(
         self, device: torch.device, shares: Sequence[Share] | None = None, leaves: Sequence[bool] | None = None
@@ -51,6 +66,7 @@ class PeerLane:
         self._pinning: Pinning | None = None
         self._ended: list[Arrival] = []
         self._copying: list[_Copying] = []
+        self._arriving: deque[_Arriving] = deque()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def attach(self, copier: PageCopier | None) -> None:
@@ -73,7 +89,8 @@ class PeerLane:
 
     def map(self, region: AnyRegion | None, epoch: int) -> None:
         """Use another region, or none; moves of other epochs fail from now on. Those under way end with the old one."""
-        ended = [*self._ended, *(Arrival(copying.move.ticket) for copying in self._copying)]
+        ended = [*self._ended, *(copying.arrival for copying in self._copying if copying.arrival is not None)]
+        ended += [failed(arriving.move) for arriving in self._arriving if arriving.end == arriving.move.num_pages]
         self.reset()
         self._ended = ended  # only a reset of the executor forgets tickets: whoever opened these still waits
         self._drop_region()
@@ -102,9 +119,11 @@ class PeerLane:
             elif self._stream is None:
                 self._copy(copier, move, rows)
                 self._ended.append(Arrival(move.ticket))
-            elif rows.is_cuda:
+            elif rows.is_cuda and move.source == "device":
                 self._copy(copier, move, rows)
-                self._record(move, torch.cuda.current_stream(self.device))
+                self._record(Arrival(move.ticket))
+            elif rows.is_cuda:
+                self._divide(move)
             else:
                 self._launch(copier, move, begin, self._stream)
         except torch.OutOfMemoryError:
@@ -114,7 +133,11 @@ class PeerLane:
     def poll(self) -> list[Arrival]:
         """See `headrace.memory.moving.Lane`."""
         while self._copying and self._copying[0].done.query():
-            self._ended.append(Arrival(self._copying.pop(0).move.ticket))
+            arrival = self._copying.pop(0).arrival
+            if arrival is not None:
+                self._ended.append(arrival)
+        if self._arriving and sum(copying.is_arriving for copying in self._copying) < MOST_ARRIVING:
+            self._copy_next()
         ended, self._ended = self._ended, []
         return ended
 
@@ -123,6 +146,7 @@ class PeerLane:
         for copying in self._copying:
             copying.done.synchronize()
         self._copying.clear()
+        self._arriving.clear()
         self._ended.clear()
 
     def close(self) -> None:
@@ -130,9 +154,29 @@ class PeerLane:
         self.reset()
         self._drop_region()
 
-    def _copy(self, copier: PageCopier, move: PageMove, rows: torch.Tensor) -> None:
+    def _divide(self, move: PageMove) -> None:
+        size = max(1, ARRIVING_BYTES // max(1, self._heads[move.group].num_bytes))
+        for begin in range(0, move.num_pages, size):
+            self._arriving.append(_Arriving(move, begin, min(begin + size, move.num_pages)))
+
+    def _copy_next(self) -> None:
+        move, begin, end = self._arriving.popleft()
+        width, offset = self._heads[move.group].num_bytes, int(move.peer.split()[1])
+        rows = self._region[offset + begin * width : offset + end * width].view(end - begin, width)
+        try:
+            assert self._copier is not None, "pools are replaced when no move is under way"
+            self._copy(self._copier, move, rows, begin)
+        except torch.OutOfMemoryError:
+            logger.warning("no device memory to move %d pages by; they are computed again", move.num_pages)
+            self._arriving = deque(arriving for arriving in self._arriving if arriving.move is not move)
+            self._record(failed(move), is_arriving=True)  # behind what still reads the region under this ticket
+            return
+        self._record(Arrival(move.ticket) if end == move.num_pages else None, is_arriving=True)
+
+    def _copy(self, copier: PageCopier, move: PageMove, rows: torch.Tensor, first: int = 0) -> None:
+        """Between the pages of a move from its ``first`` on and the rows that they have in the region."""
         heads, leaves = self._heads[move.group], move.source == "device"
-        pages = move.source_pages if leaves else move.target_pages
+        pages = (move.source_pages if leaves else move.target_pages)[first : first + len(rows)]
         own_bytes = copier.page_bytes(move.group)
         # Through memory that stays in a CPU's caches; on a GPU all at once.
         size = len(pages) if rows.is_cuda or heads.is_plain else max(1, PIECE_BYTES // max(1, own_bytes))
@@ -177,13 +221,13 @@ class PeerLane:
                     on_device.copy_(on_host, non_blocking=True)
             if move.source != "device":
                 self._copy(copier, move, rows)
-            self._record(move, stream)
+            self._record(Arrival(move.ticket))
         staging.record_stream(stream)
 
-    def _record(self, move: PageMove, stream: torch.cuda.Stream) -> None:
+    def _record(self, arrival: Arrival | None, *, is_arriving: bool = False) -> None:
         done = torch.cuda.Event()
-        done.record(stream)
-        self._copying.append(_Copying(move, done))
+        done.record(torch.cuda.current_stream(self.device))
+        self._copying.append(_Copying(arrival, done, is_arriving))
 
     def _drop_region(self) -> None:
         if self._pinning is not None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base import env
 from headrace.base.config import engine_config
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError, TransferFailed
@@ -60,21 +61,26 @@ def test_no_driver_is_said_plainly(monkeypatch):
 
 
 def as_tensor(region: DeviceRegion) -> torch.Tensor:
-    return torch.as_tensor(region, device="cuda:0")
+    return torch.as_tensor(region, device=f"cuda:{region.driver.device}")
 
 
 @pytest.mark.cuda
-def test_another_process_writes_into_a_region_and_may_outlive_it():
+@pytest.mark.parametrize("there_device", [0, 1])
+def test_another_process_writes_into_a_region_and_may_outlive_it(there_device: int):
+    """Also into that of a GPU which it does not see."""
     torch.cuda.init()
-    source, target = DeviceRegion.create(SIZE, 0), DeviceRegion.create(SIZE, 0)
+    if there_device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    source, target = DeviceRegion.create(SIZE, 0), DeviceRegion.create(SIZE, there_device)
     data = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
     as_tensor(source).copy_(torch.from_numpy(data))
     as_tensor(target).zero_()
-    torch.cuda.synchronize()
+    for device in (0, there_device):
+        torch.cuda.synchronize(device)
     there = create_backend("cuda-ipc", target)
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(source.descriptor), str(SIZE)], pass_fds=[source.descriptor],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | env.one_device(0)
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(there.handle().hex() + "\n")
@@ -86,9 +92,9 @@ def test_another_process_writes_into_a_region_and_may_outlive_it():
     there.close()
     target.close()
     del target, there  # unmapped here: what is written late goes to memory that nobody else has
-    other = DeviceRegion.create(SIZE, 0)
+    other = DeviceRegion.create(SIZE, there_device)
     as_tensor(other).zero_()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(there_device)
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "late\n"

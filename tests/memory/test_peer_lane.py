@@ -8,7 +8,7 @@ import torch
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.step import Arrival, PageMove
 from headrace.memory.paging import PageCopier
-from headrace.memory.peer_lane import PeerLane
+from headrace.memory.peer_lane import PeerLane, _Copying
 from headrace.memory.pools import build_pool
 from headrace.memory.transfer.contract import Region
 
@@ -33,3 +33,79 @@ def test_a_new_region_ends_what_was_under_way_with_the_old_one(device_name: str)
     assert old.data[: size // 2].min() == 7 and new.data.max() == 0
     lane.close()
     assert lane.poll() == []
+
+
+class StepEvent:
+    """Ends when the test says that the step behind it has."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def query(self) -> bool:
+        return self.has_ended
+
+    def synchronize(self) -> None:
+        self.has_ended = True
+
+
+class PacedLane(PeerLane):
+    """On a CPU, the way that pages come in on a GPU."""
+
+    def start(self, move: PageMove) -> None:
+        self._divide(move)
+
+    def _record(self, arrival: Arrival | None, *, is_arriving: bool = False) -> None:
+        self._copying.append(_Copying(arrival, StepEvent(), is_arriving))
+
+    def end_steps(self) -> None:
+        for copying in self._copying:
+            copying.done.has_ended = True
+
+
+def test_pages_of_a_prompt_come_to_a_gpu_piece_by_piece(monkeypatch):
+    """At most a piece a poll, and two that have not ended; each page once and whole, and the move ends with the last. A
+    region that goes takes what has not come, and nothing is under way behind it."""
+    device = torch.device("cpu")
+    pool = build_pool(CacheGroup(CacheSpec("full", 1, 8, 8, "float32"), [0, 1], 12), 16, device)
+    copier = PageCopier([pool], device)
+    lane, width = PacedLane(device), copier.page_bytes(0)
+    monkeypatch.setattr("headrace.memory.peer_lane.ARRIVING_BYTES", 2 * width)
+    lane.attach(copier)
+    region, pages = Region.create(8 * width), [9, 3, 4, 11, 2]
+    region.data[:] = torch.randint(0, 256, (8 * width,), dtype=torch.uint8).numpy()
+    lane.map(region, 5)
+    read = torch.empty(12, width, dtype=torch.uint8)
+
+    def find_there() -> list[int]:
+        copier.gather(0, list(range(12)), read, list(range(12)))
+        rows = torch.from_numpy(region.data).view(8, width)
+        return [i for i, page in enumerate(pages) if torch.equal(read[page], rows[2 + i])]
+
+    move = PageMove(1, 0, "peer", "device", list(range(5)), pages, peer=f"5 {2 * width}")
+    lane.start(move)
+    assert find_there() == []
+    assert lane.poll() == [] and find_there() == [0, 1]
+    assert lane.poll() == [] and find_there() == [0, 1, 2, 3]
+    assert lane.poll() == [] and find_there() == [0, 1, 2, 3]  # two have not ended
+    lane.end_steps()
+    assert lane.poll() == [] and find_there() == [0, 1, 2, 3, 4]
+    lane.end_steps()
+    assert lane.poll() == [Arrival(1)]
+    lane.start(move)
+    lane.poll()
+    lane.map(None, 6)
+    assert lane.poll() == [Arrival(1, list(range(5)))]
+    lane.end_steps()
+    assert lane.poll() == []
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    lane.map(region, 7)
+    lane.start(move)
+    lane.poll()
+    monkeypatch.setattr(lane, "_copy", fail)
+    assert lane.poll() == []  # the first piece still reads the region
+    lane.end_steps()
+    assert lane.poll() == [Arrival(1, list(range(5)))] and lane.poll() == []
+    lane.close()

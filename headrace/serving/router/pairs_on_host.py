@@ -78,6 +78,7 @@ class PairServers:
         self._max_restarts = config.server.max_restarts
         counts = config.engine.disaggregation.count_servers()
         total = sum(counts)
+        _check_devices(config, total)
         self.roles: list[_Role] = []
         self._starts: dict[str, deque[float]] = {}
         ports = free_ports(total + counts[0])
@@ -143,6 +144,16 @@ class PairServers:
         role.start()
         self._starts.setdefault(role.url, deque(maxlen=64)).append(time.monotonic())
         logger.info("%s server %s: process %d", role.name, role.url, role.process.pid if role.process else 0)
+
+
+def _check_devices(config: ServeConfig, count: int) -> None:
+    """Raise `ConfigError` where the user lets this process see too few GPUs for as many servers."""
+    visible = env.visible_devices()
+    if visible and len(visible) < count and flatten(config)["device"] != "cpu":
+        raise ConfigError(
+            f"{count} servers take a GPU each, and CUDA_VISIBLE_DEVICES names {len(visible)}; name more, or add "
+            "--device cpu", param="disaggregate"
+        )
 
 
 def _shared_options(config: ServeConfig, count: int) -> dict[str, Any]:

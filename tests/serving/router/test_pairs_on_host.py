@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base import env
 from headrace.base.config import EngineConfig, ServeConfig
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
+from headrace.base.parallel import DeviceConfig
 from headrace.serving.cli.main import main
 from headrace.serving.router import pairs_on_host
 from headrace.serving.router.pairs_on_host import PairServers
@@ -101,3 +103,24 @@ def test_a_server_whose_engine_is_lost_does_not_end_as_one_with_wrong_options(
     monkeypatch.setattr("headrace.serving.http.server.serve", serve)
     assert main(["serve", "some/model"]) == status
     assert error.message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "expected"), [
+    (None, ["0", "1"]), ("3,5", ["3", "5"]), ("GPU-a, GPU-b,2", ["GPU-a", "GPU-b"]), ("", ["", ""]), ("-1", ["", ""]),
+], ids=str)
+def test_each_server_sees_a_gpu_of_its_own(visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [env.one_device(index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == expected
+
+
+@pytest.mark.parametrize("visible", ["4", "4,-1,5"])
+def test_no_server_takes_a_gpu_that_is_hidden(visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    roles = DisaggregationConfig(disaggregate="1:1")
+    with pytest.raises(ConfigError, match="2 servers take a GPU each, and CUDA_VISIBLE_DEVICES names 1"):
+        PairServers(ServeConfig(engine=EngineConfig(disaggregation=roles)), tmp_path)
+    on_cpu = EngineConfig(disaggregation=roles, device=DeviceConfig(device="cpu"))
+    assert len(PairServers(ServeConfig(engine=on_cpu), tmp_path).roles) == 2
