@@ -25,9 +25,9 @@ from headrace.execution.device import row_query
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
 from headrace.execution.proposing import ChainGraph, FollowGraph, Proposer
+from headrace.execution.sampling import GreedyHead
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
-from headrace.kernels.sample import SAMPLE_GREEDY
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.model import ServedModel
@@ -87,7 +87,7 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
 
 class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
     """Decodes of one bucket, with or without drafts. ``entries`` [2, B] int64 is its input (`headrace.kernels.verify`);
-    padding is the null row. `run` returns logits [B, V] float32 and [3, B] int64 (argmax ids, states, counts), and
+    padding is the null row. `run` returns logits (see `GreedyHead`) and [3, B] int64 (argmax ids, states, counts), and
     writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. In pipeline
     stages before the last it returns hidden states [B, W] and its input instead, and leaves the state alone. Outputs
     may be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
@@ -105,7 +105,7 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         self.adapter_rows = None if adapters is None else adapters.make_static(size)
         self.entries = torch.empty((2, size), dtype=torch.int64, device=device)
         query = row_query(device)
-        self._decode_inputs, self._sample_greedy = DECODE_INPUTS.choose(query), SAMPLE_GREEDY.choose(query)
+        self._decode_inputs, self._head = DECODE_INPUTS.choose(query), GreedyHead(model, device)
         self.inputs = DecodeInputs.allocate(size, inputs.tables.tensor)
 
     def record(self) -> None:
@@ -144,8 +144,12 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         if not inputs.handover.is_last:
             return hidden, self.entries
         with outputs:
-            logits = self._model.compute_logits(hidden)
-        return logits, rows.accept(self._sample_greedy(logits), self.entries, decodes.positions, MAX_DRAFTS)
+            logits, sampled = self._head.compute(hidden)
+        return logits, rows.accept(sampled, self.entries, decodes.positions, MAX_DRAFTS)
+
+    def read_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Rows of the logits that a run returned, of all tokens [S, V]."""
+        return self._head.gather(logits)
 
 
 class DraftGraphs:
@@ -256,7 +260,7 @@ class DecodeGraphPath:
         count = len(step.samples)
         output = (
             StepOutput(greedy=greedy) if step.is_greedy
-            else StepOutput(logits[:count], graph.inputs.positions[:count])
+            else StepOutput(graph.read_logits(logits[:count]), graph.inputs.positions[:count])
         )
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
             output.propose = partial(self._drafting.propose_behind_decodes, graph.size, step, sent)

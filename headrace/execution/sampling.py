@@ -21,8 +21,18 @@ from headrace.execution.rules import Drafted, PenaltyState, RuleState
 from headrace.execution.step import SampleBatch
 from headrace.execution.structured.bitmasks import RowBitmasks
 from headrace.execution.upload import Upload
-from headrace.kernels.sample import ARGMAX, NOT_FINITE, NOTHING_ALLOWED, SAMPLE, SampleParams
+from headrace.kernels.sample import (
+    ARGMAX,
+    ARGMAX_SHARE,
+    MERGE_SHARES,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    SAMPLE,
+    SAMPLE_GREEDY,
+    SampleParams,
+)
 from headrace.kernels.sample.reference import mask_argmax
+from headrace.layers.model import ServedModel
 from headrace.parallel.group import Group
 
 MESSAGES = {
@@ -209,3 +219,30 @@ class ReceivingSampler(Sampler):
         sampled = self._group.broadcast(torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device))
         entries = sent["sample_entries"].view(2, -1)
         return Sampled(self._rows.accept(sampled, entries, positions, batch.most_drafts), None)
+
+
+class GreedyHead:
+    """Logits and argmax ids of captured decodes, B of a bucket. Ranks that have the logits of v tokens each exchange
+    their largest ones; whole logits, hundreds of megabytes for hundreds of rows, are gathered only to be sampled
+    from."""
+
+    def __init__(self, model: ServedModel, device: torch.device):
+        self._model, query = model, row_query(device)
+        self._sample_greedy = SAMPLE_GREEDY.choose(query)
+        self._argmax_share, self._merge_shares = ARGMAX_SHARE.choose(query), MERGE_SHARES.choose(query)
+
+    def compute(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [B, D] to logits, of this rank's tokens [B, v], and what `SAMPLE_GREEDY` finds in those of all
+        [2, B]. May be captured in a CUDA graph; all ranks call it."""
+        head = self._model.divided_head
+        if head is None:
+            logits = self._model.compute_logits(hidden)
+            return logits, self._sample_greedy(logits)
+        logits = head.compute_own(hidden)
+        largest = self._argmax_share(logits, head.shares[head.group.rank].start)
+        return logits, self._merge_shares(head.group.all_gather(largest, [2] * head.group.size))
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Rows of what `compute` returned to logits of all tokens [S, V]. All ranks call it."""
+        head = self._model.divided_head
+        return logits if head is None else head.gather(logits)

@@ -79,6 +79,11 @@ class ServedModel(StorableModel):
         """Embedding and head, for drafters that share them; None if the model has no such layers."""
         return None
 
+    @property
+    def divided_head(self) -> Head | None:
+        """What `compute_logits` calls and does nothing else, if its ranks have the logits of some tokens each."""
+        return None
+
     def wants(self, name: str) -> bool:
         """Whether `load_weights` needs the tensor of that checkpoint name. Those of other pipeline stages are left out.
         """

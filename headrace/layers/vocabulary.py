@@ -97,9 +97,17 @@ class Head(StorableLayer):
             )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.gather(self.compute_own(hidden))
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V], of what `compute_own` returned on each rank."""
+        return self.group.all_gather(own, [share.length for share in self.shares])
+
+    def compute_own(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of this rank's tokens, [S, v]."""
         weight = plain_weight(self)
         if weight is not None:
-            logits = self._linear(hidden, weight)
+            logits: torch.Tensor = self._linear(hidden, weight)
         else:
             assert self.stored is not None
             logits = self.stored.multiply(hidden, None, torch.float32)
@@ -111,4 +119,4 @@ class Head(StorableLayer):
             logits.div_(self.divisor)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return self.group.all_gather(logits, [share.length for share in self.shares])
+        return logits

@@ -89,3 +89,23 @@ def test_keep_best_stores_what_a_greedy_step_needs(device):
     assert sampled[1].tolist() == expected[1].tolist() == [0, 0, 1, 1, 1]
     assert torch.equal(sampled[0, :2], logits[:2].argmax(-1))
     assert torch.equal(sampled[0, [0, 1, 4]], expected[0, [0, 1, 4]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shares", [[9000], [4000, 5000], [1, 8998, 1], [1128, 1124] * 4])
+def test_shares_of_the_vocabulary_give_what_all_of_it_does(shares, device):
+    vocab = sum(shares)
+    logits = random_logits(6, vocab, device, has_ties=False)
+    logits[2, 7], logits[3], logits[4, 1] = float("nan"), float("-inf"), float("inf")
+    logits[5, [0, vocab - 1]] = 1e4  # the first of two that are alike
+    found, firsts = [], [sum(shares[:i]) for i in range(len(shares))]
+    for first, part in zip(firsts, logits.split(shares, dim=1), strict=True):
+        found.append(sample.argmax_share(part, first))
+        expected = reference.argmax_share(part, first)
+        assert torch.equal(found[-1][[0, 1, 5]], expected[[0, 1, 5]])
+    expected = reference.sample_greedy(logits)
+    for merge in (sample.merge_shares, reference.merge_shares):
+        merged = merge(torch.cat(found, dim=1))
+        assert torch.equal(merged[1], expected[1])
+        assert torch.equal(merged[0, [0, 1, 4, 5]], expected[0, [0, 1, 4, 5]])
+        assert ((merged[0] >= 0) & (merged[0] < vocab)).all()

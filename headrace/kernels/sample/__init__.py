@@ -78,6 +78,24 @@ SAMPLE_GREEDY = Operation("sample_greedy kernel")
 """``sample_greedy(logits [B, V] float32) -> sampled [2, B] int64``: `SAMPLE` where every row is greedy and unmasked:
 ``sampled[0]`` are the ids, ``sampled[1]`` the states OK or NOT_FINITE."""
 
+ARGMAX_SHARE = Operation("argmax kernel for a share of the vocabulary")
+"""``argmax_share(logits [S, v] float32, first) -> [S, 2] int32``: of the logits of v tokens from token ``first`` on,
+the bits of each row's largest one and its token; as `ARGMAX` where a row holds NaN."""
+
+MERGE_SHARES = Operation("kernel that merges argmaxes of shares")
+"""``merge_shares(shares [S, 2 * W] int32) -> sampled [2, S] int64``: `SAMPLE_GREEDY` of rows whose logits are those of
+W shares, in order, of each of which `ARGMAX_SHARE` found the largest."""
+
+ARGMAX_SHARE.add("reference", "headrace.kernels.sample.reference:argmax_share", doc="plain torch")
+ARGMAX_SHARE.add(
+    "triton", "headrace.kernels.sample.triton:argmax_share", supports=_on_gpu, priority=10,
+    doc="the argmax kernel stores the result"
+)
+MERGE_SHARES.add("reference", "headrace.kernels.sample.reference:merge_shares", doc="plain torch")
+MERGE_SHARES.add(
+    "triton", "headrace.kernels.sample.triton:merge_shares", supports=_on_gpu, priority=10, doc="one launch"
+)
+
 SAMPLE_GREEDY.add("reference", "headrace.kernels.sample.reference:sample_greedy", doc="plain torch")
 SAMPLE_GREEDY.add(
     "triton", "headrace.kernels.sample.triton:sample_greedy", supports=_on_gpu, priority=10,

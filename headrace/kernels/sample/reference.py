@@ -161,5 +161,18 @@ def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack((ids, (~best.isfinite()).long()))
 
 
+def argmax_share(logits: torch.Tensor, first: int) -> torch.Tensor:
+    """See `headrace.kernels.sample.ARGMAX_SHARE`."""
+    best, ids = argmax(logits)
+    return torch.stack((best.view(torch.int32), (ids + first).int()), dim=-1)
+
+
+def merge_shares(shares: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.MERGE_SHARES`."""
+    bits, ids = shares.unflatten(1, (-1, 2)).unbind(-1)
+    best, share = argmax(bits.contiguous().view(torch.float32))
+    return torch.stack((ids.gather(1, share.unsqueeze(1)).squeeze(1).long(), (~best.isfinite()).long()))
+
+
 sample = compose(argmax, mask_argmax, sample_rows)
 """See `headrace.kernels.sample.SAMPLE`."""

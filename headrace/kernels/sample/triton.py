@@ -362,6 +362,30 @@ def _combine_kernel(
         tl.store(values_ptr + row, best)
 
 
+@triton.jit
+def _share_kernel(
+    part_values_ptr, part_ids_ptr, out_ptr, first, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `_combine_kernel`: the maximum's bits and its token, counted from ``first``, to out [B, 2] int32."""
+    row = tl.program_id(0)
+    best, token = combine_parts(part_values_ptr, part_ids_ptr, row, PARTS, BLOCK)
+    tl.store(out_ptr + 2 * row, best.to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 2 * row + 1, (token + first).to(tl.int32))
+
+
+@triton.jit
+def _merge_kernel(shares_ptr, sampled_ptr, SHARES: tl.constexpr, BLOCK: tl.constexpr):
+    row, share = tl.program_id(0), tl.arange(0, BLOCK)
+    at, is_there = shares_ptr + (row * SHARES + share) * 2, share < SHARES
+    bits = tl.load(at, mask=is_there, other=0)
+    x = tl.where(is_there, bits.to(tl.float32, bitcast=True), NEGATIVE)
+    ids = tl.load(at + 1, mask=is_there, other=0)
+    best, winner = max_or_nan(x), find_first(x, share, SHARES - 1)
+    tl.store(sampled_ptr + row, tl.sum(tl.where(share == winner, ids, 0), axis=0).to(tl.int64))
+    is_broken = (best != best) | (tl.abs(best) == float("inf"))
+    tl.store(sampled_ptr + tl.num_programs(0) + row, is_broken.to(tl.int64))
+
+
 def _search_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Maxima [S, parts] and their tokens, and the launch arguments for combining them."""
     num_rows, vocab_size = logits.shape
@@ -392,5 +416,25 @@ def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     if logits.shape[0]:
         _combine_kernel[(logits.shape[0],)](
             part_values, part_ids, part_values, sampled, HAS_STATES=True, **shape
+        )
+    return sampled
+
+
+def argmax_share(logits: torch.Tensor, first: int) -> torch.Tensor:
+    """See `headrace.kernels.sample.ARGMAX_SHARE`."""
+    part_values, part_ids, shape = _search_parts(logits)
+    out = torch.empty((logits.shape[0], 2), dtype=torch.int32, device=logits.device)
+    if logits.shape[0]:
+        _share_kernel[(logits.shape[0],)](part_values, part_ids, out, first, **shape)
+    return out
+
+
+def merge_shares(shares: torch.Tensor) -> torch.Tensor:
+    """See `headrace.kernels.sample.MERGE_SHARES`."""
+    sampled = torch.empty((2, shares.shape[0]), dtype=torch.int64, device=shares.device)
+    if shares.shape[0]:
+        count = shares.shape[1] // 2
+        _merge_kernel[(shares.shape[0],)](
+            shares, sampled, SHARES=count, BLOCK=1 << max(1, (count - 1).bit_length()), num_warps=1
         )
     return sampled

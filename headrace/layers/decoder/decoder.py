@@ -300,6 +300,11 @@ class Decoder(ServedModel):
         return None if self.head is None or self.embedding is None else (self.embedding, self.head)
 
     @property
+    def divided_head(self) -> Head | None:
+        """See `ServedModel`."""
+        return None if self.head is None or self.head.group.is_single else self.head
+
+    @property
     def prunes_last_layer(self) -> bool:
         """See `ServedModel`."""
         return self.stage.is_last and self._blocks[-1].attention.prunes_queries

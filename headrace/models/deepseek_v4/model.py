@@ -216,6 +216,11 @@ class DeepseekV4Model(ServedModel):
             features.take_final(hidden)
         return hidden
 
+    @property
+    def divided_head(self) -> Head | None:
+        """See `ServedModel`."""
+        return None if self.ending is None or self.ending.head.group.is_single else self.ending.head
+
     def take_part(self, replica_tokens: list[int]) -> None:
         """See `ServedModel`."""
         nothing = torch.empty(0, dtype=torch.int64)
