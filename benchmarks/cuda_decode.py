@@ -18,7 +18,8 @@ import torch
 
 from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, randn, time_calls
 from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.attention.triton import DecodeStep, DecodeWorkspace, Head, decode
+from headrace.kernels.attention.blocks import Head
+from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
 from headrace.kernels.rowwise.triton import rope_write_pdl
 
 POOL_TOKENS = 1_024_000

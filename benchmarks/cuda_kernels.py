@@ -227,12 +227,13 @@ def dense_decode(q: torch.Tensor, pages: tuple, table: torch.Tensor, length: int
 def triton_decode(
     model: Model, pool: Pool, q: torch.Tensor, length: int, n: int, *, page_size: int = PAGE, **options: object
 ) -> list[Call]:
-    from headrace.kernels.attention import triton as attention
+    from headrace.kernels.attention import decodes as attention
+    from headrace.kernels.attention.blocks import Head
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     workspace = attention.DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, q.device)
     lens = torch.full((q.shape[0],), length, dtype=torch.int32, device="cuda")
-    out, head = torch.empty_like(q), attention.Head(model.dim**-0.5)
+    out, head = torch.empty_like(q), Head(model.dim**-0.5)
     bound = options.pop("bound", length)
 
     def call(table: torch.Tensor) -> torch.Tensor | None:
@@ -309,9 +310,9 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         backend = cls(geometry, torch.device("cuda"))
         backend.prepare(inputs)
         if tile is not None:
-            from headrace.kernels.attention import triton as attention
+            from headrace.kernels.attention.prefill import plan_prefill
 
-            backend._plan = attention.plan_prefill(
+            backend._plan = plan_prefill(
                 starts, inputs.query_lens_cpu, first=0, group=model.heads // model.kv_heads, tile=tile)
         q, pages, params = (
             randn(tokens, model.heads, model.dim), KvPages(*pool.pages(PAGE)), AttentionParams(model.dim**-0.5)
@@ -333,7 +334,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         q, k, v = (randn(1, h, length, model.dim) for h in (model.heads, model.kv_heads, model.kv_heads))
         return [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]
 
-    from headrace.kernels.attention.triton import Tile
+    from headrace.kernels.attention.blocks import Tile
 
     tiles = {
         "128x64w8s3": Tile(128, 64, 8, 3), "128x128w8s2": Tile(128, 128, 8, 2), "64x64w4s3": Tile(64, 64, 4, 3),
@@ -410,7 +411,8 @@ def layer_calls(
     model: Model, pool: Pool, n: int, *, pdl: bool = False, gemv: bool = True, fused: bool = True,
     fused_norm: bool = False,
 ) -> list[Call]:
-    from headrace.kernels.attention import triton as attention
+    from headrace.kernels.attention import decodes as attention
+    from headrace.kernels.attention.blocks import Head
     from headrace.kernels.linear import Norm, norm_linear
     from headrace.kernels.linear import triton as linear
     from headrace.kernels.rowwise import reference, triton
@@ -430,7 +432,7 @@ def layer_calls(
     lens = torch.full((1,), 1024, dtype=torch.int32, device="cuda")
     position, table_of_angles = torch.full((1,), 1023, device="cuda"), torch.randn(2048, model.dim, device="cuda")
     x, residual, norm_weight = randn(1, model.width), randn(1, model.width), randn(model.width)
-    pages, head = pool.pages(PAGE), attention.Head(model.dim**-0.5)
+    pages, head = pool.pages(PAGE), Head(model.dim**-0.5)
 
     def call(w: dict[str, torch.Tensor], table: torch.Tensor) -> None:
         if fused_norm:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.attention.reference import read_codes
-from headrace.kernels.rowwise import ROPE_WRITE
+from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.rowwise import ROPE_WRITE, HeadShape
 from headrace.layers.attention.contract import AttentionParams, KvPages, MediaBlock
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
@@ -108,24 +109,28 @@ class Attention(AttentionLayer):
         if spec.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None and not heads.is_whole:
             self._norm_over_ranks = NormOverRanks(self.q_norm, self.k_norm, kv_heads, build.tensor)
         self.rotary = rotary
-        self._rope_write = self._choose_rope_write(norm, layer, build)
-
-    def _choose_rope_write(self, norm: NormSpec, layer: LayerSpec, build: Build) -> partial[torch.Tensor]:
-        spec, rope = self.spec, layer.rope
-        weights = {}
+        self._norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.q_norm is not None and self.k_norm is not None and self._norm_over_ranks is None:
             unit = self._unit_weight
-            weights = {
-                name: n.weight if unit is None else unit
-                for name, n in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
-            }
-        shape = dict(
+            self._norm_weights = (self.q_norm.weight, self.k_norm.weight) if unit is None else (unit, unit)
+        rope = layer.rope
+        self._head_shape = HeadShape(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=spec.head_dim,
-            rotary_dim=rope.rotary_dim if rope else 0
+            rotary_dim=rope.rotary_dim if rope else 0, interleaved=bool(rope and rope.interleaved), norm_eps=norm.eps,
+            norm_offset=norm.offset,
         )
+        self._rope_write = self._choose_rope_write(build)
+        # else there is something between the rotation and attention
+        self._may_fuse = build.device.type == "cuda" and self._unit_weight is None and (
+            rotary is None or rotary.query_scale is None
+        )
+
+    def _choose_rope_write(self, build: Build) -> partial[torch.Tensor]:
+        shape, weights = self._head_shape, self._norm_weights
+        sizes = {name: shape[name] for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")}
         return partial(
-            ROPE_WRITE.choose(build.query(**shape)), **shape, **weights, interleaved=bool(rope and rope.interleaved),
-            norm_eps=norm.eps, norm_offset=norm.offset,
+            ROPE_WRITE.choose(build.query(**sizes)), **shape,
+            **({} if weights is None else {"q_norm": weights[0], "k_norm": weights[1]}),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,6 +161,11 @@ class Attention(AttentionLayer):
         step = batch.groups[self.group]
         cos_sin = self.rotary.find(batch) if self.rotary else None
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        if self._may_fuse and batch.queries is None and batch.media is None and pages.hot is None:
+            rotation = Rotation(positions, cos_sin, step.inputs.slots, self._norm_weights, self._head_shape)
+            out = step.backend.rotate_and_attend(qkv, rotation, pages, self.params)
+            if out is not None:
+                return out.flatten(1)
         codes = {} if pages.scales is None else {"scales": pages.scales}  # an int8 cache, on CPUs only
         # Writes K and V of all T tokens, which later steps need, also if only some queries are kept below. May
         # overwrite qkv.

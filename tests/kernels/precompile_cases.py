@@ -357,7 +357,8 @@ def test_there_is_nothing_to_do_on_a_cpu():
 def test_prefill_of_large_heads_fits_the_shared_memory_of_desktops(
     gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch
 ):
-    from headrace.kernels.attention.triton import Head, plan_prefill, prefill, prefill_tile
+    from headrace.kernels.attention.blocks import Head
+    from headrace.kernels.attention.prefill import plan_prefill, prefill, prefill_tile
 
     room = 99 << 10
     monkeypatch.setattr(gpu, "get_current_target", lambda: GPUTarget("cuda", 89, 32))

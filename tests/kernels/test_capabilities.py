@@ -100,7 +100,7 @@ def test_weights_in_codes_have_a_solution_for_every_number_of_rows(card: str):
 
 def test_tiles_of_prefill_fit_each_gpu():
     pytest.importorskip("triton")
-    from headrace.kernels.attention.triton import prefill_tile
+    from headrace.kernels.attention.prefill import prefill_tile
 
     for width in (64, 128, 256):
         for own in CARDS.values():

@@ -12,8 +12,9 @@ from devices import DEVICES, ON_GPU
 
 pytest.importorskip("triton")
 
-from headrace.kernels.attention import triton as kernels
-from headrace.kernels.attention.triton import MOST_PROGRAMS, DecodeWorkspace, Tile, decode_tile, plan_splits
+from headrace.kernels.attention import decodes as kernels
+from headrace.kernels.attention.blocks import Tile
+from headrace.kernels.attention.decodes import MOST_PROGRAMS, DecodeWorkspace, decode_tile, plan_splits
 from headrace.layers.attention import reason_against_triton
 from headrace.layers.attention.triton import TritonAttention
 

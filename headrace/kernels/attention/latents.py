@@ -2,7 +2,7 @@
 
 T tokens, R requests, H heads, L latent dims, E rotated dims, P pages. A row of a page is L + E elements, the key of all
 heads; its first L are also the value, so a block of rows is read once for both products. Lengths are read on the device
-alone. Softmax runs in base 2 (`headrace.kernels.attention.triton`).
+alone. Softmax runs in base 2 (`headrace.kernels.attention.blocks`).
 
 q is [T, H, L + E] and out [T, H, L], contiguous; pages [P, page_size, 1, L + E] with any stride between pages; page
 tables [R, *] int32.
@@ -17,16 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.kernels.attention.triton import (
-    LOG2_E,
-    MASKED,
-    DecodeStep,
-    PrefillPlan,
-    Tile,
-    _as_half,
-    _rounds_to_half,
-    block_dim,
-)
+from headrace.kernels.attention.blocks import LOG2_E, MASKED, Tile, as_half, block_dim, rounds_to_half
+from headrace.kernels.attention.decodes import DecodeStep
+from headrace.kernels.attention.prefill import PrefillPlan
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 MOST_ROWS = 64
@@ -88,7 +81,7 @@ def _load_queries(q_ptr, row, valid, L: tl.constexpr, E: tl.constexpr, BLOCK_L: 
     q = tl.load(base + dim[None, :], mask=valid[:, None] & (dim < L)[None, :], other=0.0)
     q_turned = tl.load(base + L + turned[None, :], mask=valid[:, None] & (turned < E)[None, :], other=0.0)
     if FP8:
-        q, q_turned = _as_half(q), _as_half(q_turned)
+        q, q_turned = as_half(q), as_half(q_turned)
     return q, q_turned
 
 
@@ -98,7 +91,7 @@ def _attend_rows(
     PAGE: tl.constexpr, L: tl.constexpr, E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Add the keys [start, stop), of which those before ``end`` exist, to the running sums (`_accumulate`) of queries
+    """Add the keys [start, stop), of which those before ``end`` exist, to the running sums (`accumulate`) of queries
     at ``position`` [M]; ``start`` is a multiple of BLOCK_N. Unless BOUNDED, ``stop`` is as well, and every query sees
     all keys."""
     for at in tl.range(start, stop, BLOCK_N):
@@ -292,7 +285,7 @@ def _constants(q: torch.Tensor, pages: torch.Tensor, value_dim: int, scale: floa
     return dict(
         scale=scale * LOG2_E, page_stride=pages.stride(0), PAGE=pages.shape[1], H=q.shape[1], L=value_dim,
         E=turned_dim, BLOCK_L=block_dim(value_dim), BLOCK_E=block_dim(turned_dim),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FP8=_rounds_to_half(q, pages),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", FP8=rounds_to_half(q, pages),
     )
 
 

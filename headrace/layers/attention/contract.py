@@ -1,7 +1,7 @@
 """The attention contract: a step's inputs as a backend gets them, and what a backend must do.
 
 T tokens, R requests, H heads, K kv heads, E head dim, P pages. A backend instance serves one cache group. It does not
-write K and V into the pages: the ``rope_write`` operation does that before ``attend``.
+write K and V into the pages, but in ``rotate_and_attend``: the ``rope_write`` operation does that before ``attend``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from headrace.base.registry import Registry
 from headrace.base.step import MAX_DRAFTS
+from headrace.kernels.few_decodes import Rotation
 from headrace.memory.hot_pool import HotLayer
 
 
@@ -150,6 +151,14 @@ class AttentionBackend(CacheBackend):
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """``q`` [T, H, E] to [T, H, E_value] in q's dtype. Query i of a request with kv length L and query length Q is
         at position L - Q + i and sees positions up to its own (bottom-right causal mask)."""
+
+    def rotate_and_attend(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """What ``rope_write`` and `attend` do, if a kernel does both at once for this step; else None, and nothing is
+        written. ``qkv`` and ``rotation`` are those of `headrace.kernels.rowwise.ROPE_WRITE`. The step's inputs must
+        have been written before the product that gives ``qkv`` began."""
+        return None
 
     def twin(self) -> AttentionBackend:
         """Another backend for the same pages, which is prepared with inputs of its own. The two are called in turn, on

@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.cache import NULL_PAGE
 from headrace.kernels.attention import cudnn as sdpa
+from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.layers.attention.contract import (
     AttentionBackend,
@@ -112,20 +113,25 @@ class CudnnAttention(AttentionBackend):
         inputs, chunks = self._inputs, self._chunks
         assert inputs is not None, "prepare comes first"
         if chunks is None or params.softcap or params.sinks is not None:
-            return self._fall_back(q, pages, params, inputs)
+            return self._prepared(inputs).attend(q, pages, params)
         out = torch.empty((q.shape[0], q.shape[1], pages.v.shape[-1]), dtype=q.dtype, device=q.device)
         is_done = self._run_exact(q, pages, params, inputs, out) or self._run_paged(q, pages, params, chunks, out)
         if not is_done:
-            return self._fall_back(q, pages, params, inputs)
+            return self._prepared(inputs).attend(q, pages, params)
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
 
-    def _fall_back(
-        self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs
-    ) -> torch.Tensor:
+    def rotate_and_attend(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.rotate_and_attend`."""
+        assert self._inputs is not None, "prepare comes first"
+        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
+
+    def _prepared(self, inputs: AttentionInputs) -> DependentLaunchTritonAttention:
         if self._fallback.inputs is not inputs:  # the first layer of this step that falls back
             self._fallback.prepare(inputs)
-        return self._fallback.attend(q, pages, params)
+        return self._fallback
 
     def _run_exact(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor

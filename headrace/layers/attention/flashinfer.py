@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import ConfigError
+from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.launch import ceil_div
 from headrace.layers.attention.contract import (
     AttentionBackend,
@@ -96,9 +97,7 @@ class FlashinferAttention(AttentionBackend):
         inputs = self._inputs
         assert inputs is not None, "prepare comes first"
         if self._planned is None:
-            if self._fallback.inputs is not inputs:
-                self._fallback.prepare(inputs)
-            return self._fallback.attend(q, pages, params)
+            return self._prepared(inputs).attend(q, pages, params)
         out = torch.empty_like(q)
         first = inputs.num_decodes
         # q_scale multiplies the wrapper's own scale, head_dim ** -0.5
@@ -106,6 +105,18 @@ class FlashinferAttention(AttentionBackend):
         self._planned.run(q[first:], (pages.k, pages.v), q_scale=relative, out=out[first:], enable_pdl=False)
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
+
+    def rotate_and_attend(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.rotate_and_attend`."""
+        assert self._inputs is not None, "prepare comes first"
+        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
+
+    def _prepared(self, inputs: AttentionInputs) -> TritonAttention:
+        if self._fallback.inputs is not inputs:
+            self._fallback.prepare(inputs)
+        return self._fallback
 
     def _plan(self, inputs: AttentionInputs, planners: Planners) -> Any:
         first, page_size = inputs.num_decodes, self._geometry.page_size

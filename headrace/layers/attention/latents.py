@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.attention.blocks import find_block_bytes
+from headrace.kernels.attention.decodes import DecodeStep
 from headrace.kernels.attention.latents import (
     LatentWorkspace,
     attend_chunks,
@@ -13,13 +15,7 @@ from headrace.kernels.attention.latents import (
     decode_latents,
     decode_tile,
 )
-from headrace.kernels.attention.triton import (
-    DecodeStep,
-    PrefillPlan,
-    find_block_bytes,
-    plan_open_prefill,
-    plan_prefill,
-)
+from headrace.kernels.attention.prefill import PrefillPlan, plan_open_prefill, plan_prefill
 from headrace.kernels.operation import LARGE_BLOCK
 from headrace.layers.attention.contract import (
     AttentionBackend,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.attention.triton import (
-    DecodeStep,
-    DecodeWorkspace,
-    Head,
+from headrace.kernels.attention.blocks import Head, block_dim, find_block_bytes
+from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
+from headrace.kernels.attention.prefill import (
     PrefillPlan,
-    block_dim,
-    decode,
-    find_block_bytes,
     plan_open_prefill,
     plan_prefill,
     prefill,
     prefill_tile,
 )
+from headrace.kernels.few_decodes import Rotation
+from headrace.kernels.few_decodes.hopper import few_decodes
 from headrace.layers.attention.contract import (
     AttentionBackend,
     AttentionGeometry,
@@ -79,6 +77,17 @@ class TritonAttention(AttentionBackend):
                 inputs.query_start if inputs.has_dynamic_lengths else None
             )
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
+
+    def rotate_and_attend(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.rotate_and_attend`."""
+        inputs = self.inputs
+        assert inputs is not None, "prepare comes first"
+        if not self.pdl or inputs.has_dynamic_lengths or not inputs.num_decodes == inputs.num_requests == len(qkv):
+            return None
+        step = DecodeStep(inputs.kv_lens, inputs.page_table, inputs.num_decodes, inputs.max_kv_len)
+        return few_decodes(qkv, rotation, (pages.k, pages.v), _head(params), step)
 
 
 def _head(params: AttentionParams) -> Head:

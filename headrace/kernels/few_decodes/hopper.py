@@ -1,0 +1,134 @@
+"""Decodes of a few requests, from the product before: norms of queries and keys, rotation, page write and attention in
+one launch of own CUDA C++, see ``csrc/cuda/few_decodes.cu``.
+
+T tokens, H heads, K kv heads, G = H / K, E head dim, P pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+
+from headrace.kernels.attention.blocks import Head
+from headrace.kernels.attention.decodes import DecodeStep
+from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.few_decodes import Rotation
+
+logger = logging.getLogger(__name__)
+
+WARPS, RING_BYTES, HEAD_DIMS, MOST_GROUP = 4, 16 << 10, (64, 128), 16
+"""As in the source; a warp's ring does not depend on the head dim."""
+MOST_ROWS = 16
+"""Keys of the step are in two units of a request at most."""
+LARGE_CLUSTER, SMALL_CLUSTER = 16, 8
+MOST_LARGE, LEAST_TILES, MOST_TILES = 16, 4, 48
+"""(Request, kv head) pairs: the most that get the larger cluster; of fewer or more `decode` divides the keys better."""
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "qkv", "q_norm", "k_norm", "cos_sin", "positions", "slots", "kv_lens", "table", "k", "v", "out", "sinks",
+        )),
+        *((name, c_int64) for name in ("qkv_stride", "table_stride", "k_stride", "v_stride")),
+        *((name, c_int) for name in ("rows", "kv_heads", "window", "has_wide_sinks")),
+        *((name, c_float) for name in ("scale", "softcap", "eps", "offset")),
+    )
+
+
+def count_shared_bytes(head_dim: int, group: int, cluster: int) -> int:
+    """Of a block: rings, queries, sums of its warps and of the cluster's blocks."""
+    rows = 16 if group > 8 else 8
+    return WARPS * RING_BYTES + 2 * rows * head_dim + 8 * group * (WARPS + cluster) + 4 * group * head_dim
+
+
+def list_macros(rotation: Rotation, page_size: int, head: Head, cluster: int) -> tuple[str, ...]:
+    """What the source is compiled with."""
+    shape = rotation.shape
+    sizes = dict(
+        E=shape["head_dim"], G=shape["num_heads"] // shape["num_kv_heads"], PAGE=page_size, CLUSTER=cluster,
+        ROTARY=0 if rotation.cos_sin is None else shape["rotary_dim"], INTERLEAVED=int(shape["interleaved"]),
+        NORM=int(rotation.norms is not None), SOFTCAP=int(head.softcap > 0),
+    )
+    return tuple(f"-D{name}={size}" for name, size in sizes.items())
+
+
+@cache_compiled
+def _find_kernel(macros: tuple[str, ...], shared_bytes: int, cluster: int, device: torch.device) -> CudaKernel | None:
+    """The kernel, compiled unless cached; None, with a warning, where that fails, or where no cluster fits."""
+    try:
+        with torch.cuda.device(device):
+            code = compile_source("few_decodes", ("-arch=sm_90a", "-std=c++17", *macros))
+            kernel = CudaKernel(code, "few_decodes", shared_bytes)
+            return kernel if kernel.count_clusters(cluster, 32 * WARPS) else None
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("rotation and attention of decodes take a kernel each: %s", error)
+        return None
+
+
+def _takes(
+    qkv: torch.Tensor, rotation: Rotation, pages: tuple[torch.Tensor, torch.Tensor], head: Head, step: DecodeStep
+) -> bool:
+    shape, (k_pages, v_pages) = rotation.shape, pages
+    rows, kv_heads, head_dim = len(qkv), shape["num_kv_heads"], shape["head_dim"]
+    strides = (kv_heads * head_dim, head_dim, 1)
+    return (
+        0 < rows <= MOST_ROWS and rows == step.num_requests and step.query_start is None
+        and LEAST_TILES <= rows * kv_heads <= MOST_TILES and head_dim in HEAD_DIMS
+        and shape["num_heads"] <= MOST_GROUP * kv_heads and qkv.dtype == torch.bfloat16 and qkv.stride(1) == 1
+        and all(
+            x.dtype == torch.bfloat16 and x.shape[2:] == (kv_heads, head_dim) and x.stride()[1:] == strides
+            and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k_pages, v_pages)
+        )
+        and rotation.positions.dim() == 1
+        and all(len(norm) == head_dim and norm.dtype == torch.bfloat16 for norm in rotation.norms or ())
+        and (head.sinks is None or head.sinks.dtype in (torch.bfloat16, torch.float32))
+    )
+
+
+def describe_call(
+    qkv: torch.Tensor, rotation: Rotation, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, head: Head,
+    step: DecodeStep,
+) -> _Call:
+    """The kernel's argument; ``out`` [T, H, E] is contiguous."""
+    shape, (k_pages, v_pages), constants = rotation.shape, pages, head.constants()
+    return _Call(
+        *(None if x is None else x.data_ptr() for x in (
+            qkv, *(rotation.norms or (None, None)), rotation.cos_sin, rotation.positions, rotation.slots, step.kv_lens,
+            step.page_table, k_pages, v_pages, out, head.sinks,
+        )),
+        qkv.stride(0), step.page_table.stride(0), k_pages.stride(0), v_pages.stride(0), len(qkv),
+        shape["num_kv_heads"], head.window, int(head.sinks is not None and head.sinks.dtype == torch.float32),
+        constants["scale"], constants["softcap"], shape["norm_eps"], shape["norm_offset"],
+    )
+
+
+def few_decodes(
+    qkv: torch.Tensor, rotation: Rotation, pages: tuple[torch.Tensor, torch.Tensor], head: Head, step: DecodeStep
+) -> torch.Tensor | None:
+    """What `ROPE_WRITE` and `decode` do for T tokens that all are decodes: writes k and v and returns [T, H, E]. None,
+    with nothing done, where the kernel does not take them. Tokens of one request must be at consecutive positions.
+
+    By programmatic dependent launch, and it reads pages, tables, lengths, positions and slots before the wait: those
+    must have been written before the product that gives ``qkv`` began."""
+    if not _takes(qkv, rotation, pages, head, step):
+        return None
+    shape, page_size = rotation.shape, pages[0].shape[1]
+    head_dim, kv_heads = shape["head_dim"], shape["num_kv_heads"]
+    group, tiles = shape["num_heads"] // kv_heads, len(qkv) * kv_heads
+    for cluster in (LARGE_CLUSTER, SMALL_CLUSTER) if tiles <= MOST_LARGE else (SMALL_CLUSTER,):
+        macros = list_macros(rotation, page_size, head, cluster)
+        kernel = _find_kernel(macros, count_shared_bytes(head_dim, group, cluster), cluster, qkv.device)
+        if kernel is not None:
+            break
+    else:
+        return None
+    out = torch.empty((len(qkv), shape["num_heads"], head_dim), dtype=qkv.dtype, device=qkv.device)
+    call = describe_call(qkv, rotation, pages, out, head, step)
+    kernel.launch(cluster * tiles, 32 * WARPS, call, is_dependent=True)
+    return out
