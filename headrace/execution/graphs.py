@@ -85,21 +85,29 @@ def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
     return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
 
 
-class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
-    """Decodes of one bucket, with or without drafts. ``entries`` [2, B] int64 is its input (`headrace.kernels.verify`);
-    padding is the null row. `run` returns logits (see `GreedyHead`) and [3, B] int64 (argmax ids, states, counts), and
-    writes the rows' state as if all were greedy; a sampler overwrites that before the next step reads it. In pipeline
-    stages before the last it returns hidden states [B, W] and its input instead, and leaves the state alone. Outputs
-    may be overwritten by the next run of any bucket, as all share one memory pool; readers are safe on the same stream
-    before that run. ``adapter_rows``: which entries have which adapter (`AdapterInputs`), of a graph that was made for
-    ``adapters``."""
+def find_bounds(inputs: InputBuilder, num_decodes: int) -> list[int]:
+    """For what lengths captured steps of so many decodes differ, ascending; the last one is that of any."""
+    longest = inputs.layout.max_model_len
+    short = max((backend.short_context(num_decodes) for backend in inputs.backends), default=0)
+    return [short, longest] if 0 < short < longest else [longest]
+
+
+class DecodeGraph:
+    """Decodes of one bucket, with or without drafts; short contexts may have a graph of their own. ``entries`` [2, B]
+    int64 is its input (`headrace.kernels.verify`); padding is the null row. `run` returns logits (see `GreedyHead`) and
+    [3, B] int64 (argmax ids, states, counts), and writes the rows' state as if all were greedy; a sampler overwrites
+    that before the next step reads it. In pipeline stages before the last it returns hidden states [B, W] and its input
+    instead, and leaves the state alone. Outputs may be overwritten by the next run of any bucket, as all share one
+    memory pool; readers are safe on the same stream before that run. ``adapter_rows``: which entries have which adapter
+    (`AdapterInputs`), of a graph that was made for ``adapters``."""
 
     def __init__(
         self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
         adapters: CapturedAdapters | None = None,
     ):
-        super().__init__(self._compute, recorder)
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
+        bounds = find_bounds(inputs, size) if adapters is None else [inputs.layout.max_model_len]
+        self._captures = [(bound, Capture(partial(self._compute, bound), recorder)) for bound in bounds]
         device = inputs.rows.tensors.last_token.device
         self._adapters = adapters
         self.adapter_rows = None if adapters is None else adapters.make_static(size)
@@ -113,7 +121,20 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         # The replay below runs for real: null rows write to the null page and to the null row's last token only.
         self.entries[0] = self._inputs.tables.null_row
         self.entries[1] = 0
-        self.run()
+        for _, capture in self._captures:
+            capture.run()
+
+    @property
+    def is_recorded(self) -> bool:
+        """See `Bucket`."""
+        return all(capture.is_recorded for _, capture in self._captures)
+
+    def run(self, longest: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute ``entries``, none of which has more than ``longest`` tokens after the step."""
+        for bound, capture in self._captures[:-1]:
+            if longest <= bound:
+                return capture.run()
+        return self._captures[-1][1].run()
 
     def pack(self, entries: np.ndarray) -> np.ndarray:
         """Pad ``entries`` [2, R] int64 to the bucket: [2 * B], rows first."""
@@ -123,12 +144,12 @@ class DecodeGraph(Capture[tuple[torch.Tensor, torch.Tensor]]):
         packed[:, :count] = entries
         return packed.ravel()
 
-    def _compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Captured: only device tensors at fixed addresses may be read here. The inputs of all layers are derived on the
         # device from ``entries``, the rows' state and the page tables.
         inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
-        groups = inputs.decode_groups(decodes, self.entries[0])
+        groups = inputs.decode_groups(decodes, self.entries[0], longest)
         carried, proposer = inputs.handover.view(self.size), self._proposer
         batch = ForwardBatch(
             decodes.token_ids, decodes.positions, groups, carried=carried,
@@ -254,7 +275,7 @@ class DecodeGraphPath:
         if graph.adapter_rows is not None:
             graph.adapter_rows.copy_(sent["adapter_rows"])
         self._handover.receive(step.shape.num_tokens)
-        logits, greedy = graph.run()
+        logits, greedy = graph.run(int(step.shape.ends.max()))
         if self._handover.pass_on(logits[: step.shape.num_tokens]):
             return StepOutput()
         count = len(step.samples)

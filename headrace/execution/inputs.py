@@ -221,10 +221,12 @@ class InputBuilder:
     def _rope_positions(self, size: int) -> torch.Tensor | None:
         return None if self.media.offsets is None else self.static.rope_positions[:size]
 
-    def decode_groups(self, decodes: DecodeInputs, rows: torch.Tensor) -> list[GroupStep]:
+    def decode_groups(self, decodes: DecodeInputs, rows: torch.Tensor, longest: int | None = None) -> list[GroupStep]:
         """Every cache group over these decodes of ``rows`` [B] int64, its backend prepared. Of lengths the host knows
-        bounds only, for the choice of kernels and their grids; except on a CPU, whose backends read them."""
-        size, longest = len(decodes.token_ids), self.layout.max_model_len
+        bounds only, at most ``longest`` (None: any), for the choice of kernels and their grids; except on a CPU, whose
+        backends read them."""
+        size = len(decodes.token_ids)
+        longest = self.layout.max_model_len if longest is None else longest
         is_cpu = decodes.kv_lens.device.type == "cpu"
         lengths = list(map(int, decodes.kv_lens)) if is_cpu else [longest] * size
         steps = []

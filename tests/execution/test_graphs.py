@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from driver import Driver
+from toy import toy_logits, toy_runner
 
+from headrace.base.sampling import SamplingSpec
 from headrace.execution.graphs import MAX_SPAN, TOKEN_SIZES, CapturedSteps, GraphSizes, step_sizes
 from headrace.execution.step import StepShape
 from headrace.parallel.links import Handover
-from tests.execution.pretended_graphs import NO_MEDIA
+from tests.execution.pretended_graphs import NO_MEDIA, PretendedRecorder
 
 
 def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
@@ -38,6 +41,37 @@ def test_the_smallest_that_holds_the_step(
 ):
     found = captured.mixed.find(shape_of(decodes, prefills))
     assert (found.size if found is not None else None) == size
+
+
+def test_short_contexts_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Where a backend tells them apart: it is replayed until a row is longer, by the host's bound."""
+    runner, bounds = toy_runner(), []
+    monkeypatch.setattr(runner._backends[1], "short_context", {1: 14, 2: 10}.get)
+    monkeypatch.setattr(runner._backends[0], "short_context", lambda num_decodes: 0)
+    make = runner._inputs.decode_groups
+    monkeypatch.setattr(
+        runner._inputs, "decode_groups",
+        lambda decodes, rows, longest: bounds.append((len(rows), longest)) or make(decodes, rows, longest),
+    )
+    runner.capture(GraphSizes([1, 2], []), PretendedRecorder()).record_all(lambda: None)
+    assert sorted(bounds) == [(1, 14), (1, 64), (2, 10), (2, 64)], "each is recorded"
+    bounds.clear()
+    driver, prompts = Driver(runner), {0: [5, 6, 7, 8, 9, 10, 11], 1: [7] * 12}
+    driver.start(0, prompts[0], SamplingSpec())
+    for chunks in ({0: 7}, {}, {}):  # 8 and 9 keys
+        driver.step(chunks)
+    driver.start(1, prompts[1], SamplingSpec())
+    for chunks in ({1: 12}, {}):  # 10 keys beside a prompt, 11 beside 13
+        driver.step(chunks)
+    driver.release(1)
+    for _ in range(5):  # 12 to 16 keys
+        driver.step({})
+    assert bounds == [(1, 14)] * 2 + [(2, 64)] + [(1, 14)] * 3 + [(1, 64)] * 2
+    for row, prompt in prompts.items():
+        tokens = list(prompt)
+        for token in driver.output[row]:
+            assert token == int(toy_logits(tokens, 5).argmax())
+            tokens.append(token)
 
 
 def test_large_models_have_small_buckets_only():

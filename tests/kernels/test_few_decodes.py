@@ -166,13 +166,18 @@ def _on_device(problem: Problem, device: str) -> Problem:
     )
 
 
+def take_all(monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
+    """Leave nothing to other kernels because they are faster."""
+    monkeypatch.setattr(module, "LEAST_TILES", 1)
+    monkeypatch.setattr(module, "DIVISIONS", {dim: (module.Division(1 << 20, cluster, 1 << 20),) for dim in (64, 128)})
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cluster", [16, 8])
 def test_matches_rotation_and_dense_attention(name: str, cluster: int, monkeypatch: pytest.MonkeyPatch):
     problem = make_problem(CASES[name], "cuda")
-    if cluster == 8:
-        monkeypatch.setattr(module, "MOST_LARGE", 0)
+    take_all(monkeypatch, cluster)
     out = problem.run()
     assert out is not None
     error = float((out.double() - problem.expected).norm() / problem.expected.norm())
@@ -259,13 +264,42 @@ def test_takes_what_the_kernel_can():
     assert not takes(rotation=replace(problem.rotation, positions=problem.rotation.positions.expand(3, -1)))
     whole = torch.ones(32 * 128, dtype=BF16), torch.ones(8 * 128, dtype=BF16)
     assert not takes(rotation=replace(problem.rotation, norms=whole))
-    many = make_problem(Case((5,) * 7), "cpu")
+    many = make_problem(Case((5,) * (module.MOST_ROWS + 1)), "cpu")
     assert not takes(qkv=many.qkv, rotation=many.rotation, step=many.step)
-    assert few_decodes(many.qkv, many.rotation, many.pages, many.head, many.step) is None
 
 
-@pytest.mark.parametrize("head_dim", module.HEAD_DIMS)
-def test_blocks_fit_beside_a_product(head_dim: int):
+@pytest.mark.parametrize(("head_dim", "tiles", "most_keys", "cluster"), [
+    (128, 8, 8192, 16), (128, 4, 131_072, None), (128, 4, 1, 16), (128, 3, 1, None),
+    (128, 16, 4096, 8), (128, 16, 8192, None), (128, 32, 128, None),
+    (64, 16, 4096, 16), (64, 32, 2048, 8), (64, 32, 4096, None), (64, 33, 1, None), (256, 8, 1, None),
+])
+def test_it_is_taken_where_it_is_faster(head_dim: int, tiles: int, most_keys: int, cluster: int | None):
+    found = module.find_division(head_dim, tiles, most_keys)
+    assert (found and found.cluster) == cluster
+
+
+def test_a_window_bounds_what_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is compiled for long contexts; with a window it is, whatever the context."""
+    asked: list[int] = []
+    monkeypatch.setattr(module, "_find_kernel", lambda macros, shared_bytes, cluster, device: asked.append(cluster))
+    for window, count in ((0, 0), (128, 1)):
+        problem = make_problem(replace(CASES["dim-64-window"], window=window), "cpu")
+        problem.step = replace(problem.step, max_kv_len=131_072)
+        assert problem.run() is None
+        assert len(asked) == count
+
+
+def test_short_contexts_are_those_where_it_is_taken():
+    """A step that is captured by itself must find a division."""
+    for rows, longest in enumerate(module.SHORT_CONTEXTS, 1):
+        assert any(module.find_division(dim, rows * 8, longest) for dim in module.DIVISIONS)
+        assert not any(module.find_division(dim, rows * 8, longest + 1) for dim in module.DIVISIONS)
+
+
+@pytest.mark.parametrize(("head_dim", "division"), [
+    (dim, each) for dim, divisions in module.DIVISIONS.items() for each in divisions
+])
+def test_blocks_fit_beside_a_product(head_dim: int, division: module.Division):
     """Whose blocks are kept apart, so that keys are on their way before it has ended."""
-    most = module.count_shared_bytes(head_dim, module.MOST_GROUP, module.LARGE_CLUSTER)
+    most = module.count_shared_bytes(head_dim, module.MOST_GROUP, division.cluster)
     assert most < MOST_BYTES // 2

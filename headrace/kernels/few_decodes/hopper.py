@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 
@@ -19,13 +20,38 @@ from headrace.kernels.few_decodes import Rotation
 
 logger = logging.getLogger(__name__)
 
-WARPS, RING_BYTES, HEAD_DIMS, MOST_GROUP = 4, 16 << 10, (64, 128), 16
+WARPS, RING_BYTES, MOST_GROUP = 4, 16 << 10, 16
 """As in the source; a warp's ring does not depend on the head dim."""
 MOST_ROWS = 16
 """Keys of the step are in two units of a request at most."""
-LARGE_CLUSTER, SMALL_CLUSTER = 16, 8
-MOST_LARGE, LEAST_TILES, MOST_TILES = 16, 4, 48
-"""(Request, kv head) pairs: the most that get the larger cluster; of fewer or more `decode` divides the keys better."""
+SHORT_CONTEXTS = (8192, 4096)
+"""By rows, from one on: for how many keys steps are captured by themselves, see `CacheBackend.short_context`."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """``cluster`` blocks share the keys of each of at most ``most_tiles`` (request, kv head) pairs; contexts of more
+    than ``most_keys`` are read faster by `decode`, which divides them among all multiprocessors."""
+
+    most_tiles: int
+    cluster: int
+    most_keys: int
+
+
+LEAST_TILES = 4
+DIVISIONS = {
+    64: (Division(8, 16, 8192), Division(16, 16, 4096), Division(32, 8, 2048)),
+    128: (Division(8, 16, 8192), Division(16, 8, 4096)),
+}
+"""By head dim. Measured on an H200; with fewer or more pairs it was not faster, or not measured."""
+
+
+def find_division(head_dim: int, tiles: int, most_keys: int) -> Division | None:
+    """The division of so many pairs, none of which sees more than ``most_keys``; None where it is not faster."""
+    if tiles < LEAST_TILES:
+        return None
+    found = next((each for each in DIVISIONS.get(head_dim, ()) if tiles <= each.most_tiles), None)
+    return None if found is None or most_keys > found.most_keys else found
 
 
 class _Call(ctypes.Structure):
@@ -79,7 +105,6 @@ def _takes(
     strides = (kv_heads * head_dim, head_dim, 1)
     return (
         0 < rows <= MOST_ROWS and rows == step.num_requests and step.query_start is None
-        and LEAST_TILES <= rows * kv_heads <= MOST_TILES and head_dim in HEAD_DIMS
         and shape["num_heads"] <= MOST_GROUP * kv_heads and qkv.dtype == torch.bfloat16 and qkv.stride(1) == 1
         and all(
             x.dtype == torch.bfloat16 and x.shape[2:] == (kv_heads, head_dim) and x.stride()[1:] == strides
@@ -121,12 +146,12 @@ def few_decodes(
     shape, page_size = rotation.shape, pages[0].shape[1]
     head_dim, kv_heads = shape["head_dim"], shape["num_kv_heads"]
     group, tiles = shape["num_heads"] // kv_heads, len(qkv) * kv_heads
-    for cluster in (LARGE_CLUSTER, SMALL_CLUSTER) if tiles <= MOST_LARGE else (SMALL_CLUSTER,):
-        macros = list_macros(rotation, page_size, head, cluster)
-        kernel = _find_kernel(macros, count_shared_bytes(head_dim, group, cluster), cluster, qkv.device)
-        if kernel is not None:
-            break
-    else:
+    division = find_division(head_dim, tiles, min(step.max_kv_len, head.window or step.max_kv_len))
+    if division is None:
+        return None
+    cluster, macros = division.cluster, list_macros(rotation, page_size, head, division.cluster)
+    kernel = _find_kernel(macros, count_shared_bytes(head_dim, group, cluster), cluster, qkv.device)
+    if kernel is None:
         return None
     out = torch.empty((len(qkv), shape["num_heads"], head_dim), dtype=qkv.dtype, device=qkv.device)
     call = describe_call(qkv, rotation, pages, out, head, step)

@@ -138,6 +138,11 @@ class CacheBackend(ABC):
         """Called once a step before its layers run; must not synchronise with the device. For a step that is captured
         in a CUDA graph it may be called during the capture: replays repeat its device work, not its host work."""
 
+    def short_context(self, num_decodes: int) -> int:
+        """Up to how many keys other kernels are faster for so many decodes, 0 if the same are for all: such steps are
+        captured once more. On all ranks the same, however heads are divided, as ranks capture in step."""
+        return 0
+
     def context_bytes(self, num_tokens: int, kv_len: int) -> int:
         """Bytes of activations that a chunk of so many tokens takes for the length of its context, ``kv_len``: what
         measuring a chunk at the beginning of a prompt does not find. 0 where they do not grow with it."""

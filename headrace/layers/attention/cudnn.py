@@ -121,6 +121,10 @@ class CudnnAttention(AttentionBackend):
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
 
+    def short_context(self, num_decodes: int) -> int:
+        """See `CacheBackend.short_context`."""
+        return self._fallback.short_context(num_decodes)
+
     def rotate_and_attend(
         self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
     ) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from headrace.kernels.attention.prefill import (
     prefill_tile,
 )
 from headrace.kernels.few_decodes import Rotation
-from headrace.kernels.few_decodes.hopper import few_decodes
+from headrace.kernels.few_decodes.hopper import DIVISIONS, SHORT_CONTEXTS, few_decodes
 from headrace.layers.attention.contract import (
     AttentionBackend,
     AttentionGeometry,
@@ -22,6 +22,9 @@ from headrace.layers.attention.contract import (
     AttentionParams,
     KvPages,
 )
+
+FUSED_CAPABILITY = (9, 0)
+"""That of `few_decodes`."""
 
 
 class TritonAttention(AttentionBackend):
@@ -35,6 +38,11 @@ class TritonAttention(AttentionBackend):
         # off CUDA the kernels run in Triton's interpreter, where any small number will do
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self._group = geometry.num_heads // geometry.num_kv_heads
+        self._fuses = (
+            self.pdl and geometry.capability == FUSED_CAPABILITY and geometry.head_dim in DIVISIONS
+            and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
+        )
+        self._short_contexts = SHORT_CONTEXTS if self._fuses and not geometry.window else ()
         self._tile = prefill_tile(
             block_dim(geometry.head_dim), getattr(torch, geometry.dtype).itemsize, find_block_bytes(device)
         )
@@ -78,13 +86,17 @@ class TritonAttention(AttentionBackend):
             )
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 
+    def short_context(self, num_decodes: int) -> int:
+        """See `CacheBackend.short_context`."""
+        return self._short_contexts[num_decodes - 1] if num_decodes <= len(self._short_contexts) else 0
+
     def rotate_and_attend(
         self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
     ) -> torch.Tensor | None:
         """See `AttentionBackend.rotate_and_attend`."""
         inputs = self.inputs
         assert inputs is not None, "prepare comes first"
-        if not self.pdl or inputs.has_dynamic_lengths or not inputs.num_decodes == inputs.num_requests == len(qkv):
+        if not self._fuses or inputs.has_dynamic_lengths or not inputs.num_decodes == inputs.num_requests == len(qkv):
             return None
         step = DecodeStep(inputs.kv_lens, inputs.page_table, inputs.num_decodes, inputs.max_kv_len)
         return few_decodes(qkv, rotation, (pages.k, pages.v), _head(params), step)
