@@ -49,9 +49,20 @@ def wanted(files: dict[str, Path]) -> dict[str, list[list[int]]]:
     return tokens
 
 
+def serve(files: dict[str, Path]) -> LLM:
+    return LLM(files[""], enable_lora=True, lora_modules=[f"a={files['a']}"], max_loras=2, **OPTIONS)
+
+
 @pytest.fixture
 def llm(files: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(files[""], enable_lora=True, lora_modules=[f"a={files['a']}"], max_loras=2, **OPTIONS) as llm:
+    with serve(files) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def refusing(files: dict[str, Path]) -> Iterator[LLM]:
+    """Of tests that leave it as it was."""
+    with serve(files) as llm:
         yield llm
 
 
@@ -96,22 +107,22 @@ def test_tensors_replace_and_unload(llm: LLM, files: dict[str, Path], wanted: di
     (LoRARequest("none"), NotFound), (LoRARequest("a", "elsewhere"), Conflict), ("a", RequestError),
     ([LoRARequest("a")], RequestError), (LoRARequest("", "x"), RequestError),
 ], ids=["unknown", "another path", "text", "too few", "no name"])
-def test_a_wrong_lora_request(llm: LLM, request_: Any, error: type[Exception]):
+def test_a_wrong_lora_request(refusing: LLM, request_: Any, error: type[Exception]):
     with pytest.raises(error):
-        llm.generate(PROMPTS, GREEDY, lora_request=request_)
+        refusing.generate(PROMPTS, GREEDY, lora_request=request_)
 
 
-def test_what_cannot_be_loaded_costs_nothing(llm: LLM, tmp_path: Path, wanted: dict[str, list[list[int]]]):
+def test_what_cannot_be_loaded_costs_nothing(refusing: LLM, tmp_path: Path, wanted: dict[str, list[list[int]]]):
     with pytest.raises(Exception, match="no adapter at"):
-        llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest("x", str(tmp_path / "none")))
+        refusing.generate(PROMPTS, GREEDY, lora_request=LoRARequest("x", str(tmp_path / "none")))
     with pytest.raises(RequestError, match="path or tensors"):
-        llm.load_adapter("x")
+        refusing.load_adapter("x")
     with pytest.raises(RequestError, match="config"):
-        llm.load_adapter("x", tensors={})
+        refusing.load_adapter("x", tensors={})
     with pytest.raises(NotFound):
-        llm.adapters.unload("x")
-    assert llm.adapters.names == ["a"]
-    assert ids_of(llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest("a"))) == wanted["a"]
+        refusing.adapters.unload("x")
+    assert refusing.adapters.names == ["a"]
+    assert ids_of(refusing.generate(PROMPTS, GREEDY, lora_request=LoRARequest("a"))) == wanted["a"]
 
 
 def test_without_enable_lora(files: dict[str, Path]):
