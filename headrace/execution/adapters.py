@@ -275,17 +275,21 @@ def _reserve_pinned(banks: AdapterBanks) -> PinnedReserve:
 
 class AdapterInputs:
     """Which rows have which adapter: `pack` and `pack_outputs` add what the host knows to a step's upload, `view` makes
-    of it what layers read, and `outputs` what a head or classifier reads. ``captured``: the same for kinds of captured
-    steps, of which the first that fits a step is the fastest."""
+    of it what layers read, and `outputs` what a head or classifier reads."""
 
     def __init__(self, banks: AdapterBanks, rows: Rows, device: torch.device):
         self.banks, self._rows, self._device = banks, rows, device
         # Off: on a GPU the first such step of many requests took 11 s, for a reason that was not found. The native call
         # over all layers of a CPU takes adapters of all tokens.
         self.prunes = False
-        self.captured = [CapturedAdapters(self, count) for count in banks.dense_counts]
         # of captured steps: in others two streams take the host more time than they save. First, as it is short.
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @property
+    def captured(self) -> list[CapturedAdapters]:
+        """The same for kinds of captured steps, of which the first that fits a step is the fastest. Not kept: a cycle
+        would hold the banks after their engine is closed."""
+        return [CapturedAdapters(self, count) for count in self.banks.dense_counts]
 
     def pack(self, step: Step, upload: Upload, size: int = 0) -> None:
         """For all tokens of a step with adapters; ``size``: room for so many, in a captured step."""

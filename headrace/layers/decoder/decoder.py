@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +53,10 @@ def _check_begin(spec: DecoderSpec, start: int) -> None:
         )
 
 
+def _rename_one(names: CheckpointNames, is_bare: bool, name: str) -> str:
+    return names.rename_one(prefix_one(name) if is_bare else name)
+
+
 class Decoder(ServedModel):
     """The model class of all families whose decoder a `DecoderSpec` describes; see `ServedModel` for the order of
     calls. Raises `ConfigError` for a stage that cannot begin where it does."""
@@ -61,6 +66,7 @@ class Decoder(ServedModel):
     def __init__(self, spec: DecoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
         self.spec, self.names, self.step, self.stage = spec, names, build.step, build.stage
+        self._rename_one = partial(_rename_one, names, spec.num_classes == 0)  # no method: adapters keep it
         self.carried_width = spec.hidden_size
         self._schemes, self._keeps_blocks = build.schemes, build.keeps_blocks
         self._scales_cache, self._tensor = build.scales_cache, build.tensor
@@ -127,9 +133,6 @@ class Decoder(ServedModel):
     def own_caches(self, count: int) -> range:
         """See `ServedModel`."""
         return self.stage.layers(count)
-
-    def _rename_one(self, name: str) -> str:
-        return self.names.rename_one(prefix_one(name) if self.spec.num_classes == 0 else name)
 
     def _find_targets(self) -> tuple[Targets, tuple[str, ...]]:
         """What checkpoint tensors fill, and endings of names that may be there without."""

@@ -4,6 +4,7 @@ and rows of tokens. O outputs, I inputs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,14 @@ class ExtrasMaker:
     and inputs here."""
 
     def __init__(self, layer: StorableLayer, bias: nn.Parameter | None, group: Group | None, shape: tuple[int, int]):
-        self._layer, self._bias, self._group, self._shape = layer, bias, group, shape
+        self._find_layer = weakref.ref(layer)  # which holds the bank that holds this
+        self._bias, self._group, self._shape = bias, group, shape
+
+    @property
+    def _layer(self) -> StorableLayer:
+        layer = self._find_layer()
+        assert layer is not None
+        return layer
 
     def count_bytes(self, parts: Sequence[PreparedPart]) -> LoadBytes:
         """What `make` takes of the device."""
