@@ -15,7 +15,7 @@ from headrace.kernels.collective.push import PushCollectives, Room
 from headrace.kernels.collective.sent import Place, Ring
 from headrace.kernels.operation import KernelQuery
 
-ROOM = Room(sums=4 << 20, gathers=2 << 20, sent=1 << 20)
+ROOM = Room(sums=4 << 20, gathers=2 << 20, sent=2 << 20)
 ONE_STEP, TWO_STEPS = Limits(4 << 20, 4 << 20, 4 << 20, 1 << 20), Limits(0, 4 << 20, 4 << 20, 1 << 20)
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 

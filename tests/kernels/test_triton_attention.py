@@ -12,7 +12,6 @@ from devices import DEVICES, ON_GPU
 
 pytest.importorskip("triton")
 
-from headrace.kernels.attention import decodes as kernels
 from headrace.kernels.attention.blocks import Tile
 from headrace.kernels.attention.decodes import MOST_PROGRAMS, DecodeWorkspace, decode_tile, plan_splits
 from headrace.layers.attention import reason_against_triton
@@ -108,54 +107,6 @@ def test_one_long_request_among_short_ones(num_requests, device, dtype, toleranc
     problem = make_problem(Case(spans, num_heads=2, num_kv_heads=1, head_dim=16, max_kv_len=2048), device, dtype)
     backend = TritonAttention(problem.geometry, torch.device(device))
     backend._workspace = DecodeWorkspace.allocate(9, 2, 16, torch.device(device))
-    assert problem.error(problem.run(backend)) < tolerance
-
-
-TOGETHER = {
-    "all alike": Case(tuple((1, 200 + 7 * i) for i in range(9)), num_heads=8, shared_pages=12),
-    "nothing in common": Case(tuple((1, 200 + 7 * i) for i in range(9)), num_heads=8),
-    "too little in common": Case(tuple((1, 200 + 7 * i) for i in range(9)), num_heads=8, shared_pages=6),
-    "one is short": Case(((1, 210), (1, 70), (1, 200), (1, 220), (1, 200)), num_heads=8, shared_pages=4),
-    "an odd group": Case(tuple((1, 400 + i) for i in range(6)), num_heads=6, shared_pages=5, page_size=64, softcap=2.0),
-    "one head each": Case(
-        tuple((1, 300 + i) for i in range(20)), num_heads=2, head_dim=80, shared_pages=18, has_sinks=True
-    ),
-    "a group of eight": Case(tuple((1, 170 + 90 * i) for i in range(3)), num_heads=8, num_kv_heads=1, shared_pages=10),
-}
-
-
-@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
-@pytest.mark.parametrize("name", TOGETHER)
-def test_requests_that_begin_alike(name, device, dtype, tolerance, monkeypatch):
-    """Those that are computed together get the bits that each gets beside others."""
-    monkeypatch.setattr(kernels, "LEAST_SHARED", 64)
-    problem = make_problem(TOGETHER[name], device, dtype)
-    backend = TritonAttention(problem.geometry, torch.device(device))
-    backend._workspace = DecodeWorkspace.allocate(1, 16, 80, torch.device(device))
-    outputs = []
-    for least in (1, 1 << 20):
-        monkeypatch.setattr(kernels, "TOGETHER_TILES", least)
-        outputs.append(problem.run(backend))
-        assert problem.error(outputs[-1]) < tolerance
-    if device == "cpu":
-        torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=1e-5)
-    else:
-        assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
-def test_pages_in_common_behind_others(device, dtype, tolerance, monkeypatch):
-    """The page that is looked at is in common, and one before it is not."""
-    monkeypatch.setattr(kernels, "LEAST_SHARED", 64)
-    monkeypatch.setattr(kernels, "TOGETHER_TILES", 1)
-    problem = make_problem(TOGETHER["all alike"], device, dtype)
-    pages, table = problem.pages, problem.inputs.page_table
-    spare = min(set(range(1, len(pages.k))) - set(table.flatten().tolist()))
-    for part in (pages.k, pages.v):  # a copy of one page, for one request
-        part[spare] = part[int(table[2, 3])]
-    table[2, 3] = spare
-    backend = TritonAttention(problem.geometry, torch.device(device))
-    backend._workspace = DecodeWorkspace.allocate(1, 16, 64, torch.device(device))
     assert problem.error(problem.run(backend)) < tolerance
 
 

@@ -1,8 +1,7 @@
 """Paged attention of decodes in Triton, split over the keys; see `blocks` for the letters and layouts.
 
 As in Flash-Decoding, into shares of equal length over all requests; each program computes its own share from the
-lengths on the device. Of many decodes, those side by side that have most of their pages in common are computed
-together.
+lengths on the device.
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +28,6 @@ from headrace.kernels.operation import LARGE_BLOCK
 COMBINED_VALUES = 16384
 """Most values of a [CHUNK, BLOCK_G, BLOCK_EV] float32 block in `_combine`: 64 KiB of the 128 KiB of registers that the
 four warps of a program can have."""
-LEAST_SHARED, TOGETHER_TILES = 256, 8
-"""Keys with which requests must begin alike to be computed together, and how many (request, kv head) pairs there must
-be for each SM: with fewer, programs of several requests would leave some without any."""
 
 
 def decode_tile(group: int, width: int, element_size: int) -> Tile:
@@ -261,89 +257,6 @@ class DecodeWorkspace:
         )
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride"])
-def _together_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, kv_lens_ptr, table_ptr, sinks_ptr, table_stride, page_stride_k, page_stride_v, scale,
-    softcap, num_requests, PAGE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EV: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_EV: tl.constexpr,
-    BLOCK_G: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
-):
-    """Decodes that are not split, a program a request and kv head. Where TOGETHER requests side by side have most of
-    their pages in common, the first one's program takes them all, and reads those pages once: their queries fill rows
-    of the tile that would be padding. Keys come in the order of a request alone, so the bits are the same.
-
-    What they do not have in common is at most one in TOGETHER of the longest one's keys, so that a program takes less
-    than twice as long as for that one alone."""
-    head, request = tl.program_id(0), tl.program_id(1)
-    leader = request // TOGETHER * TOGETHER
-    other = leader + tl.arange(0, TOGETHER)
-    is_there = other < num_requests
-    # written before the previous kernel started, as lengths are
-    lens = tl.load(kv_lens_ptr + other, mask=is_there, other=0)
-    most, least = tl.max(lens, 0), tl.min(tl.where(is_there, lens, 1 << 30), 0)
-    tables = table_ptr + other.to(tl.int64) * table_stride
-    table = table_ptr + leader.to(tl.int64) * table_stride
-    # one page tells: in common with it are those before
-    enough = most - most // TOGETHER
-    is_long = (enough >= LEAST) & (least >= enough)
-    probe = tl.load(tables + (enough - 1) // PAGE, mask=is_there & is_long, other=-1)
-    is_shared = is_long & (tl.max(probe, 0) == tl.min(tl.where(is_there, probe, 1 << 30), 0))
-    shared = 0
-    if is_shared & (request == leader):
-        num_pages = least // PAGE
-        num_same = num_pages
-        for at in tl.range(0, num_pages, BLOCK_P):
-            page = at + tl.arange(0, BLOCK_P)
-            own = tl.load(table + page, mask=page < num_pages, other=0)
-            theirs = tl.load(
-                tables[:, None] + page[None, :], mask=is_there[:, None] & (page < num_pages)[None, :], other=0
-            )
-            differs = tl.max(((theirs != own[None, :]) & is_there[:, None]).to(tl.int32), 0) > 0
-            num_same = tl.minimum(num_same, tl.min(tl.where(differs, page, num_pages), 0))
-        shared = num_same * PAGE // BLOCK_N * BLOCK_N
-    wait_for_previous(PDL)
-    if (request == leader) | (is_shared == 0):
-        row = tl.arange(0, TOGETHER * BLOCK_G)
-        member, in_group = row // BLOCK_G, row % BLOCK_G
-        first, last = request - leader, request - leader + 1
-        if is_shared:
-            first, last = 0, tl.minimum(TOGETHER, num_requests - leader)
-        valid = (in_group < G) & (member >= first) & (member < last)
-        dim, dim_v = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_EV)
-        q_row = ((leader + member).to(tl.int64) * (K * G) + head * G + in_group)[:, None]
-        q = tl.load(q_ptr + q_row * E + dim[None, :], mask=valid[:, None] & (dim < E)[None, :], other=0.0)
-        if FP8:
-            q = as_half(q)
-        top = tl.full([TOGETHER * BLOCK_G], MASKED, tl.float32)
-        total = tl.zeros([TOGETHER * BLOCK_G], tl.float32)
-        if SINKS:
-            sink = tl.load(sinks_ptr + head * G + in_group, mask=in_group < G, other=0.0).to(tl.float32)
-            top, total = sink * 1.4426950408889634, total + 1.0
-        acc = tl.zeros([TOGETHER * BLOCK_G, BLOCK_EV], tl.float32)
-        for at in tl.range(0, shared, BLOCK_N):
-            k = load_block(k_ptr, table, at, 0, shared, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, False)
-            logits = find_scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-            v = load_block(v_ptr, table, at, 0, shared, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, False)
-            acc, top, total = accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
-        for turn in tl.range(first, last):
-            mine, end = member == turn, tl.load(kv_lens_ptr + leader + turn)
-            own_table = table_ptr + (leader + turn).to(tl.int64) * table_stride
-            for at in tl.range(shared, end, BLOCK_N):
-                k = load_block(k_ptr, own_table, at, 0, end, head, page_stride_k, PAGE, K, E, BLOCK_E, BLOCK_N, True)
-                logits = find_scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-                key = at + tl.arange(0, BLOCK_N)
-                # rows of others: what is masked adds nothing, or is faded out by the first key that they see
-                logits = tl.where(mine[:, None] & (key < end)[None, :], logits, MASKED)
-                v = load_block(v_ptr, own_table, at, 0, end, head, page_stride_v, PAGE, K, EV, BLOCK_EV, BLOCK_N, True)
-                acc, top, total = accumulate(logits, v.to(q.dtype), acc, top, total, PRECISION)
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(
-            out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty),
-            mask=valid[:, None] & (dim_v < EV)[None, :]
-        )
-
-
 @dataclass(frozen=True)
 class DecodeStep:
     """The decodes of a step: requests with one query token. ``kv_lens`` [R] int32 are at most ``max_kv_len``,
@@ -383,16 +296,6 @@ def decode(
             is_roomy=workspace.is_roomy
         )
     rows = next_power_of_2(geometry["G"])
-    is_crowded = not is_open and count * k_pages.shape[2] >= TOGETHER_TILES * workspace.processors
-    if is_crowded and slots == count and not head.window and tile.rows >= 2 * rows:
-        _together_kernel[(k_pages.shape[2], count)](
-            q, k_pages, v_pages, out, step.kv_lens, step.page_table, head.sinks if head.sinks is not None else q,
-            step.page_table.stride(0), num_requests=count, **geometry, **constants, BLOCK_G=rows,
-            TOGETHER=tile.rows // rows, BLOCK_N=tile.keys, LEAST=LEAST_SHARED, BLOCK_P=64,
-            FP8=rounds_to_half(q, k_pages), num_warps=tile.num_warps, num_stages=tile.num_stages, PDL=pdl,
-            launch_pdl=pdl,
-        )
-        return
     combining = dict(BLOCK_G=rows, CHUNK=max(1, min(16, COMBINED_VALUES // (rows * geometry["BLOCK_EV"]))))
     _decode_kernel[(k_pages.shape[2], slots)](
         q, k_pages, v_pages, out, workspace.partial, workspace.stats, workspace.counters,
