@@ -30,7 +30,7 @@ PEER_SECONDS = {
     "qwen3-30b-a3b": {"latency1": 1.07, "offline256": 15.9, "prefill16x8k": 1.55},
 }
 """vLLM 0.24.0 on two H200, linked by NVLink, bfloat16, random weights, mean of two runs after warm-up."""
-COMMUNICATION = re.compile(r"^sum_|^gather|nccl", re.IGNORECASE)
+COMMUNICATION = re.compile(r"^sum_|^sent_|^gather|nccl", re.IGNORECASE)
 LEAST_SECONDS = 40
 """A cell is not begun with less time left."""
 
