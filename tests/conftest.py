@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -60,25 +61,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _let_interpreter_loop_over_loaded_bounds() -> None:
-    """The interpreter makes a loop bound of a one-element array by ``int(array)``, which NumPy 2.4 refuses."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch
-
-
 def _settle_interpreted(items: list[pytest.Item]) -> None:
     interpreted = [item for item in items if item.get_closest_marker("interpreted")]
-    if interpreted and not HAS_GPU:
-        _let_interpreter_loop_over_loaded_bounds()
+    if interpreted and not HAS_GPU and importlib.util.find_spec("triton"):
+        import triton_interpreter
+
+        triton_interpreter.mend()
     for item in interpreted if HAS_GPU else ():
         item.add_marker(pytest.mark.skip(reason="the GPU runs the same test"))
 
