@@ -59,7 +59,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer
     ):
         yield plain, drafted
         counters = drafted.get("/server_info").json()["stats"]["speculation"]
-        assert counters["num_accepted_tokens"] > 0.9 * counters["num_draft_tokens"] > 100, counters
+        # How many are made at a time depends on measured times, but nearly all are right.
+        assert counters["num_accepted_tokens"] > 0.9 * counters["num_draft_tokens"] > 0, counters
 
 
 def complete(server: LiveServer, **fields: Any) -> list[dict[str, Any]]:
