@@ -64,6 +64,12 @@ def keep_apart(needed: int) -> int:
     return max(needed, LONE_BYTES)
 
 
+@cache
+def count_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere, where interpreted kernels run."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 NOT_YET = b""
 """The code of a kernel that others are compiling; see `compiled_by`."""
 

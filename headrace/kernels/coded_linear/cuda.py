@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, count_sms
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -122,11 +121,6 @@ def _find_options(form: Form, shape: Shape, device: torch.device) -> tuple[str, 
     )
 
 
-@cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
     before: Addition | None = None, gate: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
@@ -148,7 +142,7 @@ def launch(
     if before is not None:
         before.describe(call)
     tiles = ceil_div(outputs, 8 if gate[0] else 16)
-    rounds = ceil_div(tiles, _count_sms(x.device) * shape.blocks)
+    rounds = ceil_div(tiles, count_sms(x.device) * shape.blocks)
     find_kernel(form, shape, x.device).launch(
         ceil_div(tiles, rounds), 32 * shape.warps, call, is_dependent=True,
         shared_bytes=count_shared_bytes(form, rows, inputs, shape),

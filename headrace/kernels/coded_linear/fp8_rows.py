@@ -24,6 +24,7 @@ from headrace.kernels.cuda_source import (
     CudaSourceError,
     cache_compiled,
     compile_source,
+    count_sms,
     describe_boxes,
     keep_apart,
 )
@@ -102,11 +103,6 @@ def choose_shape(tiles: int, inputs: int, rows: int) -> Shape:
     return replace(RING, splits=splits)
 
 
-@cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def view_weight(weight: DeviceCodes, *, is_gated: bool) -> torch.Tensor:
     """Codes as bytes in blocks of inputs [K / 128, O, 128]; gated, [K / 128, O / 16, 2, 8, 128]: groups of eight rows
     of gate, then of the same eight of up."""
@@ -147,7 +143,7 @@ def launch(
         call.residual, call.residual_stride = before.residual.data_ptr(), before.residual.stride(0)
         call.norm, call.total = before.norm.weight.data_ptr(), before.total.data_ptr()
         call.eps, call.offset = before.norm.eps, before.norm.offset
-    programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, _count_sms(x.device))
+    programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, count_sms(x.device))
     kernel = find_kernel(columns, shape, gate, before is not None, weight.num_groups > 1, x.device)
     kernel.launch(
         programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=gate > 0), call, is_dependent=True,

@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels.coded_linear.cuda import arrange
 from headrace.kernels.coded_linear.device_codes import HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
+from headrace.kernels.coded_linear.tiles import Form, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
@@ -23,6 +23,7 @@ from headrace.kernels.cuda_source import (
     CudaKernel,
     cache_compiled,
     compile_source,
+    count_sms,
 )
 from headrace.kernels.launch import ceil_div
 

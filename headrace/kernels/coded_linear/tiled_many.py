@@ -17,9 +17,16 @@ import torch
 
 from headrace.kernels.coded_linear.cuda import arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.coded_linear.tiles import Form, count_sms, describe_form
+from headrace.kernels.coded_linear.tiles import Form, describe_form
 from headrace.kernels.coded_linear.triton import add_splits
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    cache_compiled,
+    compile_source,
+    count_sms,
+    describe_boxes,
+)
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.rowwise.triton import GATES
 

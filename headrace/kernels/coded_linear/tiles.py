@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from headrace.kernels.coded_linear.cuda import RED, Addition, arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, keep_apart
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, count_sms, keep_apart
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -86,12 +85,6 @@ def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
     with torch.cuda.device(device):
         return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_BYTES)
-
-
-@cache
-def count_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:

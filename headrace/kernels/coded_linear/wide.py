@@ -9,13 +9,19 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    cache_compiled,
+    compile_source,
+    count_sms,
+    describe_boxes,
+)
 from headrace.kernels.launch import ceil_div
 
 ROWS, DEPTH = 128, 128
@@ -63,12 +69,6 @@ def find_kernel(
             "fp8_product", ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
         )
         return CudaKernel(code, "fp8_product", MOST_BYTES)
-
-
-@cache
-def count_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def multiply(

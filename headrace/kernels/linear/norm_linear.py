@@ -7,12 +7,13 @@ kernel writes, is loaded before the previous kernel has ended.
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.cuda_source import count_sms
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES, apply_gate
@@ -27,11 +28,6 @@ class Tile:
 
     outputs: int
     num_warps: int
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def choose_tile(num_outputs: int, width: int, *, gated: bool, programs: int) -> Tile:
@@ -120,7 +116,7 @@ def norm_linear(
     """See `NORM_LINEAR`."""
     (rows, width), gated = x.shape, bool(activation)
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    programs = _num_processors(x.device) * PROGRAMS_PER_PROCESSOR
+    programs = count_sms(x.device) * PROGRAMS_PER_PROCESSOR
     tile = tile or choose_tile(outputs, width, gated=gated, programs=programs)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     total = torch.empty((rows, width), dtype=residual.dtype, device=x.device)

@@ -20,6 +20,7 @@ from headrace.kernels.cuda_source import (
     CudaSourceError,
     cache_compiled,
     compile_source,
+    count_sms,
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
@@ -73,11 +74,6 @@ def find_kernel(rows: int, vectors: int, has_norm: bool, is_gated: bool, device:
         return None
 
 
-@cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @dataclass(frozen=True)
 class Plan:
     """``blocks`` of the grid, outputs ``each`` stage has, ``stages``, and the shared memory of a block."""
@@ -117,7 +113,7 @@ def multiply(
     if not 0 < rows <= MOST_ROWS or rows * vectors > MOST_VECTORS or not _can_read(x, weight):
         return None
     outputs = weight.shape[0] // kinds
-    plan = make_plan(rows, outputs, inputs, kinds, before is not None, _count_sms(x.device), ring)
+    plan = make_plan(rows, outputs, inputs, kinds, before is not None, count_sms(x.device), ring)
     kernel = None if plan is None else find_kernel(rows, vectors, before is not None, kinds == 2, x.device)
     if plan is None or kernel is None:
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from headrace.kernels.cuda_source import (
     CudaSourceError,
     cache_compiled,
     compile_source,
+    count_sms,
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
@@ -193,11 +193,6 @@ def _find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@cache
-def _count_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -212,7 +207,7 @@ def run_experts(
     """See `CODED_EXPERTS`."""
     weights = weights.contiguous()
     plan_few = fp8_few.plan if gate_up[0].code is Code.E4M3 and _find_capability(x.device)[0] == 9 else plan
-    products = plan_few(gate_up, down, weights, _count_sms(x.device)) if _is_aligned(x) else None
+    products = plan_few(gate_up, down, weights, count_sms(x.device)) if _is_aligned(x) else None
     if products is None or not _can_compile(products[0].form, products[1].form, x.device):
         is_hopper = _find_capability(x.device)[0] == 9
         return CODED_EXPERTS.load("gluon_pdl" if is_hopper else "triton_pdl")(x, ids, weights, gate_up, down, gate)

@@ -14,8 +14,15 @@ import torch
 
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, DeviceCodes
 from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
-from headrace.kernels.coded_linear.wide import SLACK_BYTES, count_sms, describe_weight
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, describe_boxes
+from headrace.kernels.coded_linear.wide import SLACK_BYTES, describe_weight
+from headrace.kernels.cuda_source import (
+    MOST_BYTES,
+    CudaKernel,
+    cache_compiled,
+    compile_source,
+    count_sms,
+    describe_boxes,
+)
 from headrace.kernels.launch import ceil_div
 
 MOST_STAGES = 12
