@@ -85,14 +85,12 @@ class Plan:
 
 
 @cache
-def make_plan(
-    rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, sms: int, ring: Ring | None = None
-) -> Plan | None:
+def make_plan(rows: int, outputs: int, inputs: int, kinds: int, has_norm: bool, sms: int) -> Plan | None:
     """How a product is divided; ``kinds`` 2: of gate and up. None where two stages do not fit."""
     blocks = min(outputs, sms)
     most = ceil_div(outputs, blocks)  # of a block
     row_bytes = 2 * inputs * kinds
-    ring = ring or (SHORT_RING if most * row_bytes <= SHORT_SHARE else LONG_RING)
+    ring = SHORT_RING if most * row_bytes <= SHORT_SHARE else LONG_RING
     each = min(max(1, ring.stage // row_bytes), most)
     each -= each % 4 if each > 4 else 0
     fixed = 4 * rows * WARPS * (most * kinds + int(has_norm))
@@ -104,16 +102,18 @@ def make_plan(
 
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "", *,
-    before: tuple[torch.Tensor, Norm, torch.Tensor] | None = None, ring: Ring | None = None,
+    before: tuple[torch.Tensor, Norm, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """``x @ weight.T + bias`` [M, N], followed by the gated ``activation`` if given; None where the kernel does not
     take it. ``before``: x plus the residual [M, K] is written to the third, and its norm multiplied."""
     (rows, inputs), kinds = x.shape, 2 if activation else 1
+    if not 0 < rows <= MOST_ROWS or not _can_read(x, weight):
+        return None
     vectors = next_power_of_2(ceil_div(inputs, 32 * WARPS * VECTOR))
-    if not 0 < rows <= MOST_ROWS or rows * vectors > MOST_VECTORS or not _can_read(x, weight):
+    if rows * vectors > MOST_VECTORS:
         return None
     outputs = weight.shape[0] // kinds
-    plan = make_plan(rows, outputs, inputs, kinds, before is not None, count_sms(x.device), ring)
+    plan = make_plan(rows, outputs, inputs, kinds, before is not None, count_sms(x.device))
     kernel = None if plan is None else find_kernel(rows, vectors, before is not None, kinds == 2, x.device)
     if plan is None or kernel is None:
         return None

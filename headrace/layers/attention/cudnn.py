@@ -9,23 +9,20 @@ per size.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
 
 from headrace.base.cache import NULL_PAGE
 from headrace.kernels.attention import cudnn as sdpa
-from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.layers.attention.contract import (
-    AttentionBackend,
     AttentionGeometry,
     AttentionInputs,
     AttentionParams,
     KvPages,
 )
-from headrace.layers.attention.triton import DependentLaunchTritonAttention
+from headrace.layers.attention.triton import BesideTriton, DependentLaunchTritonAttention
 
 LEAST_KEYS = 1024  # keys are padded at least to this, so that short contexts share one graph
 LEAST_QUERIES = 512
@@ -67,17 +64,13 @@ class _Exact:
     pages: torch.Tensor | slice
 
 
-class CudnnAttention(AttentionBackend):
+class CudnnAttention(BesideTriton):
     """See `AttentionBackend`."""
 
-    preferred_page_size = 64
-    supports_dynamic_lengths = True
-
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        super().__init__(DependentLaunchTritonAttention(geometry, device))
         self._geometry, self._device = geometry, device
-        self._fallback = DependentLaunchTritonAttention(geometry, device)
         self._graphs = sdpa.SdpaGraphs(device)
-        self._inputs: AttentionInputs | None = None
         self._chunks: _Chunks | None = None
         self._exact: _Exact | None = None
         if geometry.head_dim != READY_HEAD_DIM and not geometry.window:
@@ -102,12 +95,6 @@ class CudnnAttention(AttentionBackend):
         self._inputs, self._chunks = inputs, self._pad_chunks(inputs) if is_long else None
         self._exact = self._find_exact(inputs) if is_long else None
 
-    def twin(self) -> CudnnAttention:
-        """See `AttentionBackend.twin`."""
-        found = copy.copy(self)
-        found._fallback = copy.copy(self._fallback)
-        return found
-
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         inputs, chunks = self._inputs, self._chunks
@@ -120,22 +107,6 @@ class CudnnAttention(AttentionBackend):
             return self._prepared(inputs).attend(q, pages, params)
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
-
-    def short_context(self, num_decodes: int) -> int:
-        """See `CacheBackend.short_context`."""
-        return self._fallback.short_context(num_decodes)
-
-    def rotate_and_attend(
-        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.rotate_and_attend`."""
-        assert self._inputs is not None, "prepare comes first"
-        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
-
-    def _prepared(self, inputs: AttentionInputs) -> DependentLaunchTritonAttention:
-        if self._fallback.inputs is not inputs:  # the first layer of this step that falls back
-            self._fallback.prepare(inputs)
-        return self._fallback
 
     def _run_exact(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor

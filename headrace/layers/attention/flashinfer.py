@@ -6,7 +6,6 @@ run in captured graphs. Nothing is compiled on a request's path: kernels are bui
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable
@@ -15,16 +14,14 @@ from typing import Any
 import torch
 
 from headrace.base.errors import ConfigError
-from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.launch import ceil_div
 from headrace.layers.attention.contract import (
-    AttentionBackend,
     AttentionGeometry,
     AttentionInputs,
     AttentionParams,
     KvPages,
 )
-from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
+from headrace.layers.attention.triton import BesideTriton, DependentLaunchTritonAttention, TritonAttention
 from headrace.memory.copies import pin
 
 logger = logging.getLogger(__name__)
@@ -59,20 +56,16 @@ class Planners:
         return planner
 
 
-class FlashinferAttention(AttentionBackend):
+class FlashinferAttention(BesideTriton):
     """See `AttentionBackend`. Raises `ConfigError` when flashinfer's kernels for this geometry cannot be built."""
 
-    preferred_page_size = 64
-    supports_dynamic_lengths = True
-
     def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        super().__init__(
+            (DependentLaunchTritonAttention if geometry.capability >= HOPPER else TritonAttention)(geometry, device)
+        )
         is_hopper = geometry.capability[:1] == HOPPER[:1]
         self._geometry, self._device = geometry, device
-        self._fallback = (
-            DependentLaunchTritonAttention if geometry.capability >= HOPPER else TritonAttention
-        )(geometry, device)
         self._planners = None if geometry.window else _build_planners(geometry, device, "fa3" if is_hopper else "fa2")
-        self._inputs: AttentionInputs | None = None
         self._planned: Any = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
@@ -85,12 +78,6 @@ class FlashinferAttention(AttentionBackend):
         self._inputs, self._planned = inputs, None
         if has_long_chunk and self._planners is not None:
             self._planned = self._plan(inputs, self._planners)
-
-    def twin(self) -> FlashinferAttention:
-        """See `AttentionBackend.twin`."""
-        found = copy.copy(self)
-        found._fallback = copy.copy(self._fallback)
-        return found
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -105,22 +92,6 @@ class FlashinferAttention(AttentionBackend):
         self._planned.run(q[first:], (pages.k, pages.v), q_scale=relative, out=out[first:], enable_pdl=False)
         self._fallback.attend_decodes(q, pages, params, inputs, out)
         return out
-
-    def short_context(self, num_decodes: int) -> int:
-        """See `CacheBackend.short_context`."""
-        return self._fallback.short_context(num_decodes)
-
-    def rotate_and_attend(
-        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.rotate_and_attend`."""
-        assert self._inputs is not None, "prepare comes first"
-        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
-
-    def _prepared(self, inputs: AttentionInputs) -> TritonAttention:
-        if self._fallback.inputs is not inputs:
-            self._fallback.prepare(inputs)
-        return self._fallback
 
     def _plan(self, inputs: AttentionInputs, planners: Planners) -> Any:
         first, page_size = inputs.num_decodes, self._geometry.page_size

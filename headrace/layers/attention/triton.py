@@ -1,10 +1,14 @@
-"""The Triton attention backend: a kernel for decodes and one for prefill chunks, any geometry."""
+"""The Triton attention backend: a kernel for decodes and one for prefill chunks, any geometry; and what it shares with
+backends of other kernels."""
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
 
-from headrace.kernels.attention.blocks import Head, block_dim, find_block_bytes
+from headrace.kernels.attention.blocks import Head, Tile, block_dim, find_block_bytes
 from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
 from headrace.kernels.attention.prefill import (
     PrefillPlan,
@@ -27,39 +31,59 @@ FUSED_CAPABILITY = (9, 0)
 """That of `few_decodes`."""
 
 
-class TritonAttention(AttentionBackend):
-    """See `AttentionBackend`. ``pdl``: kernels are launched with programmatic dependent launch."""
+def count_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. Elsewhere the kernels run in Triton's interpreter, where any small number will do."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class PlannedBackend(AttentionBackend):
+    """Own Triton kernels: prefill chunks are assigned to programs by a plan, decodes need none. ``pdl``: kernels are
+    launched with programmatic dependent launch. Rows of a chunk's ``tile`` are tokens times ``group`` heads."""
 
     preferred_page_size = 64
     supports_dynamic_lengths = True
     pdl = False
 
-    def __init__(self, geometry: AttentionGeometry, device: torch.device):
-        # off CUDA the kernels run in Triton's interpreter, where any small number will do
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self._group = geometry.num_heads // geometry.num_kv_heads
-        self._fuses = (
-            self.pdl and geometry.capability == FUSED_CAPABILITY and geometry.head_dim in DIVISIONS
-            and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
-        )
-        self._short_contexts = SHORT_CONTEXTS if self._fuses and not geometry.window else ()
-        self._tile = prefill_tile(
-            block_dim(geometry.head_dim), getattr(torch, geometry.dtype).itemsize, find_block_bytes(device)
-        )
-        self._workspace = DecodeWorkspace.allocate(processors, self._group, geometry.value_dim, device)
+    def __init__(self, group: int, tile: Tile):
+        self._chunk_group, self._chunk_tile = group, tile
         self.inputs: AttentionInputs | None = None
         self._plan: PrefillPlan | None = None
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Launch a small kernel that assigns prefill chunks to programs; decodes need no plan."""
         self.inputs, self._plan = inputs, None
-        group, tile, starts = self._group, self._tile, inputs.query_start
+        group, tile, starts = self._chunk_group, self._chunk_tile, inputs.query_start
         if inputs.has_dynamic_lengths:
             self._plan = plan_open_prefill(starts, inputs.num_tokens, group=group, tile=tile)
         elif inputs.num_decodes < inputs.num_requests:
             self._plan = plan_prefill(
                 starts, inputs.query_lens_cpu, first=inputs.num_decodes, group=group, tile=tile
             )
+
+
+def find_decodes(inputs: AttentionInputs) -> DecodeStep | None:
+    """The step's decodes; None where there are none. With dynamic lengths only the device knows which requests are
+    decodes: kernels are launched for all of them and find those of one token in ``query_start``."""
+    is_open = inputs.has_dynamic_lengths
+    count = inputs.num_requests if is_open else inputs.num_decodes
+    starts = inputs.query_start if is_open else None
+    return DecodeStep(inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len, starts) if count else None
+
+
+class TritonAttention(PlannedBackend):
+    """See `AttentionBackend`."""
+
+    def __init__(self, geometry: AttentionGeometry, device: torch.device):
+        group = geometry.num_heads // geometry.num_kv_heads
+        super().__init__(group, prefill_tile(
+            block_dim(geometry.head_dim), getattr(torch, geometry.dtype).itemsize, find_block_bytes(device)
+        ))
+        self._fuses = (
+            self.pdl and geometry.capability == FUSED_CAPABILITY and geometry.head_dim in DIVISIONS
+            and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
+        )
+        self._short_contexts = SHORT_CONTEXTS if self._fuses and not geometry.window else ()
+        self._workspace = DecodeWorkspace.allocate(count_processors(device), group, geometry.value_dim, device)
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -76,14 +100,8 @@ class TritonAttention(AttentionBackend):
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         """Write the decodes' rows of ``out`` [T, H, E_value]; needs no `prepare`."""
-        # With dynamic lengths only the device knows which requests are decodes: the kernel is launched for all of
-        # them and finds those of one token in query_start.
-        count = inputs.num_requests if inputs.has_dynamic_lengths else inputs.num_decodes
-        if count:
-            step = DecodeStep(
-                inputs.kv_lens, inputs.page_table, count, inputs.max_kv_len,
-                inputs.query_start if inputs.has_dynamic_lengths else None
-            )
+        step = find_decodes(inputs)
+        if step is not None:
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 
     def short_context(self, num_decodes: int) -> int:
@@ -110,3 +128,37 @@ class DependentLaunchTritonAttention(TritonAttention):
     """The same with programmatic dependent launch."""
 
     pdl = True
+
+
+class BesideTriton(AttentionBackend):
+    """Kernels of a library for long chunks, beside those of ``fallback``, which takes decodes and whatever else the
+    library does not."""
+
+    preferred_page_size = 64
+    supports_dynamic_lengths = True
+
+    def __init__(self, fallback: TritonAttention):
+        self._fallback = fallback
+        self._inputs: AttentionInputs | None = None
+
+    def twin(self) -> Self:
+        """See `AttentionBackend.twin`."""
+        found = copy.copy(self)
+        found._fallback = copy.copy(self._fallback)
+        return found
+
+    def short_context(self, num_decodes: int) -> int:
+        """See `CacheBackend.short_context`."""
+        return self._fallback.short_context(num_decodes)
+
+    def rotate_and_attend(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.rotate_and_attend`."""
+        assert self._inputs is not None, "prepare comes first"
+        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
+
+    def _prepared(self, inputs: AttentionInputs) -> TritonAttention:
+        if self._fallback.inputs is not inputs:  # the first layer of this step that falls back
+            self._fallback.prepare(inputs)
+        return self._fallback
