@@ -398,13 +398,31 @@ __device__ void add_and_norm(const Sum &s, int row, const uint4 *sums, const uin
   }
 }
 
+// This thread's weights of the norm, which no kernel writes: before the wait.
+template <int VECTORS> __device__ void load_weights(const Sum &s, uint4 *weights) {
+#pragma unroll
+  for (int i = 0; i < VECTORS; ++i) {
+    const int column = threadIdx.x + i * blockDim.x;
+    if (column < s.width) weights[i] = ((const uint4 *)s.weight)[column];
+  }
+}
+
+// What follows the sums of a row's vectors: the norm, or they are stored as they are.
+template <int VECTORS, bool NORM>
+__device__ void finish_row(
+    const Sum &s, int row, const int *vectors, const uint4 *sums, const uint4 *stream, const uint4 *weights) {
+  if (NORM) {
+    add_and_norm<VECTORS>(s, row, sums, stream, weights);
+  } else {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (vectors[i] >= 0) ((uint4 *)s.out)[vectors[i]] = sums[i];
+  }
+}
+
 template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const Sum &s) {
   uint4 weights[VECTORS];
-#pragma unroll
-  for (int i = 0; i < VECTORS; ++i) {  // before the wait: no kernel writes weights
-    const int column = threadIdx.x + i * blockDim.x;
-    if (NORM && column < s.width) weights[i] = ((const uint4 *)s.weight)[column];
-  }
+  if (NORM) load_weights<VECTORS>(s, weights);
   wait_for_previous();
   Control *control = (Control *)s.call.mailboxes[s.call.rank];
   const uint32 number = peek_word(&control->sums[blockIdx.x]);
@@ -426,13 +444,7 @@ template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const S
     }
     if (TWO_STEPS) receive<VECTORS>(s.call, half, vectors, sums, patience);
     else collect<VECTORS>(s.call, half, vectors, own, sums, patience);
-    if (NORM) {
-      add_and_norm<VECTORS>(s, row, sums, stream, weights);
-    } else {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i)
-        if (vectors[i] >= 0) ((uint4 *)s.out)[vectors[i]] = sums[i];
-    }
+    finish_row<VECTORS, NORM>(s, row, vectors, sums, stream, weights);
   }
   count_call(control->sums, number);
 }
@@ -451,11 +463,7 @@ template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
   const int me = s.call.rank;
   char *mailbox = s.call.mailboxes[me];
   uint4 weights[VECTORS];
-#pragma unroll
-  for (int i = 0; i < VECTORS; ++i) {
-    const int column = threadIdx.x + i * blockDim.x;
-    if (NORM && column < s.width) weights[i] = ((const uint4 *)s.weight)[column];
-  }
+  if (NORM) load_weights<VECTORS>(s, weights);
   wait_for_previous();
   if (threadIdx.x < WORLD && threadIdx.x != me) {
     const uint32 *flag = (const uint32 *)(mailbox + sent.flags) + slot_of(threadIdx.x, me);
@@ -485,13 +493,7 @@ template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
       if (vectors[i] >= 0) sums[i] = add_parts(parts[i]);
-    if (NORM) {
-      add_and_norm<VECTORS>(s, row, sums, stream, weights);
-    } else {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i)
-        if (vectors[i] >= 0) ((uint4 *)s.out)[vectors[i]] = sums[i];
-    }
+    finish_row<VECTORS, NORM>(s, row, vectors, sums, stream, weights);
   }
 }
 
