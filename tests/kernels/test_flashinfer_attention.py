@@ -114,6 +114,15 @@ def test_open_steps_and_decodes_are_not_planned(library):
         assert (backend._planned is not None) == is_planned
 
 
+def test_a_chunk_that_the_library_takes_is_planned_by_it_alone(library):
+    """Asking whether rotation and attention are one kernel plans nothing for the fallback."""
+    problem = make_problem(Case(((20, 75),), **SHAPE), "cpu", torch.float16)
+    backend = make_backend(problem)
+    backend.prepare(problem.inputs)
+    assert backend.rotate_and_attend(problem.q.flatten(1), None, problem.pages, problem.params) is None
+    assert backend._planned is not None and backend._fallback.inputs is None
+
+
 def test_a_scale_of_the_models_own_reaches_the_kernel(library):
     problem = make_problem(Case(((20, 75), (33, 33)), **SHAPE), "cpu", torch.float16)
     params = replace(problem.params, scale=0.31)

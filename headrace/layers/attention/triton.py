@@ -112,8 +112,13 @@ class TritonAttention(PlannedBackend):
         self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams
     ) -> torch.Tensor | None:
         """See `AttentionBackend.rotate_and_attend`."""
-        inputs = self.inputs
-        assert inputs is not None, "prepare comes first"
+        assert self.inputs is not None, "prepare comes first"
+        return self.rotate_decodes(qkv, rotation, pages, params, self.inputs)
+
+    def rotate_decodes(
+        self, qkv: torch.Tensor, rotation: Rotation, pages: KvPages, params: AttentionParams, inputs: AttentionInputs
+    ) -> torch.Tensor | None:
+        """The same for a step's ``inputs``; needs no `prepare`."""
         if not self._fuses or inputs.has_dynamic_lengths or not inputs.num_decodes == inputs.num_requests == len(qkv):
             return None
         step = DecodeStep(inputs.kv_lens, inputs.page_table, inputs.num_decodes, inputs.max_kv_len)
@@ -156,7 +161,7 @@ class BesideTriton(AttentionBackend):
     ) -> torch.Tensor | None:
         """See `AttentionBackend.rotate_and_attend`."""
         assert self._inputs is not None, "prepare comes first"
-        return self._prepared(self._inputs).rotate_and_attend(qkv, rotation, pages, params)
+        return self._fallback.rotate_decodes(qkv, rotation, pages, params, self._inputs)
 
     def _prepared(self, inputs: AttentionInputs) -> TritonAttention:
         if self._fallback.inputs is not inputs:  # the first layer of this step that falls back
