@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headrace.kernels.compile_workers import start_early
+from headrace.service.bytecode import keep_bytecode
+
 FLASH = Path(__file__).parent / "models" / "deepseek-v4-flash" / "config.json"
 RESERVE = 14 * 2**30
 """Bytes for the activations of the largest step, the caches, and what torch's allocator cannot use."""
@@ -24,6 +27,9 @@ CELLS = {"decode1": (1, 8192), "prefill8k": (1, 8192), "decode64": (64, 2048), "
 """Requests and prompt length; ``decode`` is timed behind the prompts, ``prefill`` is the prompt."""
 NUM_NEW = 96
 """Output tokens of a decode cell; half of them are more than its prompts take steps."""
+
+TRACED = 8
+"""Decode steps of a trace."""
 
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 128, "q_lora_rank": 32,
@@ -53,11 +59,14 @@ def bytes_of(config: dict[str, Any], num_layers: int) -> int:
 
 
 def fit_layers(config: dict[str, Any]) -> int:
-    """How many layers the GPU holds beside `RESERVE`."""
-    import torch
+    """How many layers the GPU holds beside `RESERVE`. Imports torch as the start of an `LLM` does, of which it takes a
+    part."""
+    with keep_bytecode():
+        start_early()
+        import torch
 
-    free, _ = torch.cuda.mem_get_info()
-    few, more = bytes_of(config, 5), bytes_of(config, 6)
+        free, _ = torch.cuda.mem_get_info()
+        few, more = bytes_of(config, 5), bytes_of(config, 6)
     return min(config["num_hidden_layers"], 5 + (free - RESERVE - few) // (more - few))
 
 
@@ -118,21 +127,42 @@ def run_cell(llm: Any, name: str, vocab_size: int) -> dict[str, float]:
     return row
 
 
-def trace_cell(llm: Any, name: str, vocab_size: int, most: int = 24) -> None:
-    """Print the kernels of a cell's prefill and a few decode steps by the time that they take."""
+Traced = dict[str, tuple[int, float, float]]
+"""Launches of each kernel, microseconds, and microseconds of its own."""
+
+
+def trace_cell(llm: Any, name: str, vocab_size: int, step: int, most: int = 24) -> None:
+    """Print the kernels of a cell's prefill, and of a decode step in which all its requests decode, by the time that
+    they take. ``step``: tokens of the largest step."""
     from benchmarks.cuda_trace import count_kernels, find_idle, record
 
     count, length = CELLS[name]
     prompts = [[random.Random(i).randrange(2, vocab_size) for _ in range(length)] for i in range(count)]
-    num_prefill = 0
-    for kind, num_new in (("prefill", 1), ("the 8 decodes behind it", 9)):
-        events = record(llm, lambda num_new=num_new: measure(llm, prompts, num_new))
-        events = sorted(events, key=lambda event: event["ts"])[num_prefill:]
-        num_prefill = len(events)
-        total, idle = find_idle([(e["ts"], e["dur"]) for e in events])
-        print(f"-- {name}, {kind}: {total / 1e3:.1f} ms, {100 * idle / total:.0f} % idle, {len(events)} launches")
-        for kernel, launches, us, own in count_kernels(events)[:most]:
-            print(f"{own / 1e3:9.2f} ms {launches:7d} x {own / launches:7.1f} us, {us / launches:.1f} in all  {kernel}")
+
+    def trace(num_new: int) -> tuple[float, float, Traced]:
+        events = record(llm, lambda: measure(llm, prompts, num_new))
+        kernels = {kernel: (launches, us, own) for kernel, launches, us, own in count_kernels(events)}
+        return *find_idle([(e["ts"], e["dur"]) for e in events]), kernels
+
+    def tell(kind: str, total: float, idle: float, kernels: Traced, steps: int) -> None:
+        launches, ms = sum(launches for launches, _, _ in kernels.values()) / steps, total / 1e3 / steps
+        print(f"-- {name}, {kind}: {ms:.2f} ms, {100 * idle / total:.0f} % idle, {launches:.0f} launches")
+        for kernel, (launches, us, own) in sorted(kernels.items(), key=lambda item: -item[1][2])[:most]:
+            each = f"{launches / steps:7.1f} x {own / launches:7.1f} us, {us / launches:.1f} in all"
+            print(f"{own / 1e3 / steps:9.3f} ms {each}  {kernel}")
+
+    tell("prefill", *trace(1), 1)
+    if not name.startswith("decode"):
+        return
+    # as in `run_cell`: what a longer run has more of are steps in which all decode
+    few = -(-count * length // step) + 2
+    (total, idle, kernels), (longer, longer_idle, more) = trace(few), trace(few + TRACED)
+    rest = {}
+    for kernel, (launches, us, own) in more.items():
+        launches_before, us_before, own_before = kernels.get(kernel, (0, 0.0, 0.0))
+        if launches > launches_before:
+            rest[kernel] = launches - launches_before, us - us_before, own - own_before
+    tell("a decode step behind it", longer - total, longer_idle - idle, rest, TRACED)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +183,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             cells[name] = run_cell(llm, name, config["vocab_size"])
             print(name, "  ".join(f"{key} {value}" for key, value in cells[name].items()), flush=True)
             if name in args.trace:
-                trace_cell(llm, name, config["vocab_size"])
+                trace_cell(llm, name, config["vocab_size"], args.step)
             llm.check()
     return row
 
