@@ -26,6 +26,8 @@ PIECE_BYTES = 2 << 20
 NEW_S, PAUSES = 1e-4, 4
 """Seconds that pinning takes at least, and how many times as long it is paused then: launches of others wait meanwhile.
 Memory that torch has already takes less."""
+QUIET_S = 0.1
+"""Seconds without a piece being taken, after which more are pinned: what needs them, and its launches, go first."""
 
 
 def register(address: int, num_bytes: int) -> Any | None:
@@ -95,12 +97,13 @@ def pin_new(num_bytes: int) -> torch.Tensor:
 
 class PinnedReserve:
     """Up to ``num_pieces`` pieces of `PIECE_BYTES` of pinned memory that are ready when they are needed: ``pin`` is
-    called for them on a thread, with pauses, from the beginning on and when some were taken. For any thread."""
+    called for them on a thread, with pauses, from the beginning on and some time after some were taken. For any
+    thread."""
 
     def __init__(self, num_pieces: int, pin: Callable[[int], torch.Tensor] = pin_new):
         self._num_pieces, self._pin = num_pieces, pin
         self._pieces: deque[torch.Tensor] = deque()
-        self._is_short, self._is_closed = threading.Event(), False
+        self._is_short, self._is_closed, self._has_begun = threading.Event(), False, False
         self._is_short.set()
         self._thread = threading.Thread(target=self._refill, name="pinned-reserve", daemon=True)
         self._thread.start()
@@ -132,6 +135,9 @@ class PinnedReserve:
     def _refill(self) -> None:
         while self._is_short.wait() and not self._is_closed:
             self._is_short.clear()
+            if self._has_begun and self._pieces and self._is_short.wait(QUIET_S):
+                continue
+            self._has_begun = True
             while len(self._pieces) < self._num_pieces and not self._is_closed:
                 began = time.monotonic()
                 try:
