@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import time
@@ -15,7 +16,8 @@ import torch
 from headrace.base.errors import AdapterError, HeadraceError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
 from headrace.layers.lora.memory import AdapterMemory
-from headrace.models.adapters import tensors as tensors_module
+from headrace.models.adapters import contents as contents_module
+from headrace.models.adapters.contents import check_parts
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 from headrace.models.adapters.tensors import AdapterTensors
 from headrace.models.weights.safetensors_file import pack_tensors
@@ -283,7 +285,7 @@ def test_a_file_that_gets_shorter_while_it_is_read(tmp_path: Path):
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_tensors_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool):
     """Some in one piece, some in several, with others of the file between; of several dtypes and without numbers."""
-    monkeypatch.setattr(tensors_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(contents_module, "PIECE_BYTES", 64)
     memory = AdapterMemory(piece_bytes=256)
     generator = torch.Generator().manual_seed(1)
     shapes = [(3,), (5, 7), (0, 4), (1,), (2, 2), (90,), (3, 3), (1, 1), (200,)]
@@ -313,9 +315,38 @@ def test_pieces_change_no_digest_and_hide_no_number(tmp_path: Path, monkeypatch:
     assert load(write(tmp_path, tensors)).digest == read_adapter(packed, SITES, max_rank=8).digest
     reordered = load(write(tmp_path, dict(reversed(tensors.items()))))
     assert reordered.digest == read_adapter(packed, SITES, max_rank=8).digest
-    monkeypatch.setattr(tensors_module, "PIECE_BYTES", 32)
+    monkeypatch.setattr(contents_module, "PIECE_BYTES", 32)
     with pytest.raises(AdapterError, match="not finite, in b of"):
         load(write(tmp_path, pair(**{f"{Q}.lora_B.weight": bad})))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_what_is_examined_when_it_is_read_is_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+):
+    """Content and bound are those of the parts' tensors, examined by one thread in one piece; and as kept in memory of
+    several pieces, with gaps between tensors, of which some are not of whole numbers of 64 bytes."""
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        f"{Q}.lora_A.weight": torch.randn(3, 16, generator=generator),
+        f"{Q}.lora_B.weight": torch.randn(24, 3, generator=generator).half(),
+        f"{Q.replace('q_proj', 'v_proj')}.lora_A.weight": torch.randn(3, 16, generator=generator).double(),
+        f"{Q.replace('q_proj', 'v_proj')}.lora_B.weight": torch.randn(8, 3, generator=generator),
+    }
+    tensors[f"{Q}.lora_B.weight"][7, 1] = -50.0
+    folder = write(tmp_path, tensors, r=3, target_modules=["q_proj", "v_proj"])
+    with monkeypatch.context() as changed:
+        changed.setattr(contents_module, "PIECE_BYTES", 40)
+        changed.setattr(torch, "get_num_threads", lambda: num_threads)
+        source, memory = AdapterSource("a", path=str(folder)), AdapterMemory(piece_bytes=256)
+        weights = read_adapter(source, SITES, max_rank=8, memory=memory)
+        assert [part.bound for part in weights.parts] == [50.0, 50.0]
+        assert check_parts([dataclasses.replace(part, bound=0.0) for part in weights.parts]) == weights.digest
+    whole = load(folder)
+    assert whole.digest != weights.digest, "large tensors are hashed in pieces"
+    for part, other in zip(weights.parts, whole.parts, strict=True):
+        assert torch.equal(part.a, other.a) and torch.equal(part.b, other.b) and part.b.dtype == other.b.dtype
+        assert part.bound == other.bound
 
 
 def test_one_module_by_two_names(tmp_path: Path):

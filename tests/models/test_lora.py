@@ -24,7 +24,7 @@ from headrace.layers.lora.memory import AdapterMemory
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import AdapterBanks
 from headrace.layers.moe.checkpoint import unstack_experts
-from headrace.models.adapters.tensors import check_parts
+from headrace.models.adapters.contents import check_parts
 
 SLOTS, MAX_RANK = 3, 20
 NAMES = (
@@ -298,7 +298,7 @@ def make_memory(piece_bytes: int = 4096) -> AdapterMemory:
 def test_memory_of_an_adapter(piece_bytes: int):
     """Aligned, of nobody else, and in few pieces."""
     memory, sizes = make_memory(piece_bytes), [64, 1, 63, 4096, 100, 5000, 7]
-    found = [memory.view(memory.allocate(size), torch.uint8, (size,), size) for size in sizes]
+    found = [memory.view(memory.allocate(size), torch.uint8, (size,)) for size in sizes]
     for number, (own, size) in enumerate(zip(found, sizes, strict=True)):
         assert len(own) == size
         own.fill_(number)

@@ -213,11 +213,11 @@ class LinearBank(AdapterBank):
         found.rank, found.scale = part.rank, part.scale
         # an adapter has hundreds of parts, and each call takes microseconds
         found.a = part.a if self.columns.is_whole else part.a[:, self.columns.start : self.columns.stop]
-        b = part.b if rows == slice(0, len(part.b)) else part.b[rows]
-        found.b = b.t()
-        for name, factor in (("a", found.a), ("b", b)):
-            if not fits(part, name, self.b.dtype):  # found out by making it
-                check_range(part, name, (_scale(factor, part.scale) if name == "b" else factor).to(self.b.dtype))
+        b = part.b if rows == slice(0, part.b.shape[0]) else part.b[rows]
+        found.b, dtype = b.t(), self.b.dtype
+        if not (fits(part, "a", dtype) and fits(part, "b", dtype)):  # found out by making them
+            check_range(part, "a", found.a.to(dtype))
+            check_range(part, "b", _scale(b, part.scale).to(dtype))
         return found
 
     def _narrow(self, part: AdaptedPart, found: PreparedPart, rows: slice) -> PreparedPart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -44,23 +45,30 @@ class AdapterMemory:
         self._addresses: list[int] = []  # where pieces begin, in order
         self._numbers: list[int] = []  # and which they are
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pieces as numbers
+        self._bytes: list[tuple[int, memoryview]] = []  # where each piece begins, and itself
 
     def allocate(self, num_bytes: int) -> Place:
         """Memory of the caller's own."""
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         found = len(self.pieces) - 1
-        if found < 0 or self.used[found] + size > len(self.pieces[found]):
+        if found < 0 or self.used[found] + size > len(self._bytes[found][1]):
             found = self._add(max(size, self._piece_bytes))
         begin = self.used[found]
         self.used[found] += size
         return Place(found, begin)
 
-    def view(self, place: Place, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int) -> torch.Tensor:
-        """A contiguous tensor that begins there, and has so many bytes."""
+    def view(self, place: Place, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor that begins there."""
         typed = self._typed.get((place.piece, dtype))
         if typed is None:
             typed = self._typed[place.piece, dtype] = self.pieces[place.piece].view(dtype)
-        return typed[place.begin // dtype.itemsize : (place.begin + num_bytes) // dtype.itemsize].view(shape)
+        strides = (shape[1], 1) if len(shape) == 2 else [prod(shape[i + 1 :]) for i in range(len(shape))]
+        return typed.as_strided(shape, strides, place.begin // dtype.itemsize)  # one call of torch, not two
+
+    def view_bytes(self, place: Place, num_bytes: int) -> tuple[int, memoryview]:
+        """The address of so many bytes that begin there, and themselves."""
+        address, piece = self._bytes[place.piece]
+        return address + place.begin, piece[place.begin : place.begin + num_bytes]
 
     def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Place]:
         """A tensor, or a copy of it in this memory where it lies elsewhere, and where it begins."""
@@ -68,7 +76,7 @@ class AdapterMemory:
         if found is not None:
             return tensor, found
         place = self.allocate(tensor.nbytes)
-        return self.view(place, tensor.dtype, tuple(tensor.shape), tensor.nbytes).copy_(tensor), place
+        return self.view(place, tensor.dtype, tuple(tensor.shape)).copy_(tensor), place
 
     def locate(self, address: int) -> Place | None:
         """Where an address is; None for one that is elsewhere."""
@@ -82,6 +90,7 @@ class AdapterMemory:
         piece = self._take(num_bytes)
         self.pieces.append(piece)
         self.used.append(0)
+        self._bytes.append((piece.data_ptr(), view_bytes(piece.data_ptr(), len(piece)).data))
         at = bisect_right(self._addresses, piece.data_ptr())
         self._addresses.insert(at, piece.data_ptr())
         self._numbers.insert(at, len(self.pieces) - 1)

@@ -5,19 +5,13 @@ r rank, O outputs, I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from headrace.base.errors import AdapterError, UnsupportedFeature
 from headrace.kernels.lora.codes import CodedFactors
 from headrace.layers.lora.contract import AdaptedPart
-
-MAX_THREADS = 8
-"""That read, scan or hash tensors of an adapter; memory has no more for them."""
 
 RANK_STEP = 16
 """Ranks are padded to multiples of this with zeros, for tensor cores."""
@@ -27,10 +21,6 @@ DENSE_RANKS = 128
 thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles that would be empty otherwise."""
 MOST_DENSE_RANKS = 1024
 """The same for many adapters: a step of some rows is still faster so than with a product for the rows of each."""
-
-T = TypeVar("T")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True)
 class BankSizes:
@@ -92,12 +82,6 @@ class LoadBytes:
 
     kept: int = 0
     passing: int = 0
-
-
-def run_in_threads(work: Callable[[T], R], jobs: Sequence[T]) -> list[R]:
-    """The results of all jobs, in order, or what the first of them raised. As many threads as are faster than fewer."""
-    with ThreadPoolExecutor(max(1, min(MAX_THREADS, torch.get_num_threads(), len(jobs))), "adapter-piece") as threads:
-        return list(threads.map(work, jobs))
 
 
 def check_range(part: AdaptedPart, name: str, made: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,16 +61,9 @@ class _Wave:
     groups: list[_Group]
 
 
-class _Factor(NamedTuple):
-    """``piece`` and ``dtype``: where it is and what. ``owner``: the number of its module; ``which``: A or B.
-    ``fields``: a row of the table, without the beginnings of its piece on the device and of its slot."""
-
-    piece: int
-    dtype: torch.dtype
-    target_dtype: torch.dtype
-    owner: int
-    which: int
-    fields: list[int]
+PIECE, OWNER, WHICH, SOURCE, BANK = range(RANKS + 1, RANKS + 6)
+"""More columns of a factor: the piece that it is in, the number of its module, A or B, and the dtypes of the file and
+of the bank, by their places in `DTYPES`."""
 
 
 class StagedFactors:
@@ -80,26 +74,27 @@ class StagedFactors:
         self, layers: Mapping[str, Sequence[PreparedPart]], banks: Mapping[str, FactorBank], memory: AdapterMemory
     ):
         self.modules: list[str] = []
-        factors: list[_Factor] = []
+        factors: list[list[int]] = []
         for name, bank in banks.items():
             own = _list_factors(len(self.modules), layers[name], bank, memory)
-            if all(memory.used[factor.piece] <= STAGED_BYTES for factor in own):
+            if all(memory.used[factor[PIECE]] <= STAGED_BYTES for factor in own):
                 factors += own
                 self.modules.append(name)
-        starts, self._waves = _divide(memory, {factor.piece for factor in factors})
-        keys = {id(factor): (starts[factor.piece][0], *map(str, factor[1:3])) for factor in factors}
-        factors.sort(key=lambda factor: keys[id(factor)])
-        self._table = np.array([factor.fields for factor in factors], np.int64).reshape(-1, RANKS + 1)
-        self._table[:, BEGIN] += np.array([starts[factor.piece][1] for factor in factors], np.int64)
-        self._owners = np.array([factor.owner for factor in factors], np.int64)
-        self._which = np.array([factor.which for factor in factors], np.int64)
-        first = 0
-        for stop in range(1, len(factors) + 1):
-            if stop == len(factors) or keys[id(factors[stop])] != keys[id(factors[first])]:
-                most_columns = int(self._table[first:stop, WIDTH].max())
-                group = _Group(first, stop, most_columns, *factors[first][1:3])
-                self._waves[starts[factors[first].piece][0]].groups.append(group)
-                first = stop
+        # by numpy: an adapter has hundreds of factors
+        table = np.array(factors, np.int64).reshape(-1, BANK + 1)
+        starts, self._waves = _divide(memory, {*map(int, table[:, PIECE])})
+        found = np.array([starts.get(number, (0, 0)) for number in range(len(memory.pieces))], np.int64).reshape(-1, 2)
+        waves, begins = found[table[:, PIECE]].T
+        order = np.lexsort((table[:, BANK], table[:, SOURCE], waves))
+        table[:, BEGIN] += begins
+        table, waves = table[order], waves[order]
+        keys = np.column_stack((waves, table[:, [SOURCE, BANK]]))
+        ends = [*map(int, np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1)) + 1), len(table)]
+        for first, stop in pairwise([0, *ends] if len(table) else []):
+            wave, source, target = map(int, keys[first])
+            most_columns = int(table[first:stop, WIDTH].max())
+            self._waves[wave].groups.append(_Group(first, stop, most_columns, DTYPES[source], DTYPES[target]))
+        self._table, self._owners, self._which = table[:, : RANKS + 1], table[:, OWNER], table[:, WHICH]
 
     def load(self, slot: int, banks: Mapping[str, FactorBank], stage: Stage) -> None:
         """Fill a slot of the banks, in order of the current stream."""
@@ -118,6 +113,7 @@ class StagedFactors:
                     stage.memory, on_device[group.first : group.stop], group.most_columns, group.dtype,
                     group.target_dtype,
                 )
+
 
 class Stage:
     """Memory of the device that pieces pass through, and the kernel that takes factors from there."""
@@ -138,26 +134,30 @@ class Stage:
 
 def _list_factors(
     owner: int, parts: Sequence[PreparedPart], bank: FactorBank, memory: AdapterMemory
-) -> list[_Factor]:
-    """Those of a module, which are then in the memory."""
-    num_parts, most_ranks, inputs = bank.a.shape[1:]
-    item, outputs, dtype, rank_item = bank.a.itemsize, bank.b.shape[2], bank.a.dtype, bank.ranks.itemsize
+) -> list[list[int]]:
+    """Those of a module, which are then in the memory: rows of the table, without the beginnings of their pieces on the
+    device and of their slot, and the columns behind."""
+    bank_a = bank.a
+    num_parts, most_ranks, inputs = bank_a.shape[1:]
+    item, outputs, rank_item = bank_a.itemsize, bank.b.shape[2], bank.ranks.itemsize
+    target = DTYPES.index(bank_a.dtype)
     found = []
     for part in parts:
         assert part.a is not None and part.b is not None and part.rank
-        padded = -(-part.rank // RANK_STEP) * RANK_STEP
+        rank, padded = part.rank, -(-part.rank // RANK_STEP) * RANK_STEP
         (part.a, at_a), (part.b, at_b) = memory.keep(part.a), memory.keep(part.b)
-        in_a, in_b = item * part.index * most_ranks * inputs, item * part.start
-        found.append(_Factor(at_a.piece, part.a.dtype, dtype, owner, A, [
-            at_a.begin, part.rank, padded, inputs, *part.a.stride(), ONE, in_a, inputs, rank_item * part.index
-        ]))
-        scale = ONE if part.scale == 1.0 else int(np.float32(part.scale).view(np.int32))
-        found.append(_Factor(at_b.piece, part.b.dtype, dtype, owner, B, [
-            at_b.begin, part.rank, padded, part.b.shape[1], *part.b.stride(), scale, in_b, outputs, 0
-        ]))
+        in_a, source = item * part.index * most_ranks * inputs, DTYPES.index(part.a.dtype)
+        found.append([
+            at_a.begin, rank, padded, inputs, *part.a.stride(), ONE, in_a, inputs, rank_item * part.index,
+            at_a.piece, owner, A, source, target,
+        ])
+        scale, source = int(np.float32(part.scale).view(np.int32)), DTYPES.index(part.b.dtype)
+        found.append([
+            at_b.begin, rank, padded, part.b.shape[1], *part.b.stride(), scale, item * part.start, outputs, 0,
+            at_b.piece, owner, B, source, target,
+        ])
     for index in {*range(num_parts)} - {part.index for part in parts}:  # without an addition
-        fields = [0, 0, 0, 0, 0, 0, ONE, 0, 0, rank_item * index]
-        found.append(_Factor(found[0].piece, found[0].dtype, dtype, owner, A, fields))
+        found.append([0, 0, 0, 0, 0, 0, ONE, 0, 0, rank_item * index, found[0][PIECE], owner, A, *found[0][SOURCE:]])
     return found
 
 

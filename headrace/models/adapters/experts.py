@@ -68,8 +68,8 @@ class _StackedPair:
         outputs, inputs = self._size
         is_transposed = outputs != inputs and self._tensors.shape(self._names[0])[1:] == (outputs,)
         rows, columns = (inputs, outputs) if is_transposed else (outputs, inputs)
-        whole_a = self._tensors.place(self._names[0], (rank * self._count, columns))
-        whole_b = self._tensors.place(self._names[1], (rows, rank * self._count))
+        whole_a = self._tensors.place(self._names[0], (rank * self._count, columns), is_examined=False)
+        whole_b = self._tensors.place(self._names[1], (rows, rank * self._count), is_examined=False)
         self._tensors.fill()
         a, b = whole_a.unflatten(0, (self._count, rank)), whole_b.unflatten(1, (rank, self._count))
         for expert in range(self._count):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from headrace.base.errors import AdapterError
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
@@ -30,8 +31,7 @@ _BEGIN = re.compile(r"\.(lora_|token_adapter|modules_to_save|base_layer|bias$|we
 _LAYERS = ".base_layer"
 
 
-@dataclass(frozen=True)
-class TensorName:
+class TensorName(NamedTuple):
     """A tensor's place: ``module`` is a module of the Hugging Face model, ``kind`` what the tensor is of it. ``depth``:
     how many wrappers are around this one, where several parameters of a module have one each."""
 
@@ -50,8 +50,13 @@ def read_name(name: str) -> TensorName | None:
     depth = 0
     while ending.startswith(f"{_LAYERS}.lora_") or ending.startswith(_LAYERS * 2):
         ending, depth = ending.removeprefix(_LAYERS), depth + 1
-    kind = next((kind for pattern, kind in _ENDINGS if pattern.fullmatch(ending)), None)
+    kind = _find_kind(ending)
     return None if kind is None else TensorName(module, kind, depth)
+
+
+@lru_cache(maxsize=64)
+def _find_kind(ending: str) -> str | None:
+    return next((kind for pattern, kind in _ENDINGS if pattern.fullmatch(ending)), None)
 
 
 class SiteNames:

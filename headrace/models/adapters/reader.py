@@ -18,11 +18,12 @@ from headrace.base.errors import AdapterError, HeadraceError, ModelError, Reques
 from headrace.layers.lora.contract import AdaptedPart, AdapterSite, AdapterSites, AdapterWeights
 from headrace.layers.lora.memory import AdapterMemory
 from headrace.models.adapters.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
+from headrace.models.adapters.contents import check_parts
 from headrace.models.adapters.experts import read_experts
 from headrace.models.adapters.finding import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, find_adapter
 from headrace.models.adapters.gguf import GgufForm, read_gguf_parts
 from headrace.models.adapters.naming import LOW_RANK, SiteNames, group_tensors, last_parts, list_names
-from headrace.models.adapters.tensors import AdapterTensors, check_parts
+from headrace.models.adapters.tensors import AdapterTensors
 
 WHOLE = ("weight", "token_rows")
 """Kinds of tensors that replace the base's."""
@@ -80,16 +81,17 @@ def _read(
     path = find_adapter(source.path) if source.path else None
     if path is not None and path.suffix == ".gguf" and not path.is_dir():
         parts, modules = read_gguf_parts(path, sites, gguf)
+        contents = None
     else:
         config, tensors = _open(source, path, memory)
         with closing(tensors):
             reader = _PeftReader(config, tensors, sites, max_rank)
-            parts, modules = reader.read(), sorted(reader.modules)
+            parts, modules, contents = reader.read(), sorted(reader.modules), tensors.contents
     rank = max((part.rank for part in parts), default=0)
     if not parts:
         raise AdapterError("it changes no module of the model")
     _check_rank(rank, max_rank)
-    return AdapterWeights(parts, rank, check_parts(parts), modules)
+    return AdapterWeights(parts, rank, check_parts(parts, contents), modules)
 
 
 def _check_rank(rank: int, max_rank: int) -> None:

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice, pairwise
-from math import inf, isfinite
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from headrace.base.errors import AdapterError
-from headrace.layers.lora.contract import TENSORS, AdaptedPart
-from headrace.layers.lora.memory import AdapterMemory, view_bytes
-from headrace.layers.lora.parts import run_in_threads
+from headrace.layers.lora.memory import AdapterMemory
+from headrace.models.adapters.contents import Contents, Piece, Stored, examine
 from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_packed_header
 
 MAX_HEADER_BYTES = 32 << 20
-PIECE_BYTES, MOST_IN_PIECE = 2 << 20, 512
-"""Bytes that a thread reads, scans or hashes at a time, and of how many tensors: calls that are long beside those of
-Python around them, for which threads would wait for one another."""
-INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-"""Bits of it; those of what is no number are more."""
-BITS = {2: torch.int16, 4: torch.int32}
-"""Integers of so many bytes."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AdapterTensors:
     """The tensors of one file, by name: `place` says which are needed, and `fill` reads these. Not by a mapping, as for
     the model's weights: trainers write adapters anew while a server reads them, and a mapped file that gets shorter
-    ends the process."""
+    ends the process. ``contents``: what is known of those that were read."""
 
     def __init__(self, entries: Iterable[StoredTensor], file: io.FileIO | memoryview, memory: AdapterMemory | None):
         self.entries: Mapping[str, StoredTensor] = {entry.name: entry for entry in entries}
+        self.contents = Contents()
         self._file, self._memory = file, memory or AdapterMemory()
-        self._placed: list[tuple[StoredTensor, memoryview]] = []  # and not yet read
+        self._placed: list[Stored] = []  # and not yet read
 
     @classmethod
     def open(cls, path: Path, memory: AdapterMemory | None = None) -> AdapterTensors:
@@ -61,48 +50,43 @@ class AdapterTensors:
         """The shape of a tensor."""
         return self.entries[name].shape
 
-    def place(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def place(self, name: str, shape: tuple[int, ...], *, is_examined: bool = True) -> torch.Tensor:
         """Memory for a copy of a tensor that must have this shape, in its own dtype (float32 for float64), which `fill`
-        writes; raises `AdapterError`."""
+        writes; raises `AdapterError`. ``is_examined``: it is a part's as it is, and `contents` are to tell of it."""
         entry = self.entries[name]
         if entry.shape != shape:
             raise AdapterError(f"{name} has shape {list(entry.shape)}, the model needs {list(shape)}")
-        if entry.dtype not in FLOATS:
+        dtype, num_bytes = entry.dtype, entry.stop - entry.start
+        if dtype not in FLOATS:
             raise AdapterError(
-                f"{name} is {str(entry.dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
+                f"{name} is {str(dtype).removeprefix('torch.')}; save the adapter in float32, bfloat16 or float16"
             )
-        num_bytes = entry.stop - entry.start
-        tensor = self._memory.view(self._memory.allocate(num_bytes), entry.dtype, shape, num_bytes)
-        self._placed.append((entry, view_bytes(tensor.data_ptr(), num_bytes).data))
-        if entry.dtype != torch.float64:
+        place, is_converted = self._memory.allocate(num_bytes), dtype == torch.float64
+        address, view = self._memory.view_bytes(place, num_bytes)
+        self._placed.append(Stored(address, view, dtype, entry.start, is_examined and not is_converted))
+        tensor = self._memory.view(place, dtype, shape)
+        if not is_converted:
             return tensor
         self.fill()
         return tensor.float()
 
     def fill(self) -> None:
         """Read what was placed, by several threads; raises `AdapterError` for a file that became shorter."""
-        pieces, self._placed = list(self._cut()), []
-        run_in_threads(self._fill_piece, pieces)
+        placed, self._placed = sorted(self._placed, key=lambda one: one.at), []
+        examine(placed, self.contents, self._read)
 
-    def _cut(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """Where pieces begin in the file, and the memory of each, in order."""
-        begin, end, views = 0, 0, list[memoryview]()
-        for entry, memory in sorted(self._placed, key=lambda placed: placed[0].start):
-            for at in range(0, len(memory), PIECE_BYTES):
-                view = memory[at : at + PIECE_BYTES]
-                is_next = entry.start + at == end and end + len(view) - begin <= PIECE_BYTES
-                if views and not (is_next and len(views) < MOST_IN_PIECE):
-                    yield begin, views
-                    views = []
-                if not views:
-                    begin = end = entry.start + at
-                views.append(view)
-                end += len(view)
-        if views:
-            yield begin, views
+    def _read(self, piece: Piece) -> None:
+        """Read a piece, by one call for what lies side by side in the file."""
+        views, begin, end = list[memoryview](), 0, 0
+        for _, part in piece:
+            if part.at != end:
+                self._read_run(begin, views)
+                views, begin = [], part.at
+            views.append(part.view)
+            end = part.at + len(part.view)
+        self._read_run(begin, views)
 
-    def _fill_piece(self, piece: tuple[int, list[memoryview]]) -> None:
-        at, views = piece
+    def _read_run(self, at: int, views: list[memoryview]) -> None:
         if isinstance(self._file, memoryview):
             for view in views:
                 np.copyto(np.asarray(view), np.asarray(self._file[at : at + len(view)]))
@@ -118,99 +102,3 @@ class AdapterTensors:
                 views = views[1:]
             if count:
                 views = [views[0][count:], *views[1:]]
-
-
-def check_parts(parts: list[AdaptedPart]) -> str:
-    """The SHA-256 of the content of an adapter's parts, in hex, the same for any file that it was read from; sets
-    `AdaptedPart.bound`. Raises `AdapterError` for a number that is not finite, and for outputs that two parts change.
-    """
-    ordered = sorted(parts, key=lambda part: (part.module, part.expert, part.part))
-    for before, part in pairwise(ordered):  # an empty part, which is all outputs, comes first
-        is_same = (before.module, before.expert) == (part.module, part.expert)
-        if is_same and before.part in ("", part.part):
-            raise AdapterError(f"the adapter changes {part.module} {part.part}".rstrip() + " twice, by different names")
-    named = [
-        _Named(part, name, own := tensor.contiguous(), own.data_ptr(), own.nbytes) for part in ordered
-        for name in TENSORS if (tensor := getattr(part, name)) is not None
-    ]
-    bound = max(run_in_threads(_find_largest, list(_cut_stretches(named))), default=0.0)
-    if not isfinite(bound):
-        part, name, *_ = next(one for one in named if inf in map(_find_largest, _cut_stretches([one])))
-        raise AdapterError(
-            f"the adapter has numbers that are not finite, in {name} of {part.module} {part.part}".rstrip()
-        )
-    for part in parts:
-        part.bound = bound
-    return _digest(named)
-
-
-class _Named(NamedTuple):
-    """A tensor of a part, and its memory."""
-
-    part: AdaptedPart
-    name: str
-    tensor: torch.Tensor
-    address: int
-    num_bytes: int
-
-
-class _Numbers(NamedTuple):
-    """Floats of a dtype, as integers of their bits."""
-
-    dtype: torch.dtype
-    bits: np.ndarray
-
-
-def _cut_stretches(named: list[_Named]) -> Iterator[_Numbers]:
-    """All floats in few pieces: tensors that lie side by side in memory are one."""
-    ordered = sorted((one.address, one.num_bytes, one.tensor.dtype) for one in named if one.tensor.dtype in INFINITY)
-    begin, end, dtype = 0, 0, torch.float32
-    for address, num_bytes, own in [*ordered, (-1, 0, dtype)]:
-        if (address, own) != (end, dtype):
-            for at in range(begin, end, PIECE_BYTES):
-                content = view_bytes(at, min(PIECE_BYTES, end - at))
-                yield _Numbers(dtype, content.view(f"i{dtype.itemsize}"))
-            begin, dtype = address, own
-        end = address + num_bytes
-
-
-def _find_largest(numbers: _Numbers) -> float:
-    """The largest magnitude, infinite where one is not finite. By numpy: in each of several threads, torch would start
-    as many threads as there are cores. By the largest bits of positive numbers and of negative ones, so that no other
-    memory is written."""
-    bits = numbers.bits
-    sign = 1 << (8 * bits.itemsize - 1)
-    largest = max(0, int(bits.max()), int(bits.view(f"u{bits.itemsize}").max()) - sign)
-    if largest >= INFINITY[numbers.dtype]:
-        return inf
-    return float(torch.tensor(largest, dtype=BITS[bits.itemsize]).view(numbers.dtype))
-
-
-def _digest(named: list[_Named]) -> str:
-    """Of the digests of pieces, each in one tensor, and what they belong to."""
-    jobs: list[list[memoryview]] = [[]]
-    lengths, job_bytes = [], 0
-    for *_, address, num_bytes in named:
-        starts = range(0, num_bytes, PIECE_BYTES)
-        for at in starts:
-            size = min(PIECE_BYTES, num_bytes - at)
-            if jobs[-1] and job_bytes + size > PIECE_BYTES:
-                jobs.append([])
-                job_bytes = 0
-            jobs[-1].append(view_bytes(address + at, size).data)
-            job_bytes += size
-        lengths.append(len(starts))
-    digests = iter([digest for found in run_in_threads(_hash_all, jobs) for digest in found])
-    whole, last = hashlib.sha256(), None
-    for (part, name, *_), length in zip(named, lengths, strict=True):
-        if part is not last:
-            whole.update(repr((part.module, part.part, part.expert, part.scale)).encode())
-            last = part
-        tensor = getattr(part, name)
-        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        whole.update(b"".join(islice(digests, length)))
-    return whole.hexdigest()
-
-
-def _hash_all(pieces: list[memoryview]) -> list[bytes]:
-    return [hashlib.sha256(piece).digest() for piece in pieces]
