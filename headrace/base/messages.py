@@ -256,7 +256,16 @@ class PageStats(msgspec.Struct, frozen=True):
     evicted_pages_total: int = 0
 
 
-class EngineStats(PageStats, frozen=True):
+class StepStats(PageStats, frozen=True):
+    """Steps of one engine. ``late_kernels_total``: kernels compiled, and plans of libraries built, while a step waited
+    for them."""
+
+    steps_total: int = 0
+    failed_steps_total: int = 0
+    late_kernels_total: int = 0
+
+
+class EngineStats(StepStats, frozen=True):
     """Counters (``*_total``, since start) and gauges of one engine; sent with outputs a few times a second."""
 
     num_queued: int = 0
@@ -268,8 +277,6 @@ class EngineStats(PageStats, frozen=True):
     requests_total: int = 0
     aborted_total: int = 0
     retracted_total: int = 0
-    failed_steps_total: int = 0
-    steps_total: int = 0
     speculation: SpeculationStats = SpeculationStats()
     experts: ExpertStats = ExpertStats()
     adapters: AdapterStats = AdapterStats()

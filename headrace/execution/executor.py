@@ -38,6 +38,7 @@ from headrace.execution.sleep import DeviceModel, sweep
 from headrace.execution.structured.library import CompiledGrammar, GrammarStore
 from headrace.execution.tiers import DeviceTiers, build_tiers, fit_host, staging_bytes
 from headrace.execution.warmup import StepBytes, prepare_steps
+from headrace.kernels.late import LateKernels
 from headrace.kernels.precompile import start_triton
 from headrace.memory.host_memory import host_share
 from headrace.memory.plan import CacheDemand, CachePlan, free_bytes, kv_budget, memory_lines, plan_cache, soft_budget
@@ -60,7 +61,7 @@ class LocalExecutor:
         self.facts, self.memory, self.speculation = facts, memory, speculation
         self._model, self._progress = model, progress
         self._device = model.device
-        self._profiler = Profiler(model.device)
+        self._profiler, self._late = Profiler(model.device), LateKernels(model.device)
         self._grammars: GrammarStore | None = None
         self._swapped = HotSlotStats()  # by runners before this one
         self._tiers = build_tiers(model)
@@ -100,6 +101,11 @@ class LocalExecutor:
         return self._swapped if self._runner is None else _add_swaps(self._swapped, self._runner)
 
     @property
+    def late_kernels(self) -> int:
+        """See `headrace.service.executor.Executor`."""
+        return self._late.count
+
+    @property
     def released(self) -> frozenset[DevicePart]:
         """What is off the device; nothing runs without `VITAL_PARTS`."""
         return self._model.released
@@ -111,11 +117,12 @@ class LocalExecutor:
         if self._model.balancer is not None and (plan.rows or any(plan.replica_tokens)):
             self._model.balancer.begin_step()
         try:
-            if self._tiers is None:
-                return self._runner.execute(plan)
-            self._tiers.mover.start(plan.moves)  # first: steps may overwrite the pages that are read
-            pending = self._runner.execute(plan)
-            pending.poll_moves = self._tiers.mover.poll
+            with self._late.watch():
+                if self._tiers is not None:
+                    self._tiers.mover.start(plan.moves)  # first: steps may overwrite the pages that are read
+                pending = self._runner.execute(plan)
+            if self._tiers is not None:
+                pending.poll_moves = self._tiers.mover.poll
             return pending
         except torch.OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # or the error would keep the step's tensors alive

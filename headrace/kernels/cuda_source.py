@@ -27,6 +27,7 @@ import torch
 
 from headrace.base import env
 from headrace.base.errors import HeadraceError
+from headrace.kernels.late import note_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,9 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     began = time.perf_counter()
     code = _compile(nvrtc, read_source(name), name, options)
     _store(path, code)
-    logger.info("compiled %s.cu in %.1f s", name, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    logger.info("compiled %s.cu in %.1f s", name, seconds)
+    note_compiled(f"{name}.cu {' '.join(options)}", seconds)
     return code
 
 

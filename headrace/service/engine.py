@@ -182,7 +182,8 @@ class Engine:
         stats = self._scheduler.stats()
         tiers = msgspec.structs.replace(stats.tiers, hot_slots=self.executor.hot_slots)
         return msgspec.structs.replace(
-            stats, experts=self.executor.experts, adapters=self.adapters.stats(), tiers=tiers
+            stats, experts=self.executor.experts, adapters=self.adapters.stats(), tiers=tiers,
+            late_kernels_total=self.executor.late_kernels,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -93,6 +93,10 @@ class Executor(Protocol):
     def hot_slots(self) -> HotSlotStats:
         """What decodes read from host memory, a few steps ago."""
 
+    @property
+    def late_kernels(self) -> int:
+        """How many kernels were compiled while a step waited for them: none, if the start found all."""
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""
 

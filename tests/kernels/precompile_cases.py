@@ -21,6 +21,7 @@ from triton.runtime import driver
 from headrace.kernels import compile_workers, cuda_source
 from headrace.kernels import precompile as precompile_module
 from headrace.kernels.compile_workers import CompileWorkers
+from headrace.kernels.late import LateKernels, note_compiled
 from headrace.kernels.precompile import compile_ahead, is_dry_run, precompile
 
 SOURCE = '''
@@ -109,6 +110,38 @@ def test_what_a_dry_run_wants_is_compiled_and_then_launched(gpu: PretendedDriver
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
     assert compiled == [] and gpu.launched == [(1, 1, 1)] * 4 and gpu.launchers == ["scale"] * 3
+
+
+def test_what_a_step_waits_for_is_named_and_counted(
+    gpu: PretendedDriver, scale: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    seen = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: seen.append(about["cache_hit"]))
+    late, other = LateKernels(CUDA), LateKernels(CUDA)
+
+    def launch(count: int, factor: int) -> None:
+        x = torch.ones(128)
+        scale[(1,)](x, torch.empty_like(x), count, FACTOR=factor, BLOCK=128)
+
+    launch(100, 2)
+    with late.watch():
+        launch(100, 2)
+    assert late.count == 0, "compiled before the step"
+    with late.watch():
+        launch(128, 2)
+        launch(128, 2)
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(launch, 100, 3).result()
+        note_compiled("plain_rows.cu", 0.25)
+    launch(100, 4)
+    assert (late.count, other.count) == (2, 0)
+    scale.device_caches.clear()
+    with late.watch():
+        launch(128, 2)
+    assert late.count == 2, "on the disk"
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2 and "scale(FACTOR=2, BLOCK=128)" in lines[0] and "250 ms" in lines[1]
+    assert seen == [False] * 4 + [True], "another listener goes on"
 
 
 def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):

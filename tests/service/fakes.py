@@ -90,7 +90,7 @@ class FakeExecutor:
     ``HANG`` stops it in its step for good; from ``LATE`` on, another rank has not come in time."""
 
     FAIL_LAUNCH, FAIL_RESULT, DIE, HANG, LATE = 251, 252, 253, 254, 255
-    experts, hot_slots = ExpertStats(), HotSlotStats()
+    experts, hot_slots, late_kernels = ExpertStats(), HotSlotStats(), 3
     adapters = NoAdapters()
 
     def __init__(self, config: EngineConfig, *, delay_s: float = 0.0, layout: CacheLayout | None = None):

@@ -182,6 +182,11 @@ class RankedExecutor(Pace):
         """Those of rank 0: the same on all ranks of its pipeline stage."""
         return self._executor.hot_slots
 
+    @property
+    def late_kernels(self) -> int:
+        """Those of rank 0."""
+        return self._executor.late_kernels
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a plan on all ranks."""
         self._may_record = True

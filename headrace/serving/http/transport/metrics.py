@@ -44,6 +44,7 @@ COUNTERS = {
     "retracted_total": ("retracted_requests", "Times a running request released its pages and was queued again."),
     "failed_steps_total": ("failed_steps", "Steps that raised an error."),
     "steps_total": ("engine_steps", "Steps computed."),
+    "late_kernels_total": ("late_kernels", "Kernels compiled while a step waited; 0 where the start found all."),
     "evicted_pages_total": ("evicted_pages", "Cached pages evicted for other requests."),
 }
 
