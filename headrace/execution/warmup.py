@@ -138,9 +138,12 @@ def _adapter_slots(assembly: Assembly) -> tuple[int, ...]:
 
 
 def _thin(sizes: GraphSizes) -> GraphSizes:
-    """The sizes at which kernels change: powers of two, all of the small ones, and the ends."""
+    """The sizes at which kernels change: powers of two and behind them, all of the small ones, and the ends. Steps with
+    prefill, which are not captured, have any number of decodes, some between two of those that are."""
+    largest = sizes.decodes[-1]
     decodes = [size for size in sizes.decodes if size & (size - 1) == 0 or size < 32]
-    return GraphSizes(sorted({*decodes, sizes.decodes[-1]}), sorted({*sizes.tokens[:1], *sizes.tokens[-1:]}))
+    behind = [2**i + 1 for i in range(4, largest.bit_length()) if 2**i < largest]
+    return GraphSizes(sorted({*decodes, *behind, largest}), sorted({*sizes.tokens[:1], *sizes.tokens[-1:]}))
 
 
 def measure_steps(assembly: Assembly) -> StepBytes:

@@ -28,10 +28,10 @@ CONFIG = {
 
 def test_few_sizes_stand_for_all():
     thin = warmup._thin(GraphSizes(bucket_sizes(512), [64, 128, 8192]))
-    assert thin == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512], [64, 8192])
+    assert thin == GraphSizes([1, 2, 4, 8, 16, 17, 24, 32, 33, 64, 65, 128, 129, 256, 257, 512], [64, 8192])
     assert (
         warmup._thin(GraphSizes(bucket_sizes(300), []))
-        == GraphSizes([1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 300], [])
+        == GraphSizes([1, 2, 4, 8, 16, 17, 24, 32, 33, 64, 65, 128, 129, 256, 257, 300], [])
     )
 
 

@@ -4,8 +4,9 @@ not be there."""
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Event, Timer
 from types import SimpleNamespace
@@ -142,6 +143,46 @@ def test_what_a_step_waits_for_is_named_and_counted(
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2 and "scale(FACTOR=2, BLOCK=128)" in lines[0] and "250 ms" in lines[1]
     assert seen == [False] * 4 + [True], "another listener goes on"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 7, 8, 32])
+def test_any_number_of_decodes_takes_kernels_that_the_start_compiles(
+    gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch, kv_heads: int
+):
+    """Steps with prefill have numbers of decodes that are not captured: 33 beside 8 kv heads once compiled a kernel of
+    its own."""
+    from headrace.execution.graphs import GraphSizes, bucket_sizes
+    from headrace.execution.warmup import _thin
+    from headrace.kernels.attention.blocks import Head
+    from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
+
+    dtype, longest, most = torch.bfloat16, 8192, 512
+    workspace = replace(DecodeWorkspace.allocate(132, 4, 128, torch.device("cpu")), is_roomy=True)
+    pages = (torch.zeros(2, 64, kv_heads, 128, dtype=dtype),) * 2
+    table, lens = torch.zeros(most, longest // 64, dtype=torch.int32), torch.ones(most, dtype=torch.int32)
+    q = torch.zeros(most, 4 * kv_heads, 128, dtype=dtype)
+
+    def find(count: int, reach: int) -> set[str]:
+        keys = set()
+
+        def submit(key: str, *_: Any) -> Any:
+            keys.add(key)
+            return precompile_module._StandIn(Future(), lambda kernel: None)
+
+        with ThreadPoolExecutor(1) as pool, precompile_module._dry_run(pool, submit):
+            step = DecodeStep(lens[:count], table[:count], count, reach)
+            decode(q[:count], pages, torch.empty_like(q[:count]), workspace, Head(0.1, 0, 0.0, None), step)
+        return keys
+
+    token = precompile_module._is_dry.set(True)
+    try:
+        sizes = _thin(GraphSizes(bucket_sizes(most), [64])).decodes
+        compiled = find(1, 3).union(*(find(count, longest) for count in sizes))
+        for count in range(1, most + 1):
+            for reach in (3, 64, 65, longest):
+                assert find(count, reach) <= compiled, f"{count} decodes of up to {reach} keys"
+    finally:
+        precompile_module._is_dry.reset(token)
 
 
 def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):
