@@ -147,7 +147,7 @@ class LocalExecutor:
 
     def use_idle_moment(self) -> bool:
         """See `headrace.service.executor.Executor`."""
-        if self._runner is None or not self._runner.has_graphs:
+        if self._runner is None or self._device.type == "cpu":
             return False
         ranks = self._model.ranks
         with ranks.tensor.waits.patient():
@@ -157,7 +157,7 @@ class LocalExecutor:
 
     def _record_next(self, runner: Runner) -> bool:
         try:
-            return runner.record_next()
+            return runner.record_next() or runner.plan_next()
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for a graph: %s", error)
             return True

@@ -5,7 +5,7 @@ Refuses: deciding what runs, waiting for the device, and knowing which model or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from headrace.execution.upload import Upload
 from headrace.layers.attention.contract import AttentionBackend, KvPages
 from headrace.layers.draft import DraftModel
 from headrace.layers.model import ServedModel
+from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.hot_pool import SwapCounts, build_pools
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool
@@ -82,6 +83,7 @@ class Runner:
         self.times = StepTimes()
         pages, groups = _pages_by_layer(layout, self.pools, num_layers)
         model.bind_cache(pages[:num_layers], groups[:num_layers])
+        self._plans = _plan_ahead(model, backends, self._inputs.max_tokens, layout.max_model_len)
 
     def join(self, ranks: Ranks, dtype: torch.dtype) -> None:
         """Run the same plans as the other ranks: rank 0 samples, and the others of its pipeline stage take what it
@@ -188,6 +190,7 @@ class Runner:
             draft, self._proposer = self._proposer.draft, None
             draft.bind_cache([None] * draft.num_layers, [None] * draft.num_layers)
         self._captured = None
+        self._plans.close()
         self.paths.clear()
 
     def capture(self, sizes: GraphSizes, recorder: Records) -> CapturedSteps:
@@ -198,16 +201,16 @@ class Runner:
         self.paths[:0] = self._captured.paths
         return self._captured
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps run as graphs, some of which may be missing."""
-        return self._captured is not None
-
     @torch.inference_mode()
     def record_next(self) -> bool:
         """Record one missing graph; False when there is none. Call it with no step in flight: recording runs the work
         on padding and overwrites the outputs that an unread step may still sample from."""
         return self._captured is not None and self._captured.record_next()
+
+    @torch.inference_mode()
+    def plan_next(self) -> bool:
+        """Let a backend build a plan that later steps may need; False when there are none left."""
+        return next(self._plans, False)
 
     def _choose_path(self, step: Step, upload: Upload) -> tuple[StepPath, Launch]:
         """The first path that covers the step's features and has room for its shape, and its launch. A path that
@@ -318,6 +321,16 @@ class Runner:
                 pool.clear_rows(sent["cleared"])
         if "append_index" in sent:
             self._tables.write(sent["append_index"], sent["append_pages"])
+
+
+def _plan_ahead(
+    model: ServedModel, backends: list[AttentionBackend], most_tokens: int, longest: int
+) -> Generator[bool, None, None]:
+    layers = [own for own in model.modules() if isinstance(own, AttentionLayer) and own.uses_backend]
+    for group, backend in enumerate(backends):
+        layer = next((layer for layer in layers if layer.group == group), None)
+        if layer is not None and layer.pages is not None:
+            yield from backend.plan_ahead(layer.pages, layer.params, most_tokens, longest)
 
 
 def _pages_by_layer(

@@ -173,6 +173,7 @@ class DeviceModel:
     def _run_first_steps(self, runner: Runner, assembly: Assembly) -> None:
         with self.ranks.apart():
             run_tiny_steps(runner, is_pooling=assembly.is_pooling)
+            runner.plan_next()  # what a first long prompt beside others needs; the rest in idle moments
 
     def _drop_runner(self) -> None:
         if self.runner is not None:

@@ -25,6 +25,7 @@ from headrace.execution.device import resolve_device, resolve_dtype, resolve_dty
 from headrace.execution.executor import build_executor
 from headrace.execution.loading import check_codes, load_model
 from headrace.execution.result import PendingSample
+from headrace.layers.attention.contract import AttentionBackend
 from headrace.layers.rotary import RotaryTable
 from headrace.memory import host_memory
 from headrace.memory.plan import CachePlan
@@ -52,6 +53,26 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
     return engine_config(**{"model": str(folder), "load_format": "dummy", "device": "cpu", "kv_pages": 40, **options})
+
+
+def test_backends_plan_ahead_for_the_pools_that_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def plan_ahead(self, pages, params, most_tokens, longest):
+        for _ in range(2):
+            asked.append((pages.k.data_ptr(), len(pages.k), params.scale, most_tokens, longest))
+            yield True
+
+    monkeypatch.setattr(AttentionBackend, "plan_ahead", plan_ahead)
+    executor = build_executor(config_of(folder, max_step_tokens=100, max_running_requests=8))
+    runner = executor._runner
+    keys = runner.pools[0].layer(0)[0]
+    assert asked == [(keys.data_ptr(), len(keys), 8**-0.5, 100, 256)], "the first before any request"
+    assert runner.plan_next() and not runner.plan_next() and len(set(asked)) == 1
+    executor.close()
+    again = build_executor(config_of(folder))._runner
+    again.detach()
+    assert not again.plan_next(), "its pages are gone"
 
 
 @pytest.mark.parametrize(("options", "gib"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from importlib import import_module
@@ -14,6 +15,7 @@ from attention_cases import Case, make_problem
 pytest.importorskip("triton")
 
 from headrace.kernels.attention.reference import attend_densely
+from headrace.kernels.late import LateKernels
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75), (3, 64))
 SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
@@ -22,10 +24,11 @@ SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 class FakeGraph:
     """Computes what a graph of these bounds means, from the same tensors."""
 
-    def __init__(self, bounds, handle, device):
-        self.bounds = bounds
+    def __init__(self, bounds, handle):
+        self.bounds, self.workspace_bytes = bounds, 3 * bounds.requests
 
-    def run(self, tensors):
+    def run(self, tensors, workspace):
+        assert workspace.numel() >= self.workspace_bytes
         names = import_module("headrace.kernels.attention.cudnn")
         b = self.bounds
         if b.is_exact:
@@ -116,6 +119,49 @@ def lay_last_in_a_row(problem):
     inputs.page_table[-1, :count] = torch.arange(first, first + count)
     inputs.last_run = first
     return problem
+
+
+@pytest.mark.interpreted
+def test_what_is_planned_ahead_is_not_built_within_steps(backend_class):
+    kernel = import_module("headrace.kernels.attention.cudnn")
+    problems = [
+        make_problem(Case(spans, **SHAPE), "cpu", torch.float16)
+        for spans in (MIXED, ((1, 9), (32, 96)), ((1, 9), (31, 90)), ((20, 20), (9, 100)), ((2, 2),) * 7 + ((17, 30),))
+    ]
+    for problem in problems:
+        late, backend = LateKernels(torch.device("cpu")), backend_class(problem.geometry, torch.device("cpu"))
+        with late.watch():
+            problem.run(backend)
+        assert late.count > 0
+        late, backend = LateKernels(torch.device("cpu")), backend_class(problem.geometry, torch.device("cpu"))
+        ahead = backend.plan_ahead(problem.pages, problem.params, 32, 128)
+        assert all(ahead) and len(backend._graphs._graphs) == len(set(backend._graphs._graphs)) > 5
+        with late.watch():
+            assert problem.error(problem.run(backend)) < 2e-3
+        assert late.count == 0
+    assert isinstance(next(iter(backend._graphs._graphs.values())), kernel.SdpaGraph)
+
+
+def test_sizes_of_steps_are_planned(backend_class):
+    """Against the sizes that `prepare` pads to, of random steps of up to two long chunks, and of several short ones."""
+    backend = import_module("headrace.layers.attention.cudnn")
+    planned = set(backend.list_paged_sizes(60, 3000))
+    assert len(planned) == len(backend.list_paged_sizes(60, 3000)), "none twice"
+    rng = random.Random(0)
+    for _ in range(2000):
+        count = rng.choice([1, 2, 2, 3, 6])
+        lens = [rng.randint(1, 60 // count) for _ in range(count - 1)]
+        lens.append(rng.randint(16, max(16, 60 - sum(lens))))
+        before = rng.choice([0, 0, rng.randint(0, 2900)]) if count <= 2 else 0
+        keys = max(1024, 1 << (max(lens) + before - 1).bit_length())
+        assert (1 << (count - 1).bit_length(), max(16, 1 << (max(lens) - 1).bit_length()), keys) in planned
+    assert set(backend.list_exact_sizes(64, 200)) == {(64, 64), (32, 32), (64, 128), (64, 192)}
+    assert backend.list_exact_sizes(60, 200) == [(32, 32)]
+    assert backend.list_exact_sizes(20, 200) == []
+    windowed = backend_class(
+        make_problem(Case(MIXED, **SHAPE, window=9), "cpu", torch.float16).geometry, torch.device("cpu")
+    )
+    assert list(windowed.plan_ahead(None, None, 64, 200)) == [], "these are left to other kernels"
 
 
 @pytest.mark.interpreted

@@ -9,11 +9,14 @@ https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import cudnn
 import torch
+
+from headrace.kernels.late import note_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -46,39 +49,55 @@ class Bounds:
     def is_exact(self) -> bool:
         return self.num_pages == 0
 
+    def describe(self) -> str:
+        """The sizes, in words."""
+        kind = "exact" if self.is_exact else "paged"
+        return f"{kind} attention of cuDNN for {self.requests} x {self.queries} queries and {self.keys} keys"
+
 
 class SdpaGraph:
-    """A built graph and its workspace. Launches share the workspace, so they must be on one stream."""
+    """A built graph, and the bytes of workspace that it takes."""
 
-    def __init__(self, bounds: Bounds, handle: Any, device: torch.device):
+    def __init__(self, bounds: Bounds, handle: Any):
         self._graph = (_build_exact if bounds.is_exact else _build_paged)(bounds, handle)
         self._handle = handle
-        self._workspace = torch.empty(max(1, self._graph.get_workspace_size()), dtype=torch.uint8, device=device)
+        self.workspace_bytes = max(1, self._graph.get_workspace_size())
 
-    def run(self, tensors: dict[int, torch.Tensor]) -> None:
+    def run(self, tensors: dict[int, torch.Tensor], workspace: torch.Tensor) -> None:
         """Launch on torch's current stream; ``tensors`` by the names above."""
         cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
-        self._graph.execute(tensors, self._workspace, handle=self._handle)
+        self._graph.execute(tensors, workspace, handle=self._handle)
 
 
 class SdpaGraphs:
-    """A cache of graphs by bounds; failures are cached too, so that cuDNN is asked once."""
+    """A cache of graphs by bounds; failures are cached too, so that cuDNN is asked once. Launches share the workspace
+    of the largest, so they must be on one stream."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._handle = cudnn.create_handle()
         self._graphs: dict[Bounds, SdpaGraph | None] = {}
+        self._workspace = torch.empty(1, dtype=torch.uint8, device=device)
 
     def find(self, bounds: Bounds) -> SdpaGraph | None:
-        """The graph for ``bounds``, None if cuDNN does not support them. Building takes tens of milliseconds and
-        allocates the workspace, so do it before a capture."""
+        """The graph for ``bounds``, None if cuDNN does not support them. Building takes tens of milliseconds, the first
+        of a kind a second, holds the GIL and may allocate the workspace, so do it before a capture, and ahead of steps.
+        """
         if bounds not in self._graphs:
+            began = time.perf_counter()
             try:
-                self._graphs[bounds] = SdpaGraph(bounds, self._handle, self._device)
+                graph = self._graphs[bounds] = SdpaGraph(bounds, self._handle)
+                if graph.workspace_bytes > self._workspace.numel():
+                    self._workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=self._device)
             except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
                 logger.warning("cuDNN has no attention for %s: %s", bounds, error)
                 self._graphs[bounds] = None
+            note_compiled(bounds.describe(), time.perf_counter() - began)
         return self._graphs[bounds]
+
+    def run(self, graph: SdpaGraph, tensors: dict[int, torch.Tensor]) -> None:
+        """Launch a graph that was found here."""
+        graph.run(tensors, self._workspace)
 
 
 def _begin(b: Bounds, handle: Any) -> Any:

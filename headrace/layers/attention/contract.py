@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -164,6 +165,13 @@ class AttentionBackend(CacheBackend):
         written. ``qkv`` and ``rotation`` are those of `headrace.kernels.rowwise.ROPE_WRITE`. The step's inputs must
         have been written before the product that gives ``qkv`` began."""
         return None
+
+    def plan_ahead(
+        self, pages: KvPages, params: AttentionParams, most_tokens: int, longest: int
+    ) -> Iterator[bool]:
+        """Build what a library plans for the sizes of later steps, a plan before each item (True): ``pages`` and
+        ``params`` are those of a layer, steps have at most ``most_tokens`` tokens, and requests at most ``longest``."""
+        return iter(())
 
     def twin(self) -> AttentionBackend:
         """Another backend for the same pages, which is prepared with inputs of its own. The two are called in turn, on

@@ -1,6 +1,7 @@
 """The cuDNN attention backend, for long prefill chunks. There are two kinds of cuDNN graph: a ragged one over paged
 keys and values, for all chunks of a step, padded to powers of two; and an exact one over contiguous keys and values,
-for a single chunk whose lengths are multiples of `EXACT_STEP`.
+for a single chunk whose lengths are multiples of `EXACT_STEP`. One of each is built with the backend, the others in
+idle moments, for the sizes that steps may have.
 
 Decodes, steps of short chunks, layers with a window (pages before the window may belong to other requests) and what
 cuDNN does not support go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no graph
@@ -9,6 +10,7 @@ per size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +32,8 @@ LEAST_QUERIES = 512
 EXACT_STEP = 1024
 """Exact graphs are built only for multiples of this length, in tokens: building one takes tens of milliseconds."""
 
-READY_HEAD_DIM = 128
-"""The head dim for which cuDNN ships compiled kernels."""
+MOST_PLANNED = 16
+"""Chunks of a step for which graphs are built ahead, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,32 @@ class _Exact:
     pages: torch.Tensor | slice
 
 
+def list_paged_sizes(most_tokens: int, longest: int) -> list[tuple[int, int, int]]:
+    """Requests, queries and keys of ragged graphs that steps of at most ``most_tokens`` may want, of requests of at
+    most ``longest`` tokens; of three or more chunks in a step those without earlier keys, up to `MOST_PLANNED` of them.
+    In order of their number, from the longest on."""
+    queries = [next_power_of_2(min(most_tokens, longest))]
+    while queries[-1] // 2 >= LEAST_QUERIES:
+        queries.append(queries[-1] // 2)
+    counts = [2**i for i in range(MOST_PLANNED.bit_length())]
+    fresh = [
+        (requests, count, max(LEAST_KEYS, count)) for requests in counts for count in queries if count >= LEAST_QUERIES
+    ]
+    last = max(LEAST_KEYS, next_power_of_2(longest))
+    later = [
+        (requests, count, keys) for requests, count, least in fresh if requests <= 2
+        for keys in (least << i for i in range(1, 32)) if keys <= last
+    ]
+    return fresh + later
+
+
+def list_exact_sizes(most_tokens: int, longest: int) -> list[tuple[int, int]]:
+    """Queries and keys of exact graphs: prompts in one chunk, and the full chunks of longer ones."""
+    most = min(most_tokens, longest) // EXACT_STEP * EXACT_STEP
+    whole = [(count, count) for count in range(most, 0, -EXACT_STEP)]
+    return whole + [(most, keys) for keys in range(2 * most, longest + 1, most)] if most == most_tokens else whole
+
+
 class CudnnAttention(BesideTriton):
     """See `AttentionBackend`."""
 
@@ -73,17 +101,32 @@ class CudnnAttention(BesideTriton):
         self._graphs = sdpa.SdpaGraphs(device)
         self._chunks: _Chunks | None = None
         self._exact: _Exact | None = None
-        if geometry.head_dim != READY_HEAD_DIM and not geometry.window:
+        if not geometry.window:
             self._compile()
 
     def _compile(self) -> None:
-        """Build one graph of each kind now: cuDNN compiles its kernel with the first one, which takes a second and
-        would otherwise delay a request."""
+        """Build one graph of each kind now: with the first one cuDNN compiles or loads its kernel, which takes up to a
+        second and would otherwise delay a request."""
         geometry = self._geometry
         params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
         self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
         columns = ceil_div(LEAST_KEYS, geometry.page_size)
         self._find_graph(params, dtype, 1, LEAST_QUERIES, LEAST_KEYS, num_pages=columns + 1, table_stride=columns)
+
+    def plan_ahead(
+        self, pages: KvPages, params: AttentionParams, most_tokens: int, longest: int
+    ) -> Iterator[bool]:
+        """Build the graphs of the sizes that steps may have, those of the longest chunks first."""
+        if self._geometry.window or params.softcap or params.sinks is not None:
+            return
+        dtype, page_size = getattr(torch, self._geometry.dtype), self._geometry.page_size
+        for requests, queries, keys in list_paged_sizes(most_tokens, longest):
+            stride = ceil_div(keys, page_size)
+            self._find_graph(params, dtype, requests, queries, keys, num_pages=len(pages.k), table_stride=stride)
+            yield True
+        for queries, keys in list_exact_sizes(most_tokens, longest):
+            self._find_graph(params, dtype, 1, queries, keys)
+            yield True
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Pad the chunks' lengths and tables to powers of two, so that few graphs serve all steps."""
@@ -122,7 +165,7 @@ class CudnnAttention(BesideTriton):
             for t in (pages.k, pages.v)
         )
         first = inputs.num_decodes  # decodes have one token each, so this is also the chunk's first row
-        graph.run({sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
+        self._graphs.run(graph, {sdpa.Q: q[first:], sdpa.K: k, sdpa.V: v, sdpa.OUT: out[first:]})
         return True
 
     def _run_paged(
@@ -138,7 +181,7 @@ class CudnnAttention(BesideTriton):
         # cuDNN multiplies masked values by zero: a NaN that an earlier request left there would spread
         for t in (pages.k, pages.v):
             t.flatten(0, 1).index_fill_(0, chunks.unwritten, 0)
-        graph.run({
+        self._graphs.run(graph, {
             sdpa.Q: q, sdpa.K: pages.k, sdpa.V: pages.v, sdpa.OUT: out, sdpa.QUERY_LENS: chunks.query_lens,
             sdpa.KV_LENS: chunks.kv_lens, sdpa.TABLE: chunks.table, sdpa.Q_OFFSETS: chunks.q_offsets,
             sdpa.OUT_OFFSETS: chunks.out_offsets,
