@@ -65,14 +65,18 @@ class AdapterConfig(Section):
     def modules(self) -> list[LoRARequest]:
         """The adapters of ``lora_modules``; raises `ConfigError`."""
         text = self.lora_modules.strip()
-        if text.startswith(("[", "{")):
-            return _read_json(text)
-        modules = []
-        for item in text.split():
+        modules: list[LoRARequest] = []
+        while text:  # several arguments of a command line, each in one of the forms
+            if text.startswith(("[", "{")):
+                found, text = _read_json(text)
+                modules += found
+                continue
+            item, *rest = text.split(maxsplit=1)
             name, _, path = item.partition("=")
             if not name or not path:
                 raise ConfigError(f"lora_modules takes name=path, got {item!r}", param="lora_modules")
             modules.append(LoRARequest(name, path))
+            text = rest[0] if rest else ""
         return modules
 
     @property
@@ -91,14 +95,13 @@ class AdapterConfig(Section):
         return [folder.strip() for folder in self.lora_folders.split(",") if folder.strip()]
 
 
-def _read_json(text: str) -> list[LoRARequest]:
+def _read_json(text: str) -> tuple[list[LoRARequest], str]:
+    """The adapters of the object or list that a text begins with, and what follows it."""
     try:
-        entries: list[Any] = []
-        while text:  # several objects, as several arguments of a command line
-            stated, end = json.JSONDecoder().raw_decode(text)
-            entries += stated if isinstance(stated, list) else [stated]
-            text = text[end:].strip()
-        return [msgspec.convert({"name": entry["name"], "path": entry["path"]}, LoRARequest) for entry in entries]
+        stated, end = json.JSONDecoder().raw_decode(text)
+        entries: list[Any] = stated if isinstance(stated, list) else [stated]
+        found = [msgspec.convert({"name": entry["name"], "path": entry["path"]}, LoRARequest) for entry in entries]
+        return found, text[end:].strip()
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"lora_modules takes name=path or JSON objects with \"name\" and \"path\": {error}", param="lora_modules"

@@ -18,6 +18,7 @@ from headrace.base.errors import ConfigError
     ('{"name": "a", "path": "with blank", "base_model_name": "b"}', [LoRARequest("a", "with blank")]),
     ('{"name": "a", "path": "x"} {"name": "b", "path": "y z"}', [LoRARequest("a", "x"), LoRARequest("b", "y z")]),
     ('[{"name": "a", "path": "x"}, {"name": "b", "path": "y"}]', [LoRARequest("a", "x"), LoRARequest("b", "y")]),
+    ('a=x {"name": "b", "path": "y z"}\tc=z', [LoRARequest("a", "x"), LoRARequest("b", "y z"), LoRARequest("c", "z")]),
 ])
 def test_modules_are_pairs_or_json(text: str, expected: list[LoRARequest]):
     assert AdapterConfig(enable_lora=True, lora_modules=text).modules == expected
@@ -25,7 +26,7 @@ def test_modules_are_pairs_or_json(text: str, expected: list[LoRARequest]):
 
 @pytest.mark.parametrize("text", [
     "a", "=x", "a=", "[", '[{"name": "a"}]', "[3]", "a=x a=y", '{"name": "a", "path": 3}',
-    '{"name": "a", "path": "x"} b=y',
+    '{"name": "a", "path": "x"} b', '{"name": "a", "path": "x"} a=y',
 ])
 def test_modules_that_make_no_sense_are_refused(text: str):
     with pytest.raises(ConfigError, match="lora_modules"):

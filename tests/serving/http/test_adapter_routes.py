@@ -82,6 +82,17 @@ async def test_sglangs_field(http: Any, client: FakeClient):
     assert (await http.post("/generate", json={**body, "lora_path": "/etc"})).status_code == 404
 
 
+async def test_sglangs_field_for_each_prompt_of_a_batch(http: Any, client: FakeClient):
+    body = {"text": ["x", "y", "z"], "sampling_params": {"max_new_tokens": 1}}
+    adapters = ["sql", None, "fake-model:chat:v2"]
+    assert (await http.post("/generate", json={**body, "lora_path": adapters})).status_code == 200
+    assert client.adapters == ["sql", "", "chat:v2"]
+    for wrong, status in ((["sql"], 400), (["sql", None, "none"], 404), ([], 400), (["sql", None, 3], 400)):
+        answer = await http.post("/generate", json={**body, "lora_path": wrong})
+        assert answer.status_code == status and answer.json()["error"]["param"].startswith("lora_path")
+    assert len(client.adapters) == 3
+
+
 @pytest.mark.parametrize(("route", "body"), [
     ("/v1/embeddings", {"input": "x"}), ("/v1/score", {"text_1": "a", "text_2": "b"}),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}), ("/api/embed", {"input": "x"}),

@@ -56,7 +56,7 @@ class GenerationRequest:
     ``discards_output``: the client wants prompt logprobs only; the engine must sample one token, which is removed.
     ``truncate``: keep at most this many tokens at the end of each prompt (at the begin if ``keeps_begin``); -1: as many
     as leave room for the output.
-    ``deadline_s``: seconds. ``adapter``: the one to use, empty for none.
+    ``deadline_s``: seconds. ``adapter``: the one to use, or one for each prompt; empty for none.
     ``grammar_field`` returns the request field that holds the grammar, and ``prompt_field`` is that of the prompts, for
     errors. ``is_continued``: the client's request has begun already, so that it goes on while the server drains.
     """
@@ -74,7 +74,7 @@ class GenerationRequest:
     keeps_begin: bool = False
     grammar_field: Callable[[], str] | None = None
     prompt_field: str = "prompt"
-    adapter: str = ""
+    adapter: str | list[str] = ""
     is_continued: bool = False
 
     def ids(self) -> list[str]:
@@ -84,6 +84,14 @@ class GenerationRequest:
         if len(self.prompts) == 1:
             return [self.request_id]
         return [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
+
+    def adapters(self) -> list[str]:
+        """The adapter of each prompt."""
+        return self.adapter if isinstance(self.adapter, list) else [self.adapter] * len(self.prompts)
+
+    def name_model(self, base: str) -> str:
+        """The model that answers, as clients call it: the adapter of all prompts, else the served model, ``base``."""
+        return self.adapter if isinstance(self.adapter, str) and self.adapter else base
 
 
 class Generation:
@@ -137,8 +145,8 @@ class Generation:
 
     @property
     def model_name(self) -> str:
-        """The model that answers, as clients call it: the adapter, else the served model."""
-        return self.request.adapter or self._context.model_name
+        """The model that answers, as clients call it."""
+        return self.request.name_model(self._context.model_name)
 
     def usage(self) -> Usage:
         """Token counts so far."""
@@ -343,13 +351,13 @@ async def _submit_all(http_request: Request, request: GenerationRequest, *, is_d
         context.check_available()  # again: encoding may have taken long
     streams: list[RequestStream] = []
     with contextlib.ExitStack() as undo:
-        for index, (request_id, prompt, params) in enumerate(
-            zip(request.ids(), prompts, request.params, strict=True), 1
+        for index, (request_id, prompt, params, adapter) in enumerate(
+            zip(request.ids(), prompts, request.params, request.adapters(), strict=True), 1
         ):
             stream = context.client.submit(
                 prompt, params, request_id=request_id, namespace=request.namespace, priority=request.priority,
                 deadline_s=request.deadline_s, add_special_tokens=request.add_special_tokens,
-                tags=RequestTags((*client, request.request_id), request.adapter),
+                tags=RequestTags((*client, request.request_id), adapter),
             )
             # if a later prompt is refused, or the task is cancelled in `sleep`
             undo.callback(stream.abort)

@@ -58,9 +58,9 @@ class NativeHandling(MediaFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
-    """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params`` and ``rid`` may be single values or
-    lists with one entry per prompt. ``logprob_start_len`` -1 returns logprobs of the output only.
-    ``token_ids_logprob``: tokens whose logprobs are told at every position. ``lora_path``: the name of an adapter."""
+    """One prompt or a batch, as ``text`` or ``input_ids``. ``sampling_params``, ``rid`` and ``lora_path`` (the
+    name of an adapter) may be single values or lists with one entry per prompt. ``logprob_start_len`` -1 returns
+    logprobs of the output only. ``token_ids_logprob``: tokens whose logprobs are told at every position."""
 
     text: str | Annotated[list[str], Meta(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId | list[TokenId]], Meta(min_length=1)] | None = None
@@ -74,7 +74,7 @@ class GenerateRequest(NativeHandling, kw_only=True, forbid_unknown_fields=True):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_timings: bool | None = None
-    lora_path: ModelName | None = None
+    lora_path: ModelName | list[ModelName | None] | None = None
 
 
 class FinishReason(Struct):

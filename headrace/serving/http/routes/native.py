@@ -12,7 +12,7 @@ from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
-from headrace.serving.http.generation.context import read_request
+from headrace.serving.http.generation.context import AppContext, read_request
 from headrace.serving.http.generation.exchange import with_transfers
 from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
 from headrace.serving.http.generation.media import place_fields, read_fields
@@ -98,17 +98,27 @@ def _request_ids(body: GenerateRequest, request: Request, num_prompts: int) -> t
     return body.rid[0], body.rid
 
 
+def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> str | list[str]:
+    """The adapter of all prompts, or of each one."""
+    given = body.lora_path
+    if not isinstance(given, list):
+        return context.check_model(given, field="lora_path")
+    if len(given) != num_prompts:
+        raise RequestError(f"lora_path must be one, or one for each of the {num_prompts} prompts", param="lora_path")
+    return [context.check_model(name, field="lora_path") for name in given]
+
+
 async def generate(request: Request) -> JsonResponse | EventStream:
     """Continue one prompt or a batch."""
     context, body = await read_request(request, BODY)
     context.check_available()
-    adapter = context.check_model(body.lora_path, field="lora_path")
     for name, value in (("top_logprobs_num", body.top_logprobs_num), ("token_ids_logprob", body.token_ids_logprob)):
         if value and not body.return_logprob:
             raise RequestError(f"{name} needs return_logprob to be true", param=name)
     if body.stream and body.top_logprobs_num == -1:
         raise RequestError("logprobs of all tokens (-1) cannot be streamed", param="top_logprobs_num")
     prompts, is_batch = _prompts(body, context.server.max_batch_prompts)
+    adapter = _adapter(body, context, len(prompts))
     sampling, defaults = _sampling_of_each(body, len(prompts)), context.facts().default_sampling
     if isinstance(body.sampling_params, list):
         params = [_params(body, fields, defaults) for fields in sampling]

@@ -275,7 +275,7 @@ async def create_response(request: Request) -> JsonResponse | EventStream | Stre
     is_kept = body.background or (store.is_open and body.store is not False)
     keeper = Keeper(store, owner, body, previous) if is_kept else None
     request_id, names = chat.request.request_id, TokenNames(context.client.tokenizer)
-    model = chat.request.adapter or context.model_name
+    model = chat.request.name_model(context.model_name)
     writer = ResponseWriter(
         body, chat.plan, request_id, model, names, owner=owner, is_kept=keeper is not None
     )
