@@ -76,11 +76,14 @@ class WorkerName(msgspec.Struct, forbid_unknown_fields=True):
 
 class Router:
     """The application without gates. ``fleet`` answers requests; workers of ``prefill`` compute prompts for it.
-    ``is_draining`` refuses new requests; ``num_running`` counts those that are being relayed."""
+    ``awaits_prefill``: it is not ready before one of these has been. ``is_draining`` refuses new requests;
+    ``num_running`` counts those that are being relayed."""
 
-    def __init__(self, fleet: Fleet, options: RouterOptions, prefill: Fleet | None = None):
+    def __init__(
+        self, fleet: Fleet, options: RouterOptions, prefill: Fleet | None = None, *, awaits_prefill: bool = False
+    ):
         self.fleet, self.metrics = fleet, RouterMetrics([fleet] if prefill is None else [prefill, fleet])
-        self._prefill = prefill
+        self._prefill, self._awaits_prefill = prefill, awaits_prefill
         self.is_draining = False
         self.num_running = 0
         self._options = options
@@ -157,7 +160,9 @@ class Router:
         return JsonResponse({"status": "ok"})
 
     async def _ready(self, scope: Scope, receive: Receive) -> Response:
-        is_ready = self.fleet.is_ready and not self.is_draining
+        if self._prefill is not None and self._prefill.is_ready:
+            self._awaits_prefill = False  # later, decode workers do without
+        is_ready = self.fleet.is_ready and not self._awaits_prefill and not self.is_draining
         states = [{"url": worker.url, "state": describe_state(worker)} for worker in self.all_workers()]
         content = {"status": "ready" if is_ready else "draining" if self.is_draining else "waiting", "workers": states}
         return JsonResponse(content, 200 if is_ready else 503, None if is_ready else {"Retry-After": "5"})

@@ -204,7 +204,9 @@ def serve_pairs(config: ServeConfig) -> None:
 
 async def _route(config: ServeConfig, servers: PairServers) -> None:
     workers = WorkerOptions(prefill=servers.urls("prefill"), decode=servers.urls("decode"), health_interval_s=1.0)
-    router = RouterServer([], router_options(config.server, config.operations), workers)
+    options = router_options(config.server, config.operations)
+    # its servers are on their way: without them decode servers would compute the first prompts
+    router = RouterServer([], options, workers, awaits_prefill=True)
     routing, watching = asyncio.ensure_future(router.run()), asyncio.ensure_future(servers.watch())
     done, _ = await asyncio.wait((routing, watching), return_when=asyncio.FIRST_COMPLETED)
     for task in {routing, watching} - done:

@@ -38,14 +38,16 @@ def serve_router(urls: Sequence[str], options: RouterOptions, workers: WorkerOpt
 
 
 class RouterServer:
-    """One router from start to shutdown."""
+    """One router from start to shutdown. ``awaits_prefill``: see `Router`."""
 
-    def __init__(self, urls: Sequence[str], options: RouterOptions, workers: WorkerOptions):
+    def __init__(
+        self, urls: Sequence[str], options: RouterOptions, workers: WorkerOptions, *, awaits_prefill: bool = False
+    ):
         self._urls, self._options, self._workers = urls, options, workers
         # Prefixes are in the caches of prefill workers; decode workers get the pages whatever they have.
         self._prefill = Fleet(workers, options.policy, is_prefill=True) if workers.prefill else None
         self._fleet = Fleet(workers, options.policy if self._prefill is None else "least-loaded")
-        self._router = Router(self._fleet, options, self._prefill)
+        self._router = Router(self._fleet, options, self._prefill, awaits_prefill=awaits_prefill)
         self._server = ListeningServer(create_app(self._router, options), self._router, options.drain_s)
 
     async def run(self) -> None:
@@ -60,7 +62,7 @@ class RouterServer:
             watches = self._watch_workers(loop)
             address = address_of(listener)
             Console().print(
-                f"[bold]{address}[/]  routes to {len(self._fleet) or 'no'} workers ({self._options.policy}); "
+                f"[bold]{address}[/]  routes to {self._count_workers()} ({self._options.policy}); "
                 f"state: {address}/ready, metrics: {address}/metrics",
                 highlight=False, soft_wrap=True
             )
@@ -75,6 +77,11 @@ class RouterServer:
                     await self._prefill.close()
         if self._server.is_forced:
             raise SystemExit(1)
+
+    def _count_workers(self) -> str:
+        if self._prefill is not None:
+            return f"{len(self._prefill)} prefill and {len(self._fleet)} decode workers"
+        return f"{len(self._fleet) or 'no'} workers"
 
     def _watch_workers(self, loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[None]]:
         watches = []

@@ -71,6 +71,21 @@ async def test_without_a_prefill_worker_decode_workers_compute_the_prompt():
     assert response.status == 200 and fields(decode) == BODY
 
 
+@pytest.mark.parametrize("awaits_prefill", [False, True])
+async def test_ready_waits_once_for_a_prefill_worker_that_is_on_its_way(awaits_prefill: bool):
+    prefill, decode = Worker("prefill", status=503), Worker("decode", answer=answer("d"))
+    async with routing(decode, prefill=[prefill], awaits_prefill=awaits_prefill) as router:
+        async def status() -> int:
+            return (await router.client.send("GET", "/ready")).status
+
+        assert await status() == (503 if awaits_prefill else 200)
+        assert (await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode())).status == 200
+        for prefill.status in (200, 503):
+            (own,) = (worker for worker in router.router.all_workers() if worker.is_prefill)
+            await router.until(lambda: own.takes_requests == (prefill.status == 200))  # noqa: B023
+            assert await status() == 200
+
+
 @pytest.mark.parametrize("status", [200, 503])
 async def test_clients_cannot_say_where_pages_come_from(status: int):
     own = {"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 2}

@@ -162,7 +162,8 @@ class Running:
 
 @asynccontextmanager
 async def routing(
-    *workers: Worker, options: RouterOptions | None = None, prefill: Sequence[Worker] = (), **worker_options: Any
+    *workers: Worker, options: RouterOptions | None = None, prefill: Sequence[Worker] = (),
+    awaits_prefill: bool = False, **worker_options: Any
 ) -> AsyncIterator[Running]:
     """Start workers and a router over them, with ``prefill`` workers beside. Health is checked often."""
     options = options or RouterOptions(port=0, policy="round-robin")
@@ -171,7 +172,7 @@ async def routing(
     settings = WorkerOptions(**{"health_interval_s": 0.05, "health_timeout_s": 0.5, **worker_options})
     fleet = Fleet(settings, options.policy)
     prefills = Fleet(settings, options.policy, is_prefill=True) if prefill else None
-    router = Router(fleet, options, prefills)
+    router = Router(fleet, options, prefills, awaits_prefill=awaits_prefill)
     server = ListeningServer(create_app(router, options), router, drain_s=1.0)
     with open_listener(options) as listener:
         serving = asyncio.create_task(server.run(listener))
