@@ -103,6 +103,7 @@ class ModelConfig(Section):
         check_quantization(self.quantization)
 
 
+DISK_CACHE_GB = 16.0
 STORAGE_HOST_GB = 2.0
 """Host memory in GiB for prefixes that pass through it on their way to storage, where the user does not say."""
 
@@ -140,7 +141,9 @@ class CacheConfig(Section):
     disk_cache: str | None = option(
         None, "folder for prefixes that leave host memory; what is there is found after a restart", metavar="FOLDER"
     )
-    disk_cache_gb: float = option(16.0, "size of that folder in GiB; the least recently used files go first", low=0.001)
+    disk_cache_gb: float = option(
+        DISK_CACHE_GB, "size of that folder in GiB; the least recently used files go first", low=0.001
+    )
     remote_cache: str | None = option(
         None, "store of prefixes behind host memory and disk: mooncake, or a plug-in's", metavar="NAME"
     )
@@ -169,6 +172,10 @@ class CacheConfig(Section):
             raise ConfigError(
                 f"{wanted[0]} keeps prefixes, and the prefix cache is off: leave out one of the two", param=wanted[0]
             )
+        if self.disk_cache_gb != DISK_CACHE_GB and not self.disk_cache:
+            raise ConfigError("disk_cache_gb is the size of disk_cache, which is not set", param="disk_cache_gb")
+        if self.hot_host_gb and not self.hot_slots:
+            raise ConfigError("hot_host_gb is for hot_slots, which are not set", param="hot_host_gb")
         if self.remote_cache_config and not self.remote_cache:
             raise ConfigError("remote_cache_config is for remote_cache, which is not set", param="remote_cache_config")
         _ = self.remote_options

@@ -7,6 +7,7 @@ Refuses: what storage holds; it is asked, and may forget.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from headrace.base.messages import TierStats
@@ -24,6 +25,17 @@ LATE_S = 5.0
 """Seconds after which a request is queued without what has not come from storage."""
 
 
+@dataclass
+class _Wait:
+    """A request that waits for storage, of so many retractions (``epoch``). ``known``: the pages of its prefix that
+    were here when it began; ``hit``: what is on its way makes the prefix so long."""
+
+    epoch: int
+    keys: list[bytes]
+    known: int
+    hit: int
+
+
 class StorageTier:
     """``ready``: held requests that wait for storage no longer."""
 
@@ -38,7 +50,7 @@ class StorageTier:
         self._fetching: list[dict[bytes, int]] = [{} for _ in range(count)]  # tickets by key
         self._waiting: dict[int, list[tuple[Request, int]]] = {}  # by ticket: requests with their epochs
         self._generation = 0
-        self.held: dict[Request, int] = {}  # with their epochs, by when they began to wait
+        self.held: dict[Request, _Wait] = {}  # by when they began to wait
         self.ready: list[Request] = []
         self.num_written = self.num_read = self.num_failed = self.num_hit_tokens = self.num_late = 0
 
@@ -85,18 +97,17 @@ class StorageTier:
         for group in range(len(found)):
             wanted = [key for key in keys[known:] if not self._host.has(group, key)]
             if wanted:
-                on_end = partial(self._end_asking, request, request.epoch, keys, known, found)
+                on_end = partial(self._end_asking, request, request.epoch, found)
                 ticket = self._transfers.open(PageMove(NO_TICKET, group, "storage", "", [], [], wanted), on_end)
                 request.tickets.add(ticket)
         if not request.tickets:
             return False
         request.awaits_until = self._clock() + LATE_S
-        self.held[request] = request.epoch
+        self.held[request] = _Wait(request.epoch, keys, known, known)
         return True
 
     def _end_asking(
-        self, request: Request, epoch: int, keys: list[bytes], known: int, found: list[set[bytes]], move: PageMove,
-        failed: list[int],
+        self, request: Request, epoch: int, found: list[set[bytes]], move: PageMove, failed: list[int]
     ) -> None:
         missing = set(failed)
         found[move.group] |= {key for index, key in enumerate(move.keys) if index not in missing}
@@ -104,18 +115,19 @@ class StorageTier:
             return
         request.tickets.discard(move.ticket)
         if not request.tickets:
-            self._fetch(request, keys, known, found)
+            self._fetch(request, self.held[request], found)
             self._settle(request)
 
-    def _fetch(self, request: Request, keys: list[bytes], known: int, found: list[set[bytes]]) -> None:
+    def _fetch(self, request: Request, wait: _Wait, found: list[set[bytes]]) -> None:
         """Bring what makes the longest hit into the host."""
+        keys, known = wait.keys, wait.known
         hit = self._host.find_hit(
             keys, known, len(keys), lambda group, key: self._host.has(group, key) or key in found[group]
         )
         if hit <= known:
             return
         self._host.touch(keys[:hit])
-        self.num_hit_tokens += (hit - known) * self._ledger.page_size
+        wait.hit = hit
         for group, policy in enumerate(self._ledger.policies):
             first = max(known, policy.first_needed(hit * self._ledger.page_size))
             targets, wanted, fetching = [], [], self._fetching[group]
@@ -157,21 +169,25 @@ class StorageTier:
     def expire(self) -> None:
         """Let requests go on that have waited too long."""
         while self.held:
-            request, epoch = next(iter(self.held.items()))
-            if request.epoch == epoch and self._clock() < request.awaits_until:
+            request, wait = next(iter(self.held.items()))
+            if request.epoch == wait.epoch and self._clock() < request.awaits_until:
                 return
-            if request.epoch == epoch:
+            if request.epoch == wait.epoch:
                 self.num_late += 1
                 request.tickets.clear()
                 self.ready.append(request)
             del self.held[request]
 
     def _is_waiting(self, request: Request, epoch: int) -> bool:
-        return self.held.get(request) == epoch == request.epoch
+        wait = self.held.get(request)
+        return wait is not None and wait.epoch == epoch == request.epoch
 
     def _settle(self, request: Request) -> None:
         if not request.tickets:
-            del self.held[request]
+            wait = self.held.pop(request)
+            if wait.hit > wait.known:  # of what was on its way, not all may have arrived
+                arrived = self._host.find_hit(wait.keys, wait.known, wait.hit)
+                self.num_hit_tokens += (arrived - wait.known) * self._ledger.page_size
             self.ready.append(request)
 
     # -- state --------------------------------------------------------------------------------------------------

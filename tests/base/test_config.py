@@ -26,6 +26,8 @@ def test_every_option_is_documented_and_named_once():
     ({"memory_fraction": float("nan")}, "finite"), ({"default_deadline_s": float("inf")}, "finite"),
     ({"overlap_depth": 3}, "from 1 to 2"),
     ({"dtype": "bf16"}, "auto, float32, bfloat16, float16; got 'bf16'; did you mean bfloat16"),
+    ({"disk_cache_gb": 3.0}, "disk_cache, which is not set"), ({"hot_host_gb": 3.0}, "hot_slots, which are not set"),
+    ({"no_such": 1}, "no_such"), ({"host_cache_gb": 1.0, "prefix_cache": False}, "prefix cache is off"),
     ({"kv_dtype": "int4"}, "did you mean int8"), ({"load_format": "xyz"}, "got 'xyz'$"),
     ({"device": "gpu"}, r"auto, cpu, cuda or cuda:N; got 'gpu'; did you mean cuda\?"), ({"device": "cpu:0"}, "cuda:N"),
     ({"device": "cuda:x"}, "cuda:N"), ({"device": "cuda:1\n"}, "cuda:N"),

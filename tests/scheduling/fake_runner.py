@@ -79,13 +79,15 @@ class Row:
 
 class FakeTiers:
     """Host memory, and copies that take their time, fail in part, and leave garbage until they end. ``kv[g]`` is the
-    device's; ``host[g]`` has the fingerprints of a host page by offset."""
+    device's; ``host[g]`` has the fingerprints of a host page by offset. Storage has the pages of ``damaged`` too, but
+    cannot read them."""
 
     def __init__(self, kv: list[dict[tuple[int, int], int]], random_: random.Random):
         self.kv, self.random = kv, random_
         self.host: list[dict[int, dict[int, int]]] = [{} for _ in kv]
         self.storage: list[dict[bytes, dict[int, int]]] = [{} for _ in kv]
         self.moving: dict[int, tuple[PageMove, list[dict[int, int]]]] = {}
+        self.damaged: set[bytes] = set()
         self.failure_rate = self.delay_rate = 0.0
         self.num_read = self.num_fetched = 0
 
@@ -145,7 +147,7 @@ class FakeTiers:
         for index, key in enumerate(move.keys):
             if move.target == "storage" and index not in failed:
                 storage[key] = host[move.source_pages[index]]
-            elif move.source == "storage" and key not in storage:
+            elif (move.source == "storage" and key not in storage) or (move.target == "host" and key in self.damaged):
                 failed.add(index)
             elif move.target == "host" and index not in failed:
                 self.num_fetched += 1

@@ -220,6 +220,22 @@ def test_a_restarted_engine_finds_what_storage_kept():
     assert restarted.runner.tiers.num_fetched == 7
 
 
+@pytest.mark.parametrize(("damage", "num_cached"), [
+    (lambda keys: set(), 28), (set, 0), (lambda keys: {min(keys)}, None), (lambda keys: {max(keys)}, None),
+])
+def test_only_tokens_that_arrive_from_storage_are_counted(damage, num_cached):
+    engine = make_tiered(has_storage=True)
+    serve(engine, "before", PROMPTS[0])
+    restarted = make_tiered(has_storage=True)
+    storage = restarted.runner.tiers.storage = engine.runner.tiers.storage
+    restarted.runner.tiers.damaged = damage(storage[0])
+    serve(restarted, "after", PROMPTS[0])
+    restarted.check_outputs()
+    stats = restarted.scheduler.stats().tiers.storage
+    assert stats.hit_tokens_total == restarted.finishes["after"].num_cached_tokens
+    assert num_cached in (None, stats.hit_tokens_total)
+
+
 def test_storage_that_does_not_answer_delays_a_request_for_so_long_and_no_longer():
     clock = Clock()
     engine = make_tiered(clock=clock, has_storage=True)
