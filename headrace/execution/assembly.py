@@ -116,7 +116,11 @@ class Assembly:
         has_dynamic_lengths = all(backend.supports_dynamic_lengths for backend in self.backends)
         if not has_dynamic_lengths or not self.loaded.model.captures_prefill:
             return GraphSizes(decodes, [])
-        return GraphSizes(decodes, step_sizes(self.max_step_tokens, self.loaded.num_parameters))
+        loaded = self.loaded
+        num_layers = len(loaded.stage.layers(loaded.num_layers))
+        return GraphSizes(
+            decodes, step_sizes(self.max_step_tokens, loaded.count_active_parameters(), num_layers)
+        )
 
     def graph_reserve(self, captured: int) -> int:
         """Bytes to reserve for graphs before the pools are sized. Graphs hold the pools' addresses, so they can only be

@@ -39,9 +39,10 @@ sizes are multiples of 8 (later 16, 32): padding attends to one key only, and te
 for 144. Recording a size takes about 20 ms of the start."""
 
 TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-MAX_FLOPS = 1e13
-"""The most FLOPs of a captured step with prefill, estimated as 2 * tokens * parameters. A larger step keeps the device
-busy for longer than its kernels take to launch one by one, some 15 ms, so a graph would gain nothing."""
+LAYER_FLOPS = 6e11
+"""The most FLOPs of a layer of a captured step with prefill, estimated as 2 * tokens * parameters that a token is
+multiplied with. A larger step keeps the device busy for longer than a layer's kernels take to launch one by one, some
+0.9 ms, so a graph would gain nothing."""
 MAX_SPAN = 1024
 """The most tokens of one span in a captured step. A longer one gains more from an attention kernel chosen for its
 length than it loses by launching without a graph."""
@@ -76,10 +77,10 @@ def bucket_sizes(max_requests: int) -> list[int]:
     return sorted({*(size for size in sizes if size < max_requests), max_requests})
 
 
-def step_sizes(max_tokens: int, num_parameters: int) -> list[int]:
-    """Bucket sizes in tokens, ascending, for steps of at most ``max_tokens``; empty for a model so large that
-    `MAX_FLOPS` allows none."""
-    most = min(max_tokens, MAX_FLOPS / (2 * num_parameters))
+def step_sizes(max_tokens: int, num_parameters: int, num_layers: int) -> list[int]:
+    """Bucket sizes in tokens, ascending, for steps of at most ``max_tokens`` in layers that have ``num_parameters`` of
+    which a token needs all; empty for layers so large that `LAYER_FLOPS` allows none."""
+    most = min(max_tokens, LAYER_FLOPS * num_layers / (2 * num_parameters))
     sizes = [size for size in TOKEN_SIZES if size <= most]
     # A ``max_tokens`` between two sizes gets its own bucket, unless FLOPs are the tighter bound.
     return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes

@@ -137,6 +137,11 @@ class LoadedModel:
         """Parameters of this rank, tied ones once."""
         return count_elements(self.model)
 
+    def count_active_parameters(self) -> int:
+        """Parameters of this rank, of experts only as many as a token chooses on average."""
+        idle = sum(mixture.count_idle() for mixture in self.model.modules() if isinstance(mixture, MoeMlp))
+        return self.num_parameters - idle
+
     def count_all_parameters(self) -> int:
         """Parameters of all ranks together: what is on several counts once."""
         whole = Build(torch.device("meta"), self.dtype, self.max_model_len)

@@ -75,13 +75,13 @@ def test_short_contexts_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 def test_large_models_have_small_buckets_only():
-    assert step_sizes(8192, 600_000_000) == list(TOKEN_SIZES)
-    assert step_sizes(8192, 8_000_000_000) == [64, 128, 192, 256, 384, 512]
-    assert step_sizes(8192, 70_000_000_000) == [64]
-    assert step_sizes(8192, 700_000_000_000) == []
+    assert step_sizes(8192, 600_000_000, 28) == list(TOKEN_SIZES)
+    assert step_sizes(8192, 8_000_000_000, 32) == [64, 128, 192, 256, 384, 512, 768, 1024]
+    assert step_sizes(8192, 70_000_000_000, 80) == [64, 128, 192, 256]
+    assert step_sizes(8192, 700_000_000_000, 61) == []
 
 
 def test_the_largest_step_of_a_small_model_has_one():
-    assert step_sizes(1000, 1_000_000)[-2:] == [768, 1000]
-    assert step_sizes(16, 1_000_000) == []
-    assert step_sizes(0, 1_000_000) == []
+    assert step_sizes(1000, 1_000_000, 2)[-2:] == [768, 1000]
+    assert step_sizes(16, 1_000_000, 2) == []
+    assert step_sizes(0, 1_000_000, 2) == []

@@ -21,7 +21,7 @@ from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
 from headrace.layers.norm import RmsNorm
-from headrace.layers.quantization.storage import plain_weight
+from headrace.layers.quantization.storage import count_elements, plain_weight
 from headrace.layers.residual import Branch, Norm, Residual, join_rows
 from headrace.layers.spec import MoeSpec, RoutingSpec
 from headrace.parallel.group import Group
@@ -170,6 +170,11 @@ class MoeMlp(Branch):
         assert self.slots is not None, "spread comes first"
         self.experts.exchange(group, moves, placement.slots_each)
         self.slots.assign(placement)
+
+    def count_idle(self) -> int:
+        """Parameters of this rank's experts that a token does not choose, on average."""
+        size, top_k = count_elements(self.experts), self.router.shape["top_k"]
+        return size - size * top_k // self.num_experts
 
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
