@@ -9,7 +9,9 @@ https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +62,12 @@ class SdpaGraph:
 
     def __init__(self, bounds: Bounds, handle: Any):
         self._graph = (_build_exact if bounds.is_exact else _build_paged)(bounds, handle)
-        self._handle = handle
+        self._handle, self._device = handle, torch.cuda.current_device()
         self.workspace_bytes = max(1, self._graph.get_workspace_size())
 
     def run(self, tensors: dict[int, torch.Tensor], workspace: torch.Tensor) -> None:
         """Launch on torch's current stream; ``tensors`` by the names above."""
-        cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
+        cudnn.set_stream(handle=self._handle, stream=torch._C._cuda_getCurrentRawStream(self._device))
         self._graph.execute(tensors, workspace, handle=self._handle)
 
 
@@ -78,22 +80,40 @@ class SdpaGraphs:
         self._handle = cudnn.create_handle()
         self._graphs: dict[Bounds, SdpaGraph | None] = {}
         self._workspace = torch.empty(1, dtype=torch.uint8, device=device)
+        self._early: threading.Thread | None = None
+
+    def build_early(self, bounds: Sequence[Bounds]) -> None:
+        """Build these graphs on a thread, which the next `find` waits for: loading a model is mostly waiting."""
+        self._early = threading.Thread(target=self._build, args=(bounds,), name="cudnn-graphs", daemon=True)
+        self._early.start()
+
+    def _build(self, bounds: Sequence[Bounds]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        for wanted in bounds:
+            self._add(wanted)
 
     def find(self, bounds: Bounds) -> SdpaGraph | None:
         """The graph for ``bounds``, None if cuDNN does not support them. Building takes tens of milliseconds, the first
         of a kind a second, holds the GIL and may allocate the workspace, so do it before a capture, and ahead of steps.
         """
+        if self._early is not None:
+            self._early.join()
+            self._early = None
         if bounds not in self._graphs:
-            began = time.perf_counter()
-            try:
-                graph = self._graphs[bounds] = SdpaGraph(bounds, self._handle)
-                if graph.workspace_bytes > self._workspace.numel():
-                    self._workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=self._device)
-            except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
-                logger.warning("cuDNN has no attention for %s: %s", bounds, error)
-                self._graphs[bounds] = None
-            note_compiled(bounds.describe(), time.perf_counter() - began)
+            self._add(bounds)
         return self._graphs[bounds]
+
+    def _add(self, bounds: Bounds) -> None:
+        began = time.perf_counter()
+        try:
+            graph = self._graphs[bounds] = SdpaGraph(bounds, self._handle)
+            if graph.workspace_bytes > self._workspace.numel():
+                self._workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device=self._device)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+            logger.warning("cuDNN has no attention for %s: %s", bounds, error)
+            self._graphs[bounds] = None
+        note_compiled(bounds.describe(), time.perf_counter() - began)
 
     def run(self, graph: SdpaGraph, tensors: dict[int, torch.Tensor]) -> None:
         """Launch a graph that was found here."""

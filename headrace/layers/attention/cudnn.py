@@ -1,7 +1,7 @@
 """The cuDNN attention backend, for long prefill chunks. There are two kinds of cuDNN graph: a ragged one over paged
 keys and values, for all chunks of a step, padded to powers of two; and an exact one over contiguous keys and values,
-for a single chunk whose lengths are multiples of `EXACT_STEP`. One of each is built with the backend, the others in
-idle moments, for the sizes that steps may have.
+for a single chunk whose lengths are multiples of `EXACT_STEP`. One of each is built while the model is loaded, the
+others in idle moments, for the sizes that steps may have.
 
 Decodes, steps of short chunks, layers with a window (pages before the window may belong to other requests) and what
 cuDNN does not support go to the Triton kernels: measured on an H200 they are as fast or faster there, and need no graph
@@ -105,13 +105,15 @@ class CudnnAttention(BesideTriton):
             self._compile()
 
     def _compile(self) -> None:
-        """Build one graph of each kind now: with the first one cuDNN compiles or loads its kernel, which takes up to a
-        second and would otherwise delay a request."""
-        geometry = self._geometry
-        params, dtype = AttentionParams(geometry.head_dim**-0.5), getattr(torch, geometry.dtype)
-        self._find_graph(params, dtype, 1, EXACT_STEP, EXACT_STEP)
-        columns = ceil_div(LEAST_KEYS, geometry.page_size)
-        self._find_graph(params, dtype, 1, LEAST_QUERIES, LEAST_KEYS, num_pages=columns + 1, table_stride=columns)
+        """Begin to build one graph of each kind: with the first one cuDNN compiles or loads its kernel, which takes 1.2
+        to 1.6 s on an H200 and would otherwise delay a request."""
+        params, dtype = AttentionParams(self._geometry.head_dim**-0.5), getattr(torch, self._geometry.dtype)
+        columns = ceil_div(LEAST_KEYS, self._geometry.page_size)
+        exact = self._bounds(params, dtype, 1, EXACT_STEP, EXACT_STEP)
+        paged = self._bounds(
+            params, dtype, 1, LEAST_QUERIES, LEAST_KEYS, num_pages=columns + 1, table_stride=columns
+        )
+        self._graphs.build_early((exact, paged))
 
     def plan_ahead(
         self, pages: KvPages, params: AttentionParams, most_tokens: int, longest: int
@@ -192,12 +194,20 @@ class CudnnAttention(BesideTriton):
         self, params: AttentionParams, dtype: torch.dtype, requests: int, queries: int, keys: int, *,
         num_pages: int = 0, table_stride: int = 0,
     ) -> sdpa.SdpaGraph | None:
+        return self._graphs.find(self._bounds(
+            params, dtype, requests, queries, keys, num_pages=num_pages, table_stride=table_stride
+        ))
+
+    def _bounds(
+        self, params: AttentionParams, dtype: torch.dtype, requests: int, queries: int, keys: int, *,
+        num_pages: int = 0, table_stride: int = 0,
+    ) -> sdpa.Bounds:
         geometry = self._geometry
-        return self._graphs.find(sdpa.Bounds(
+        return sdpa.Bounds(
             requests, queries, keys, geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim,
             geometry.page_size, num_pages=num_pages, table_stride=table_stride, scale=params.scale,
             window=params.window, dtype=dtype,
-        ))
+        )
 
     def _find_exact(self, inputs: AttentionInputs) -> _Exact | None:
         queries, keys = inputs.query_lens_cpu[-1], inputs.kv_lens_cpu[-1]
