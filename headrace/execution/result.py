@@ -83,6 +83,11 @@ class PendingSample:
         """Whether reading the result would not wait: sampling is launched and the device is through with it."""
         return self._sample is None and (self._done is None or self._done.query())
 
+    @property
+    def waits_for_device(self) -> bool:
+        """See `headrace.service.executor.PendingStep`."""
+        return self._sample is None and not self.is_done
+
     def read_tokens(self) -> tuple[list[int], list[int]]:
         """The sampled ids, and how many of their row's count, in the order of the batch; waits for the step."""
         self._wait()

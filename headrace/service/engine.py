@@ -64,6 +64,8 @@ class _FailedLaunch:
     def __init__(self, error: Exception):
         self._error = error
 
+    waits_for_device = False
+
     def result(self) -> StepResult:
         raise self._error
 
@@ -145,6 +147,21 @@ class Engine:
         if output is not None:
             self._outputs.append(output)
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether `step` would do nothing now but wait for the device."""
+        return bool(self._in_flight) and self._in_flight[0][1].waits_for_device
+
+    def launch(self) -> bool:
+        """Launch plans until as many are in flight as the scheduler allows; `step` begins with this. False after a plan
+        that could not be launched: nothing may follow it."""
+        if self._in_flight and isinstance(self._in_flight[-1][1], _FailedLaunch):
+            return False
+        while not self._is_paused and (plan := self._scheduler.plan()) is not None:
+            if not self._execute(plan):
+                return False
+        return True
+
     def step(self) -> list[RequestOutput]:
         """Launch plans until as many are in flight as the scheduler allows, then wait for the oldest one and commit it.
         Returns the outputs of that step and of requests that were refused, aborted or expired since the last call."""
@@ -158,12 +175,10 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         outputs += self._scheduler.expire()
         outputs += self._waiting_room.poll()
-        while not self._is_paused and (plan := self._scheduler.plan()) is not None:
-            if not self._execute(plan):
-                while self._in_flight:  # what was launched before the failure stands; nothing may follow it
-                    self._commit(outputs)
-                return outputs
-        if self._in_flight:
+        if not self.launch():
+            while self._in_flight:  # what was launched before the failure stands
+                self._commit(outputs)
+        elif self._in_flight:
             self._commit(outputs)  # one only: the next call launches a new plan before it waits again
             self._num_empty = 0
         elif self._waiting_room.is_waiting:  # all requests are held: sleep a moment instead of spinning

@@ -33,6 +33,10 @@ class Pace:
 class PendingStep(Protocol):
     """A launched step."""
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether all is launched, and the device is not through with it: `result` would only wait."""
+
     def result(self) -> StepResult:
         """Wait for the step and return what it did; raises what the step raised."""
 

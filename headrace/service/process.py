@@ -65,6 +65,10 @@ START_UP_TOKENS = 16
 """Prompt length of the warm-up request. The time of a one-token step would be a poor bound for a full step, see
 `headrace.service.engine.StepTimes`."""
 
+GC_THRESHOLDS = (20_000, 20, 50)
+"""Of the engine process (`gc.set_threshold`). Hardly anything of it is in cycles, while collections look through the
+prompts of all requests: with the interpreter's own thresholds, some 30 ms for 500 prompts of 2,000 tokens."""
+
 Builder = Callable[[EngineConfig, Progress], Engine]
 
 
@@ -119,6 +123,10 @@ class EngineLoop:
 
     def _step(self, *, is_first: bool) -> None:
         began = time.monotonic()
+        self._engine.launch()
+        # The device begins with some of many requests: to read all of them takes longer than a step.
+        while self._engine.waits_for_device and self._take_messages(0):
+            self._engine.launch()
         outputs = self._engine.step()
         now = time.monotonic()
         if is_first:
@@ -136,11 +144,15 @@ class EngineLoop:
             self._channel.send(Outputs(outputs, stats))
 
     def _take_messages(self, wait_ms: int) -> bool:
-        """Receive and apply messages, waiting ``wait_ms`` for the first; returns whether there were any."""
-        messages = self._channel.receive(wait_ms)
-        for message in messages:
-            self._take(message)
-        return bool(messages)
+        """Receive and apply messages, waiting ``wait_ms`` for the first: some, or all that have arrived while the
+        device is busy. Returns whether there were any."""
+        messages = received = self._channel.receive(wait_ms)
+        while True:
+            for message in received:
+                self._take(message)
+            if not received or not self._engine.waits_for_device:
+                return bool(messages)
+            received = self._channel.receive(0)
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, EngineRequest):
@@ -194,6 +206,7 @@ def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChanne
     produce_token(engine)
     _give_memory_back()
     gc.freeze()  # without a collection before: it would take longer than what it frees is worth
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
     loop = EngineLoop(engine, channel)
     signal.signal(END_SIGNAL, lambda *_: loop.stop())

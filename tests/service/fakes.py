@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,6 +60,11 @@ class Boom(RuntimeError):
 class FakePending:
     outcome: StepResult | Exception
     delay_s: float = 0.0
+    is_busy: Callable[[], bool] = lambda: False
+
+    @property
+    def waits_for_device(self) -> bool:
+        return self.is_busy()
 
     def take_arrived(self) -> list:
         return []
@@ -112,6 +118,7 @@ class FakeExecutor:
         self.launched: list[StepPlan] = []
         self.released: frozenset[str] = frozenset()
         self.shift = 0
+        self.is_busy: Callable[[], bool] = lambda: False
 
     def execute(self, plan: StepPlan) -> FakePending:
         self.launched.append(plan)
@@ -140,7 +147,7 @@ class FakeExecutor:
                 tokens.append((next_token(known) + self.shift) % 250)
                 known.append(tokens[-1])
         outcome = Boom("device lost") if self.FAIL_RESULT in planned else StepResult(plan.step_id, tokens)
-        return FakePending(outcome, self.delay_s)
+        return FakePending(outcome, self.delay_s, self.is_busy)
 
     def check(self) -> None:
         if self.is_late:

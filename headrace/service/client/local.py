@@ -198,13 +198,31 @@ class LocalClient:
     def _drive(self, intake: _Intake, interrupt: threading.Event, on_finish: Callable[[], None]) -> None:
         while intake.has_work:
             self._require_sound()
-            for request in intake.take():
-                with self._touch:
-                    self._engine.submit(request)
+            self._submit(intake)
+            # Thousands of prompts take longer to prepare than a step: the device computes those that are there.
+            while self._waits_for_device() and self._submit(intake):
+                pass
             for output in self._step():
                 self._deliver(output, intake, on_finish)
             if interrupt.is_set():
                 raise KeyboardInterrupt
+
+    def _submit(self, intake: _Intake) -> bool:
+        """Submit some requests; returns whether there were any."""
+        has_submitted = False
+        for request in intake.take():
+            has_submitted = True
+            with self._touch:
+                self._engine.submit(request)
+        return has_submitted
+
+    def _waits_for_device(self) -> bool:
+        """Launch what is possible; returns whether there is nothing left to do but wait for the device."""
+        with self._touch:
+            self._is_sound = False  # as in `_step`
+            self._engine.launch()
+            self._is_sound = True
+            return self._engine.waits_for_device
 
     def _deliver(self, output: RequestOutput, intake: _Intake, on_finish: Callable[[], None]) -> None:
         request_id = output.request_id

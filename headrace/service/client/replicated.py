@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace.base.adapters import AdapterCall
@@ -40,19 +41,23 @@ class _Batch:
     ):
         self.jobs: list[Job] = []
         self._client, self._loop, self._window, self._on_finish = client, loop, window, on_finish
-        self._changed = threading.Condition()  # guards the two below
+        self._changed = threading.Condition()  # guards the three below
         self._num_open = 0
         self._error: BaseException | None = None
+        self._added: list[Job] = []  # waking the loop for each would cost more than sending it
         self._tasks: set[asyncio.Task[None]] = set()  # the loop's
 
     def add(self, job: Job, interrupt: threading.Event) -> None:
         """Send a job; waits while the window is full."""
         size = len(job.requests)
         self._wait(lambda: not self._num_open or self._num_open + size <= self._window, interrupt)
+        self.jobs.append(job)
         with self._changed:
             self._num_open += size
-        self.jobs.append(job)
-        self._loop.call_soon_threadsafe(self._begin, job)
+            self._added.append(job)
+            is_first = len(self._added) == 1
+        if is_first:
+            self._loop.call_soon_threadsafe(self._begin)
 
     def finish(self, interrupt: threading.Event) -> None:
         """Wait for the end of all jobs; raises `EngineUnavailable` when no engine is left to run them."""
@@ -76,12 +81,15 @@ class _Batch:
                     raise self._error
                 self._changed.wait(POLL_S)
 
-    def _begin(self, job: Job) -> None:
-        task = self._loop.create_task(self._read(job))
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._end(done, job))
+    def _begin(self) -> None:
+        with self._changed:
+            jobs, self._added = self._added, []
+        for job in jobs:
+            task = self._loop.create_task(self._read(job))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._end, job))
 
-    def _end(self, task: asyncio.Task[None], job: Job) -> None:
+    def _end(self, job: Job, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         with self._changed:

@@ -72,8 +72,12 @@ class _PendingRanks:
         self._executor, self._plan, self._workers, self._arrivals = executor, plan, workers, arrivals
         self._pending = None if is_late else self._guard(self._launch)
 
+    @property
+    def waits_for_device(self) -> bool:
+        """See `PendingStep`, here and below."""
+        return self._pending is not None and self._pending.waits_for_device
+
     def result(self) -> StepResult:
-        """See `PendingStep`."""
         pending = self._pending = self._pending or self._guard(self._launch)
         return self._guard(lambda: self._read(pending))
 

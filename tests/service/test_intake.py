@@ -1,0 +1,78 @@
+"""Requests that arrive while the device computes are read meanwhile, not behind the step."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import FakeExecutor, continuation, engine_over
+
+from headrace.base.config import engine_config
+from headrace.base.messages import Call, EngineRequest, FromEngine, Outputs, ToEngine
+from headrace.base.sampling import SamplingParams, SamplingSpec, StopSpec
+from headrace.service.client import local
+from headrace.service.client.local import LocalClient
+from headrace.service.process import EngineLoop
+
+LENGTH = 4
+
+
+class Client:
+    """Sends a request a read. A step's device is busy while there are more, if it waits for them."""
+
+    is_open = True
+
+    def __init__(self, prompts: list[list[int]], executor: FakeExecutor, *, is_slow: bool):
+        self._left = [
+            EngineRequest(str(nth), prompt, SamplingSpec(), StopSpec(max_tokens=LENGTH))
+            for nth, prompt in enumerate(prompts)
+        ]
+        self.tokens: dict[str, list[int]] = {request.request_id: [] for request in self._left}
+        executor.is_busy = lambda: is_slow and bool(self._left)
+
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        if self._left:
+            return [self._left.pop(0)]
+        return [Call(1, "shutdown")] if wait_ms else []
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self.tokens[output.request_id] += output.token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_long_step_takes_in_what_arrives(depth: int, is_slow: bool):
+    executor = FakeExecutor(engine_config(overlap_depth=depth))
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8]]
+    client = Client(prompts, executor, is_slow=is_slow)
+    EngineLoop(engine_over(executor), client).run()
+    assert list(client.tokens.values()) == [continuation(prompt, LENGTH) for prompt in prompts]
+    sizes = [len(plan.rows) for plan in executor.launched]
+    # One at a time between steps, or all but the first behind the plans that were launched without them.
+    assert sizes[:depth] == [1] * depth
+    assert sizes[depth] == (len(prompts) if is_slow else 2)
+
+
+def test_a_batch_is_prepared_while_the_device_computes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "TOKENS_QUEUED", 1)
+    made: list[FakeExecutor] = []
+    prompts = [[nth, nth + 1] for nth in range(12)]
+    waiting = iter(prompts)
+    taken: list[list[int]] = []
+
+    def take():
+        for prompt in waiting:
+            taken.append(prompt)
+            yield client.prepare(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False))
+
+    def build(config, progress):
+        made.append(FakeExecutor(config))
+        made[0].is_busy = lambda: len(taken) < len(prompts)
+        return engine_over(made[0])
+
+    monkeypatch.setattr(local, "load_target", lambda target: build)
+    client = LocalClient(engine_config(overlap_depth=1))
+    outputs = client.run(take())
+    assert [output.outputs[0].token_ids for output in outputs] == [continuation(prompt, LENGTH) for prompt in prompts]
+    assert [len(plan.rows) for plan in made[0].launched[:2]] == [1, len(prompts)]
+    client.close()
