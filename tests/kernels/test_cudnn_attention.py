@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import types
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 from headrace.kernels.attention.reference import attend_densely
 from headrace.kernels.late import LateKernels
 
+PATIENCE_S = 60.0
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75), (3, 64))
 SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=64, page_size=16)
 
@@ -60,6 +62,13 @@ class FakeGraph:
             out[out_start : out_start + count * out_row] = result.flatten()
 
 
+class InPlace:
+    """A thread that has ended when it has started."""
+
+    def __init__(self, target, args, **_):
+        self.start, self.join = (lambda: target(*args)), lambda: None
+
+
 @pytest.fixture
 def backend_class(monkeypatch):
     fake = types.ModuleType("cudnn")
@@ -74,6 +83,7 @@ def backend_class(monkeypatch):
     monkeypatch.setattr(backend.DependentLaunchTritonAttention, "pdl", False)  # the interpreter has no such launches
     monkeypatch.setattr(kernel.cudnn, "create_handle", lambda: None)
     monkeypatch.setattr(kernel, "SdpaGraph", FakeGraph)
+    monkeypatch.setattr(kernel, "threading", types.SimpleNamespace(Thread=InPlace))
     yield backend.CudnnAttention
     if sys.modules.get("cudnn") is fake:
         for name in ("headrace.kernels.attention.cudnn", "headrace.layers.attention.cudnn"):
@@ -162,6 +172,31 @@ def test_sizes_of_steps_are_planned(backend_class):
         make_problem(Case(MIXED, **SHAPE, window=9), "cpu", torch.float16).geometry, torch.device("cpu")
     )
     assert list(windowed.plan_ahead(None, None, 64, 200)) == [], "these are left to other kernels"
+
+
+def test_who_needs_a_graph_waits_for_those_that_are_being_built(backend_class, monkeypatch):
+    kernel = import_module("headrace.kernels.attention.cudnn")
+    monkeypatch.setattr(kernel, "threading", threading)
+    may_end, built = threading.Event(), []
+
+    class Slow(FakeGraph):
+        def __init__(self, bounds, handle):
+            super().__init__(bounds, handle)
+            assert may_end.wait(PATIENCE_S)
+            built.append(threading.current_thread())
+
+    monkeypatch.setattr(kernel, "SdpaGraph", Slow)
+    graphs = kernel.SdpaGraphs(torch.device("cpu"))
+    wanted = [
+        kernel.Bounds(
+            1, keys, keys, 2, 1, 64, 64, 16, num_pages=0, table_stride=0, scale=1.0, window=0, dtype=torch.float16
+        )
+        for keys in (1024, 2048)
+    ]
+    graphs.build_early(wanted)
+    threading.Timer(0.05, may_end.set).start()
+    assert all(isinstance(graphs.find(bounds), Slow) for bounds in wanted)
+    assert len(built) == 2 and threading.current_thread() not in built
 
 
 @pytest.mark.interpreted
