@@ -1,25 +1,29 @@
 """Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even
-long] [--model heads kv_heads dim]``.
+long] [--model heads kv_heads dim] [--also MOST_TILES PROGRAMS STAGES]``.
 
 A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its
-own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer), or
-60,000 once and else 500 (one). Microseconds a layer, and the least that the keys and values take at the memory's
-bandwidth.
+own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer),
+60,000 once and else 500 (one), or 8,192 once and else 1,500 (prompt: a long prompt's first tokens beside streams).
+Microseconds a layer, and the least that the keys and values take at the memory's bandwidth. ``--also``: with a rule of
+`decodes.SPLIT_RULES` more.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.cuda_kernels import MODELS, PAGE, Model, Pool, randn, time_calls
 from benchmarks.roofline import BANDWIDTH
+from headrace.kernels.attention import decodes
 from headrace.kernels.attention.blocks import Head
-from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
+from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, SplitRule, decode
 from headrace.kernels.rowwise.triton import rope_write_pdl
 
 POOL_TOKENS = 1_024_000
@@ -35,14 +39,32 @@ def make_lengths(kind: str, requests: int) -> list[int]:
         return [random.randint(100, 1024) + random.randint(0, 600) for _ in range(requests)]
     if kind == "one":
         return [60_000] + [500] * (requests - 1)
+    if kind == "prompt":
+        return [8192] + [1500] * (requests - 1)
     return [{"even": 600, "long": 8192, "longer": 32768}[kind]] * requests
 
 
-def solutions(model: Model) -> dict[str, Attend]:
+def solutions(model: Model, also: SplitRule | None = None) -> dict[str, Attend]:
     """By name; a variant to compare goes here."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    workspace = DecodeWorkspace.allocate(processors, model.heads // model.kv_heads, model.dim, torch.device("cuda"))
-    return {"triton": partial(_attend, workspace)}
+    # room for the programs of a rule to compare
+    workspace = replace(
+        DecodeWorkspace.allocate(4 * processors, model.heads // model.kv_heads, model.dim, torch.device("cuda")),
+        processors=processors,
+    )
+    found: dict[str, Attend] = {"triton": partial(_attend, workspace)}
+    if also is not None:
+        found["with the rule"] = partial(_attend_by_rule, also, workspace)
+    return found
+
+
+def _attend_by_rule(
+    rule: SplitRule, workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor, head: Head, step: DecodeStep
+) -> None:
+    rules = decodes.SPLIT_RULES.get(q.shape[-1], decodes.OTHER_RULES)
+    with patch.dict(decodes.SPLIT_RULES, {q.shape[-1]: (*rules, rule)}):
+        _attend(workspace, q, pages, out, head, step)
 
 
 def _attend(
@@ -87,8 +109,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument(
-        "--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one"], default=["even", "uneven", "long"]
+        "--lengths", nargs="+", choices=["even", "uneven", "long", "longer", "one", "prompt"],
+        default=["even", "uneven", "long"]
     )
+    parser.add_argument("--also", type=float, nargs=3, metavar=("MOST_TILES", "PROGRAMS", "STAGES"))
     parser.add_argument(
         "--model", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "DIM"),
         help="another than Qwen3-0.6B and Llama-3.1-8B"
@@ -102,7 +126,8 @@ def main() -> None:
         pool = Pool(
             POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim
         )
-        attends = solutions(model)
+        rule = None if args.also is None else SplitRule(args.also[0], int(args.also[1]), int(args.also[2]))
+        attends = solutions(model, rule)
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
             for requests in args.requests:

@@ -1,12 +1,15 @@
 """A prefill and a decode server beside one server that does both: ``python -m benchmarks.disaggregation``, on two GPUs.
 
-Both with random weights, and a router before them. Clients stream outputs; then long prompts are sent beside them.
-Prints
+Both with random weights, and a router before them. Clients stream outputs; in every other window of time long prompts
+are sent beside them. Prints
 
 - the first token of a long prompt when nothing else runs: what the pair takes longer is the way of its pages
-- gaps between the tokens of the streams, without long prompts and beside them
+- gaps between the tokens of the streams, in windows without long prompts and beside them: they alternate, as gaps grow
+  with the streams' contexts
+- kernels that were compiled while a step waited
 
-``--device cpu --transfer shared-memory --model tiny`` is a small model on two cores.
+With ``--output 2`` a long prompt has one decode behind its first token: what is left are its pages, without its context
+among the decodes. ``--device cpu --transfer shared-memory --model tiny`` is a small model on two cores.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -41,8 +45,8 @@ TINY = {
     "eos_token_id": 2, "torch_dtype": "bfloat16",
 }
 FIRST_ID = 1000
-SHORT_TOKENS, LAST_TOKENS = 64, 8
-"""Of a stream's prompt, and of the output behind a long prompt."""
+SHORT_TOKENS = 64
+"""Of a stream's prompt."""
 WARM_UP_S = 2.0
 OUTCOMES = {"prefill": ("sent", "lost"), "decode": ("received", "lost")}
 
@@ -101,12 +105,14 @@ class Client:
             await self._http.send("POST", "/v1/completions", body, response=response)
             assert response.status == 200, response.body[:600]
 
-    def find_gaps(self, begin: float, end: float) -> np.ndarray:
-        """Milliseconds between the tokens of a stream, of those that came in this time."""
+    def find_gaps(self, windows: Sequence[tuple[float, float]]) -> np.ndarray:
+        """Milliseconds between the tokens of a stream, of those that came in these windows."""
         gaps = []
         for response in self._streams:
             arrivals = np.array(list(read_arrivals(response)))
-            gaps.append(np.diff(arrivals)[(arrivals[1:] >= begin) & (arrivals[1:] < end)])
+            later = arrivals[1:, None]
+            is_inside = np.logical_or.reduce([(later >= begin) & (later < end) for begin, end in windows])[:, 0]
+            gaps.append(np.diff(arrivals)[is_inside])
         return np.concatenate(gaps) * 1e3
 
     def close(self) -> None:
@@ -132,22 +138,26 @@ class Result:
 
 
 async def measure(base_url: str, prompts: Prompts, args: argparse.Namespace) -> Result:
-    """First tokens alone, then streams alone, then both."""
+    """First tokens alone, then streams, by turns alone and beside long prompts. A window ends with the last of its
+    prompts."""
     client = Client(base_url, prompts)
-    long_bodies = [prompts.body(args.prompt, LAST_TOKENS) for _ in range(args.alone + int(args.seconds / args.every))]
+    each = max(1, round(args.seconds / args.windows / args.every))
+    long_bodies = [prompts.body(args.prompt, args.output) for _ in range(args.alone + args.windows * each)]
     for tokens in (args.prompt, args.prompt, SHORT_TOKENS):
-        await client.send(prompts.body(tokens, LAST_TOKENS))
+        await client.send(prompts.body(tokens, args.output))
     alone_s = [await client.send(long_bodies.pop()) for _ in range(args.alone)]
     streams = [asyncio.create_task(client.stream(args.tokens)) for _ in range(args.streams)]
     await asyncio.sleep(WARM_UP_S)
-    begin = time.perf_counter()
-    await asyncio.sleep(args.seconds)
-    middle, sent = time.perf_counter(), []
-    while long_bodies:
-        sent.append(asyncio.create_task(client.send(long_bodies.pop())))
-        await asyncio.sleep(args.every)
-    end = time.perf_counter()
-    beside_s = list(await asyncio.gather(*sent))
+    times, beside_s = [time.perf_counter()], []
+    for _ in range(args.windows):
+        await asyncio.sleep(args.seconds / args.windows)
+        times.append(time.perf_counter())
+        sent = []
+        for _ in range(each):
+            sent.append(asyncio.create_task(client.send(long_bodies.pop())))
+            await asyncio.sleep(args.every)
+        beside_s += await asyncio.gather(*sent)
+        times.append(time.perf_counter())
     failed = [task.exception() for task in streams if task.done()]
     for task in streams:
         task.cancel()
@@ -155,7 +165,8 @@ async def measure(base_url: str, prompts: Prompts, args: argparse.Namespace) -> 
     client.close()
     if failed:
         raise RuntimeError(f"a stream failed: {failed[0]}")
-    return Result(alone_s, beside_s, client.find_gaps(begin, middle), client.find_gaps(middle, end))
+    windows = list(itertools.pairwise(times))
+    return Result(alone_s, beside_s, client.find_gaps(windows[::2]), client.find_gaps(windows[1::2]))
 
 
 def read_json(url: str) -> Any:
@@ -164,18 +175,21 @@ def read_json(url: str) -> Any:
         return json.loads(answer.read())
 
 
-def count_transfers(base_url: str) -> dict[str, float]:
-    """Requests by role and outcome, by the metrics of the servers behind a router."""
+def count_events(base_url: str) -> dict[str, float]:
+    """Of the servers behind a router, by their metrics: requests by role and outcome, and kernels compiled late."""
     found: dict[str, float] = {}
     for worker in read_json(f"{base_url}/workers")["workers"]:
         with urllib.request.urlopen(f"{worker['url']}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
+        role = worker["role"]
+        outcomes = OUTCOMES.get(role, ())
+        wanted = {f"headrace_transfer_{outcome}_requests_total": f"{role} {outcome}" for outcome in outcomes}
+        wanted["headrace_late_kernels_total"] = "kernels compiled late"
         for line in lines:
             name, _, value = line.partition(" ")
-            for outcome in OUTCOMES[worker["role"]]:
-                if name.partition("{")[0] == f"headrace_transfer_{outcome}_requests_total":
-                    key = f"{worker['role']} {outcome}"
-                    found[key] = found.get(key, 0.0) + float(value)
+            key = wanted.get(name.partition("{")[0])
+            if key is not None:
+                found[key] = found.get(key, 0.0) + float(value)
     return found
 
 
@@ -207,6 +221,7 @@ def run(name: str, base_url: str, prompts: Prompts, args: argparse.Namespace) ->
     """Measure one way and print it."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         result = runner.run(measure(base_url, prompts, args))
+    counts = count_events(base_url)
     for cell, gaps in (("streams alone", result.gaps_alone), ("beside prompts", result.gaps_beside)):
         p50, p99 = np.percentile(gaps, (50, 99))
         print(f"{name:10} {cell:15} gaps: p50 {p50:7.2f} ms, p99 {p99:7.2f}, longest {gaps.max():7.1f}, of {len(gaps)}")
@@ -215,7 +230,8 @@ def run(name: str, base_url: str, prompts: Prompts, args: argparse.Namespace) ->
         for cell, times in (("alone", result.alone_s), ("beside streams", result.beside_s)) if times
     )
     ratio = np.percentile(result.gaps_beside, 99) / np.percentile(result.gaps_alone, 99)
-    print(f"{name:10} p99 beside prompts / alone {ratio:.2f}; first token of {args.prompt}: {told}", flush=True)
+    print(f"{name:10} p99 beside prompts / alone {ratio:.2f}; first token of {args.prompt}: {told}")
+    print(f"{name:10} " + ", ".join(f"{key} {count:.0f}" for key, count in counts.items()), flush=True)
     return result
 
 
@@ -228,9 +244,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4000, help="of a stream; another one follows")
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a long prompt")
+    parser.add_argument("--output", type=int, default=8, help="tokens of the output behind a long prompt")
     parser.add_argument("--alone", type=int, default=7, help="long prompts when nothing else runs")
     parser.add_argument("--every", type=float, default=0.4, help="seconds between long prompts beside streams")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of streams alone, and of both")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of streams alone, and of both, in all windows")
+    parser.add_argument("--windows", type=int, default=4, help="of each kind")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds for a start")
     parser.add_argument("--ways", nargs="+", default=["pair", "one"], choices=["pair", "one"])
     args, flags = parser.parse_known_args()
@@ -241,9 +259,6 @@ def main() -> None:
         for way in args.ways:
             with (run_pair if way == "pair" else run_one)(folder, flags, args) as base_url:
                 results[way] = run(way, base_url, prompts, args)
-                if way == "pair":
-                    counts = count_transfers(base_url)
-                    print("pair       requests:", ", ".join(f"{key} {count:.0f}" for key, count in counts.items()))
     if len(results) == 2:
         pair, one = (statistics.median(results[way].alone_s) * 1e3 for way in ("pair", "one"))
         print(f"first token of {args.prompt} tokens by the pair, beyond one server's: {pair - one:+.1f} ms")
