@@ -8,6 +8,7 @@ of an agent, so that nothing said to one life is taken for the next.
 
 from __future__ import annotations
 
+import struct
 from hashlib import blake2b
 
 import msgspec
@@ -92,7 +93,7 @@ class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
 
 def digest_prompt(token_ids: list[int], namespace: str) -> bytes:
     """Names a prompt: pages are only taken where both sides computed the same one."""
-    ids = b"".join(token.to_bytes(4, "little", signed=True) for token in token_ids)
+    ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
     # Hashed, as a key has 64 bytes at most: the name of an adapter alone is as long.
     return blake2b(ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -68,6 +69,12 @@ def test_prompts_of_other_adapters_and_salts_are_others():
     adapter = "f" * 64
     names = ["", "salt", f"{adapter}/", f"{adapter}/one", f"{adapter}/two", "x" * 200, "x" * 200 + "y"]
     assert len({digest_prompt([1, 2], name) for name in names}) == len(names)
+
+
+def test_prompts_are_named_alike_by_all_versions():
+    ids = [0, 1, 128_000, 2**31 - 1, -1]
+    packed, key = b"".join(each.to_bytes(4, "little", signed=True) for each in ids), blake2b(b"salt").digest()
+    assert digest_prompt(ids, "salt") == blake2b(packed, digest_size=16, key=key).digest()
 
 
 HELLO = Hello(PeerFacts("m", 16, []), 1, "other", b"")
