@@ -22,7 +22,10 @@ EDITS = (
     {"frequency_penalty": 0.3, "min_tokens": 2, "allowed_token_ids": list(range(9, 200)), "logprobs": 0},
 )
 GRAMMAR = {"grammar": Grammar.regex("[a-f]{3}-[0-9]{2,4}"), "ignore_eos": False}
-LENGTHS = ([5], [5] * 40, [17, 300, 3], [600], [2048], [3, 700, 1500, 40, 3000], [900] * 33, [5000])
+LENGTHS = (
+    [5], [5] * 40, [17, 300, 3], [600], [2048], [3, 700, 1500, 40, 3000], [900] * 33, [5000],
+    [5] * 16 + [5000], [5] * 32 + [5000], [5] * 64 + [5000],  # long prompts beside numbers between two captured ones
+)
 
 
 def kinds() -> Iterator[tuple[list[int], dict[str, Any]]]:
