@@ -28,7 +28,7 @@ from headrace.base.step import PageAppend, RowStart, StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder, Recorder
 from headrace.execution.device import resolve_device
-from headrace.execution.graphs import GraphSizes
+from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.loading import LoadedModel, load_model, own_groups
 from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.precompile import precompile, start_triton

@@ -24,7 +24,7 @@ from headrace.base.step import MAX_DRAFTS, MAX_ENTRIES
 from headrace.execution.captures import Recorder
 from headrace.execution.device import is_out_of_memory
 from headrace.execution.draft_loading import describe_speculation
-from headrace.execution.graphs import GraphSizes, bucket_sizes, step_sizes
+from headrace.execution.graph_sizes import GraphSizes, bucket_sizes, step_sizes
 from headrace.execution.loading import LoadedModel, Progress
 from headrace.execution.runner import Runner
 from headrace.layers.attention import ATTENTION_BACKENDS

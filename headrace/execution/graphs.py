@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,30 +21,19 @@ from headrace.base.step import MAX_DRAFTS
 from headrace.execution.adapters import CapturedAdapters
 from headrace.execution.captures import B, Buckets, Capture, Records
 from headrace.execution.device import row_query
+from headrace.execution.graph_sizes import MAX_SPAN, GraphSizes, bucket_sizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.paths import Launch, Sent, StepOutput, StepPath, compute_sampled_logits
 from headrace.execution.proposing import ChainGraph, FollowGraph, Proposer
 from headrace.execution.sampling import GreedyHead
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
+from headrace.kernels.attention import PrefixGroups, count_packed
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.model import ServedModel
 from headrace.parallel.links import Handover
 
-DENSE_BUCKETS = (1, 2, 4)
-"""Numbers of requests below 8 with a graph of their own: there a padded row costs as much as a real one. From 8 on
-sizes are multiples of 8 (later 16, 32): padding attends to one key only, and tensor cores take as long for 130 rows as
-for 144. Recording a size takes about 20 ms of the start."""
-
-TOKEN_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-LAYER_FLOPS = 6e11
-"""The most FLOPs of a layer of a captured step with prefill, estimated as 2 * tokens * parameters that a token is
-multiplied with. A larger step keeps the device busy for longer than a layer's kernels take to launch one by one, some
-0.9 ms, so a graph would gain nothing."""
-MAX_SPAN = 1024
-"""The most tokens of one span in a captured step. A longer one gains more from an attention kernel chosen for its
-length than it loses by launching without a graph."""
 MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of decodes whose time is measured at the start where drafts are made: by these it is decided how many pay."""
 NUM_REPLAYS = 5
@@ -53,37 +41,6 @@ NUM_REPLAYS = 5
 MAX_DECODE_LEN, FEW_DECODES = 4096, 64
 """Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
 for steps with fewer than ``FEW_DECODES`` decodes of which one has more than ``MAX_DECODE_LEN`` keys."""
-
-
-@dataclass(frozen=True)
-class GraphSizes:
-    """Bucket sizes: ``decodes`` in requests, for steps of decodes alone; ``tokens`` in tokens, for other steps."""
-
-    decodes: list[int]
-    tokens: list[int]
-
-    @property
-    def with_media(self) -> list[int]:
-        """Bucket sizes in tokens of steps with placeholders, for models that have such steps."""
-        return [size for size in self.tokens if size <= MAX_SPAN]
-
-    def __len__(self) -> int:
-        return len(self.decodes) + len(self.tokens)
-
-
-def bucket_sizes(max_requests: int) -> list[int]:
-    """Bucket sizes in requests, ascending; the last is ``max_requests``, so that every decode step has a bucket."""
-    sizes = [*DENSE_BUCKETS, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_requests + 1, 32)]
-    return sorted({*(size for size in sizes if size < max_requests), max_requests})
-
-
-def step_sizes(max_tokens: int, num_parameters: int, num_layers: int) -> list[int]:
-    """Bucket sizes in tokens, ascending, for steps of at most ``max_tokens`` in layers that have ``num_parameters`` of
-    which a token needs all; empty for layers so large that `LAYER_FLOPS` allows none."""
-    most = min(max_tokens, LAYER_FLOPS * num_layers / (2 * num_parameters))
-    sizes = [size for size in TOKEN_SIZES if size <= most]
-    # A ``max_tokens`` between two sizes gets its own bucket, unless FLOPs are the tighter bound.
-    return [*sizes, max_tokens] if sizes and sizes[-1] < max_tokens == most else sizes
 
 
 def find_bounds(inputs: InputBuilder, num_decodes: int) -> list[int]:
@@ -100,18 +57,21 @@ class DecodeGraph:
     that before the next step reads it. In pipeline stages before the last it returns hidden states [B, W] and its input
     instead, and leaves the state alone. Outputs may be overwritten by the next run of any bucket, as all share one
     memory pool; readers are safe on the same stream before that run. ``adapter_rows``: which entries have which adapter
-    (`AdapterInputs`), of a graph that was made for ``adapters``."""
+    (`AdapterInputs`), of a graph that was made for ``adapters``. ``packed_prefixes``: which entries begin with the same
+    pages (`PrefixGroups`), of a graph that was made for steps that say it."""
 
     def __init__(
         self, size: int, model: ServedModel, inputs: InputBuilder, recorder: Records, proposer: Proposer | None = None,
-        adapters: CapturedAdapters | None = None,
+        adapters: CapturedAdapters | None = None, *, has_prefixes: bool = False,
     ):
         self.size, self._model, self._inputs, self._proposer = size, model, inputs, proposer
-        bounds = find_bounds(inputs, size) if adapters is None else [inputs.layout.max_model_len]
+        is_usual = adapters is None and not has_prefixes
+        bounds = find_bounds(inputs, size) if is_usual else [inputs.layout.max_model_len]
         self._captures = [(bound, Capture(partial(self._compute, bound), recorder)) for bound in bounds]
         device = inputs.rows.tensors.last_token.device
         self._adapters = adapters
         self.adapter_rows = None if adapters is None else adapters.make_static(size)
+        self.packed_prefixes = torch.zeros(count_packed(size) * has_prefixes, dtype=torch.int64, device=device)
         self.entries = torch.empty((2, size), dtype=torch.int64, device=device)
         query = row_query(device)
         self._decode_inputs, self._head = DECODE_INPUTS.choose(query), GreedyHead(model, device)
@@ -122,6 +82,7 @@ class DecodeGraph:
         # The replay below runs for real: null rows write to the null page and to the null row's last token only.
         self.entries[0] = self._inputs.tables.null_row
         self.entries[1] = 0
+        self.packed_prefixes.zero_()
         for _, capture in self._captures:
             capture.run()
 
@@ -150,7 +111,9 @@ class DecodeGraph:
         # device from ``entries``, the rows' state and the page tables.
         inputs, decodes, rows = self._inputs, self.inputs, self._inputs.rows
         self._decode_inputs(self.entries, rows.tensors, inputs.tables.tensor, inputs.layout.page_size, decodes)
-        groups = inputs.decode_groups(decodes, self.entries[0], longest)
+        packed = self.packed_prefixes
+        prefixes = PrefixGroups.of(packed, self.size) if len(packed) else None
+        groups = inputs.decode_groups(decodes, self.entries[0], longest, prefixes)
         carried, proposer = inputs.handover.view(self.size), self._proposer
         batch = ForwardBatch(
             decodes.token_ids, decodes.positions, groups, carried=carried,
@@ -246,25 +209,33 @@ class DraftGraphs:
 
 class DecodeGraphPath:
     """Decodes alone: replays the smallest graph that holds the requests. With ``adapters`` the graphs are those of
-    steps with adapters, behind which no drafter runs."""
+    steps with adapters, behind which no drafter runs. With ``has_prefixes`` they are those of steps in which many
+    decodes begin with the same pages, again without a drafter."""
 
     covers = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.DRAFTING | StepFeature.ROPE_OFFSETS
     is_greedy_sampler = True
 
     def __init__(
         self, buckets: Buckets[DecodeGraph], handover: Handover, drafting: DraftGraphs | None = None,
-        adapters: CapturedAdapters | None = None,
+        adapters: CapturedAdapters | None = None, *, has_prefixes: bool = False,
     ):
         self._buckets, self._handover, self._drafting, self._adapters = buckets, handover, drafting, adapters
+        self._has_prefixes = has_prefixes
         if adapters is not None:
             self.covers = with_adapters(self.covers)
+        if has_prefixes:
+            self.covers &= ~StepFeature.DRAFTING
 
     def prepare(self, step: Step, upload: Upload) -> Launch | None:
         """See `StepPath`."""
+        if self._has_prefixes and step.grouped is None:
+            return None
         graph = self._buckets.find(step.shape.num_decodes)
         if graph is None or (self._adapters is not None and not self._adapters.fits(step)):
             return None
         upload.add("decodes", graph.pack(step.shape.entries))
+        if self._has_prefixes and step.grouped is not None:
+            upload.add("prefixes", step.grouped.pack(graph.size))
         if self._adapters is not None:
             self._adapters.inputs.pack(step, upload, graph.size)
         if StepFeature.DRAFTING in step.features and self._drafting is not None:
@@ -275,6 +246,8 @@ class DecodeGraphPath:
         graph.entries.view(-1).copy_(sent["decodes"])
         if graph.adapter_rows is not None:
             graph.adapter_rows.copy_(sent["adapter_rows"])
+        if self._has_prefixes:
+            graph.packed_prefixes.copy_(sent["prefixes"])
         self._handover.receive(step.shape.num_tokens)
         logits, greedy = graph.run(int(step.shape.ends.max()))
         if self._handover.pass_on(logits[: step.shape.num_tokens]):
@@ -407,6 +380,12 @@ class CapturedSteps:
         self.mixed = MixedGraphPath(mixed, model, inputs, self._drafting)
         self.paths: list[StepPath] = [self.decodes, self.mixed]
         """Fastest first."""
+        if any(backend.prefix_members for backend in inputs.backends):
+            grouped = Buckets(
+                sizes.with_prefixes, lambda size: DecodeGraph(size, model, inputs, recorder, has_prefixes=True)
+            )
+            self._kinds.append(grouped)
+            self.paths.insert(0, DecodeGraphPath(grouped, inputs.handover, has_prefixes=True))
         for adapters in () if inputs.adapters is None else inputs.adapters.captured:
             self._add_adapters(sizes, model, inputs, recorder, adapters)
         media_sizes = sizes.with_media

@@ -18,6 +18,7 @@ from headrace.execution.media import MediaState
 from headrace.execution.rows import Rows
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
+from headrace.kernels.attention import PrefixGroups
 from headrace.kernels.verify import DecodeInputs
 from headrace.kernels.verify.reference import entry_tokens
 from headrace.layers.attention.contract import AttentionBackend, AttentionInputs
@@ -86,6 +87,8 @@ class InputBuilder:
         upload.add("offsets", shape.entries[1, : shape.num_decodes])
         upload.add("query_start", shape.query_start)
         upload.add("kv_lens", shape.ends)
+        if step.grouped is not None and not size:
+            upload.add("prefixes", step.grouped.pack(shape.num_decodes))
         # Decodes come first in every plan; the other spans read tokens that the host knows.
         prefill = [
             self.rows[row].token_ids[begin:end]
@@ -143,7 +146,8 @@ class InputBuilder:
         """
         self._write(shape, sent)
         static, num_tokens = self.static, shape.num_tokens
-        groups = [self._prepare_group(g, shape, sent["rows"]) for g in range(len(self.backends))]
+        prefixes = None if "prefixes" not in sent else PrefixGroups.of(sent["prefixes"], shape.num_decodes)
+        groups = [self._prepare_group(g, shape, sent["rows"], prefixes) for g in range(len(self.backends))]
         batch = ForwardBatch(
             static.token_ids[:num_tokens], static.positions[:num_tokens], groups, list(map(int, shape.lengths)),
             sent.get("text_kinds"), carried=self.handover.view(num_tokens),
@@ -221,10 +225,13 @@ class InputBuilder:
     def _rope_positions(self, size: int) -> torch.Tensor | None:
         return None if self.media.offsets is None else self.static.rope_positions[:size]
 
-    def decode_groups(self, decodes: DecodeInputs, rows: torch.Tensor, longest: int | None = None) -> list[GroupStep]:
+    def decode_groups(
+        self, decodes: DecodeInputs, rows: torch.Tensor, longest: int | None = None,
+        prefixes: PrefixGroups | None = None,
+    ) -> list[GroupStep]:
         """Every cache group over these decodes of ``rows`` [B] int64, its backend prepared. Of lengths the host knows
         bounds only, at most ``longest`` (None: any), for the choice of kernels and their grids; except on a CPU, whose
-        backends read them."""
+        backends read them. ``prefixes``: which of them begin alike, on the device."""
         size = len(decodes.token_ids)
         longest = self.layout.max_model_len if longest is None else longest
         is_cpu = decodes.kv_lens.device.type == "cpu"
@@ -235,6 +242,7 @@ class InputBuilder:
                 num_tokens=size, num_decodes=size, query_lens_cpu=[1] * size, kv_lens_cpu=lengths, max_query_len=1,
                 max_kv_len=max(lengths), query_start=decodes.query_start, kv_lens=decodes.kv_lens,
                 page_table=decodes.page_tables[group], slots=decodes.slots[group], rows=rows,
+                prefixes=prefixes if backend.prefix_members else None,
             )
             backend.prepare(inputs)
             steps.append(GroupStep(inputs, backend))
@@ -291,7 +299,9 @@ class InputBuilder:
             rows=None if whole.rows is None else whole.rows.index_select(0, requests),
         )
 
-    def _prepare_group(self, group: int, shape: StepShape, rows: torch.Tensor) -> GroupStep:
+    def _prepare_group(
+        self, group: int, shape: StepShape, rows: torch.Tensor, prefixes: PrefixGroups | None
+    ) -> GroupStep:
         static, num_requests = self.static, len(shape.rows)
         last_pages = -(-int(shape.ends[-1]) // self.layout.page_size)
         inputs = AttentionInputs(
@@ -302,6 +312,7 @@ class InputBuilder:
             page_table=static.page_tables[group, :num_requests, : self._num_entries(shape)],
             slots=static.slots[group, : shape.num_tokens],
             last_run=self.tables.find_run(group, int(shape.rows[-1]), last_pages), rows=rows,
+            prefixes=prefixes if self.backends[group].prefix_members else None,
         )
         self.backends[group].prepare(inputs)
         return GroupStep(inputs, self.backends[group])

@@ -15,7 +15,8 @@ from headrace.base.speculation import StepTimes
 from headrace.base.step import AdapterLoad, StepPlan
 from headrace.execution.adapters import AdapterInputs, AdapterStore
 from headrace.execution.captures import Records
-from headrace.execution.graphs import CapturedSteps, GraphSizes
+from headrace.execution.graph_sizes import GraphSizes
+from headrace.execution.graphs import CapturedSteps
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.logprobs import PromptScorer
 from headrace.execution.media import MediaState
@@ -36,6 +37,7 @@ from headrace.layers.self_attention import AttentionLayer
 from headrace.memory.hot_pool import SwapCounts, build_pools
 from headrace.memory.page_tables import PageTables
 from headrace.memory.pools import Pool
+from headrace.memory.prefix_groups import PrefixFinder
 from headrace.parallel.links import Handover
 from headrace.parallel.ranks import Ranks
 
@@ -61,6 +63,8 @@ class Runner:
         self.pools = build_pools(layout, device)
         self.swaps = SwapCounts(self.pools, device)
         self._tables = PageTables(layout, device)
+        members = [backend.prefix_members for backend in backends]
+        self._prefixes = PrefixFinder(layout, members) if any(members) else None
         self._rows = Rows(layout.max_rows, device)
         self._samples, self._inference_mode = True, torch.inference_mode()  # entered again by each step
         self._features = ~StepFeature(0)
@@ -127,7 +131,8 @@ class Runner:
             if any(plan.replica_tokens):
                 self._model.take_part(plan.replica_tokens)
             return PendingSample(plan.step_id)
-        step = self._step = Step.of(plan, self._rows) if self._step is None else self._step.follow(plan, self._rows)
+        last, known = self._step, (plan, self._rows, self._prefixes)
+        step = self._step = Step.of(*known) if last is None else last.follow(*known)
         step.features &= self._features
         path, launch = self._choose_path(step, upload)
         if plan.last_tokens:
@@ -307,6 +312,8 @@ class Runner:
         cleared = [*plan.releases, *(start.row for start in plan.starts)]
         if cleared:
             upload.add("cleared", cleared)
+        if self._prefixes is not None:
+            self._prefixes.note(plan.starts, plan.appends)
         if plan.appends:
             index, pages = self._tables.flatten(plan.appends)
             upload.add("append_index", index)

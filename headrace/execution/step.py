@@ -28,6 +28,7 @@ from headrace.execution.rows import (
     WANTS_PROMPT_LOGPROBS,
     Rows,
 )
+from headrace.memory.prefix_groups import GroupedDecodes, PrefixFinder
 
 
 class StepFeature(IntFlag):
@@ -106,6 +107,10 @@ class StepShape:
         """The shape of the next step if the same rows decode again, without drafts."""
         return StepShape(self.num_decodes, self.entries, self.ends + 1, self.lengths, self.query_start)
 
+    def take(self, order: np.ndarray) -> StepShape:
+        """The same decodes, one token each, in another order."""
+        return StepShape(self.num_decodes, self.entries[:, order], self.ends[order], self.lengths, self.query_start)
+
     @property
     def rows(self) -> np.ndarray:
         """[R]."""
@@ -176,8 +181,10 @@ class Step:
     """A plan as host arrays. ``samples`` [S] are the indices into ``shape`` of the requests that sample, ``batch``
     these. ``is_greedy``: all of them take the argmax. In a step of decodes alone the spans are sorted, longest first,
     so that the device's last programs are short ones; ``order[i]`` is then the index in the sorted spans of the plan's
-    span i. Otherwise ``shape`` is in plan order, and ``order`` is None. ``segments`` and ``output_segments``: which
-    tokens and which sampled positions have which adapter (`headrace.kernels.lora.SlotRows`), once they are packed."""
+    span i. Otherwise ``shape`` is in plan order, and ``order`` is None. ``grouped``: the decodes by the pages that they
+    begin with, where many are the same; the spans of a step of decodes alone are then sorted by group first.
+    ``segments`` and ``output_segments``: which tokens and which sampled positions have which adapter
+    (`headrace.kernels.lora.SlotRows`), once they are packed."""
 
     plan: StepPlan
     shape: StepShape
@@ -186,14 +193,22 @@ class Step:
     features: StepFeature
     is_greedy: bool
     order: list[int] | None = None
+    grouped: GroupedDecodes | None = None
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     output_segments: list[tuple[int, int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: StepPlan, rows: Rows) -> Step:
-        """Read a plan of at least one span; raises when it computes rows that were never started."""
+    def of(cls, plan: StepPlan, rows: Rows, prefixes: PrefixFinder | None = None) -> Step:
+        """Read a plan of at least one span; raises when it computes rows that were never started. ``prefixes``: where
+        decodes are grouped."""
         rows.require(np.array(plan.rows))
         shape, order = StepShape.of(plan, rows)
+        grouped = None
+        if prefixes is not None and not shape.most_drafts:
+            decodes = slice(shape.num_decodes)
+            grouped = prefixes.find(shape.rows[decodes], shape.ends[decodes], sorts=order is not None)
+        if order is not None and grouped is not None and grouped.order is not None:
+            shape, order = shape.take(grouped.order), [int(i) for i in np.argsort(grouped.order)[order]]
         if order is not None:
             samples = np.arange(shape.num_decodes)
         else:
@@ -204,9 +219,9 @@ class Step:
         features = _find_features(shape, batch, rows)
         if plan.num_proposals:
             features |= StepFeature.DRAFTING
-        return cls(plan, shape, samples, batch, features, batch.is_greedy, order)
+        return cls(plan, shape, samples, batch, features, batch.is_greedy, order, grouped)
 
-    def follow(self, plan: StepPlan, rows: Rows) -> Step:
+    def follow(self, plan: StepPlan, rows: Rows, prefixes: PrefixFinder | None = None) -> Step:
         """Read the plan that follows this one. Where the same rows decode again, every length grows by one and the rest
         is reused: the sorted order still holds, and flags are those of before, since a row that was started in between
         would have had a prefill step in between."""
@@ -214,11 +229,15 @@ class Step:
         is_same = self.order is not None and plan.num_decodes == num_spans and plan.rows == self.plan.rows
         # Neither step has drafts: every span of both is one token.
         is_same = is_same and plan.num_proposals == self.plan.num_proposals
+        is_same = is_same and not (prefixes is not None and prefixes.has_changed)
         if not is_same or self.shape.most_drafts or sum(plan.lengths) != num_spans:
-            return Step.of(plan, rows)
+            return Step.of(plan, rows, prefixes)
         if plan.begins != [b + 1 for b in self.plan.begins]:
-            return Step.of(plan, rows)
-        return Step(plan, self.shape.advance(), self.samples, self.batch, self.features, self.is_greedy, self.order)
+            return Step.of(plan, rows, prefixes)
+        return Step(
+            plan, self.shape.advance(), self.samples, self.batch, self.features, self.is_greedy, self.order,
+            self.grouped,
+        )
 
 
 def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeature:

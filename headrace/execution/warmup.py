@@ -24,7 +24,7 @@ from headrace.base.sampling import Penalties, SamplingSpec
 from headrace.base.step import PageAppend, RowDraft, RowStart, StepPlan
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder
-from headrace.execution.graphs import GraphSizes
+from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.loading import LoadedModel
 from headrace.execution.runner import Runner
 from headrace.kernels.coded_linear.forms import CodedWeight

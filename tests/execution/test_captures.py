@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.execution.captures import Buckets, Capture, NoRecorder, Records
-from headrace.execution.graphs import CapturedSteps, GraphSizes
+from headrace.execution.graph_sizes import GraphSizes
+from headrace.execution.graphs import CapturedSteps
 from headrace.parallel.links import Handover
 from tests.execution.pretended_graphs import NO_MEDIA
 
@@ -53,7 +54,7 @@ def log() -> list[str]:
 @pytest.fixture
 def captured(log: list[str]) -> CapturedSteps:
     """Steps whose buckets keep a log."""
-    inputs = SimpleNamespace(handover=Handover(), adapters=None, media=NO_MEDIA)
+    inputs = SimpleNamespace(handover=Handover(), adapters=None, media=NO_MEDIA, backends=[])
     steps = CapturedSteps(GraphSizes([], []), None, inputs, None)
     steps._kinds = tuple(Buckets(sizes, lambda size: Work(size, log)) for sizes in ([1, 2, 4], [64, 32]))
     return steps

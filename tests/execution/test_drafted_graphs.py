@@ -16,7 +16,8 @@ from tiny_checkpoint import write_tiny_checkpoint
 from headrace import LLM
 from headrace.base.step import StepPlan
 from headrace.execution.executor import LocalExecutor
-from headrace.execution.graphs import DecodeGraphPath, GraphSizes, MixedGraphPath
+from headrace.execution.graph_sizes import GraphSizes
+from headrace.execution.graphs import DecodeGraphPath, MixedGraphPath
 from headrace.execution.paths import StepPath
 from headrace.execution.runner import Runner
 from tests.execution.pretended_graphs import PretendedRecorder, open_attention

@@ -15,7 +15,7 @@ from headrace.base.cache import CacheLayout, group_layers
 from headrace.base.config import CacheConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.execution.assembly import choose_backends
-from headrace.execution.graphs import GraphSizes
+from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.runner import Runner
 from headrace.layers.attention.contract import AttentionGeometry

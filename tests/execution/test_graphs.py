@@ -10,7 +10,8 @@ from driver import Driver
 from toy import toy_logits, toy_runner
 
 from headrace.base.sampling import SamplingSpec
-from headrace.execution.graphs import MAX_SPAN, TOKEN_SIZES, CapturedSteps, GraphSizes, step_sizes
+from headrace.execution.graph_sizes import MAX_SPAN, TOKEN_SIZES, GraphSizes, step_sizes
+from headrace.execution.graphs import CapturedSteps
 from headrace.execution.step import StepShape
 from headrace.parallel.links import Handover
 from tests.execution.pretended_graphs import NO_MEDIA, PretendedRecorder
@@ -26,7 +27,7 @@ def shape_of(decode_lens: list[int], prefill_lens: list[int]) -> StepShape:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedSteps:
-    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None, media=NO_MEDIA)
+    inputs = SimpleNamespace(max_requests=300, handover=Handover(), adapters=None, media=NO_MEDIA, backends=[])
     return CapturedSteps(GraphSizes([1], [64, 256, 2048]), None, inputs, None)
 
 
@@ -51,7 +52,7 @@ def test_short_contexts_have_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatc
     make = runner._inputs.decode_groups
     monkeypatch.setattr(
         runner._inputs, "decode_groups",
-        lambda decodes, rows, longest: bounds.append((len(rows), longest)) or make(decodes, rows, longest),
+        lambda decodes, rows, longest, _: bounds.append((len(rows), longest)) or make(decodes, rows, longest),
     )
     runner.capture(GraphSizes([1, 2], []), PretendedRecorder()).record_all(lambda: None)
     assert sorted(bounds) == [(1, 14), (1, 64), (2, 10), (2, 64)], "each is recorded"

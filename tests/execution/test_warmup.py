@@ -14,7 +14,7 @@ from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
 from headrace.execution import warmup
 from headrace.execution.executor import build_executor
-from headrace.execution.graphs import GraphSizes, bucket_sizes
+from headrace.execution.graph_sizes import GraphSizes, bucket_sizes
 from headrace.execution.rows import Rows
 from headrace.execution.runner import Runner
 

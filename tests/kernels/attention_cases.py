@@ -27,7 +27,8 @@ class Case:
     has_sinks: bool = False
     num_decodes: int = -1
     max_kv_len: int = 0
-    shared_pages: int = 0  # that all requests begin with
+    shared_pages: int = 0  # that requests begin with
+    leaders: tuple[int, ...] = ()  # by request, the first one of those that begin with its shared pages; () for 0
     steepness: float = 1.0  # what logits are multiplied with beside the usual scale
     values_in_keys: bool = False  # values are the first ``value_dim`` dims of keys
 
@@ -103,14 +104,15 @@ def make_problem(
     table = torch.zeros(len(counts), max(max(counts), -(-case.max_kv_len // case.page_size)), dtype=torch.int32)
     for row, ids in enumerate(shuffled[: sum(counts)].split(counts)):
         table[row, : len(ids)] = ids
-    table[1:, : case.shared_pages] = table[0, : case.shared_pages]
+    leaders = torch.tensor(case.leaders or (0,) * len(counts))
+    table[:, : case.shared_pages] = table[leaders, : case.shared_pages]
     shape = (num_pages, case.page_size, case.num_kv_heads)
     k, v = (torch.full((*shape, dim), float("nan"), dtype=dtype) for dim in (case.head_dim, value_dim))
     num_tokens = sum(n for n, _ in case.spans)
     q = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=rng).to(dtype)
     sinks = torch.randn(case.num_heads, generator=rng) if case.has_sinks else None
     params = AttentionParams(case.steepness * case.head_dim**-0.5, case.window, case.softcap, sinks)
-    expected, start = [], 0
+    expected, start, begun = [], 0, {}
     for row, (query_len, kv_len) in enumerate(case.spans):
         at = torch.arange(kv_len)
         slots = table[row].long()[at // case.page_size] * case.page_size + at % case.page_size
@@ -118,10 +120,9 @@ def make_problem(
         values = torch.randn(kv_len, case.num_kv_heads, value_dim, generator=rng).to(kv_dtype).to(dtype)
         if case.values_in_keys:
             values = keys[..., :value_dim]
-        if row == 0:
-            common = case.shared_pages * case.page_size
-            common_keys, common_values = keys[:common], values[:common]
-        keys[: len(common_keys)], values[: len(common_values)] = common_keys, common_values
+        common = case.shared_pages * case.page_size
+        first_keys, first_values = begun.setdefault(int(leaders[row]), (keys[:common], values[:common]))
+        keys[: len(first_keys)], values[: len(first_values)] = first_keys, first_values
         seen = max(0, kv_len - query_len - case.window + 1) if case.window else 0
         k.view(-1, case.num_kv_heads, case.head_dim)[slots[seen:]] = keys[seen:]
         v.view(-1, case.num_kv_heads, value_dim)[slots[seen:]] = values[seen:]

@@ -151,7 +151,7 @@ def test_any_number_of_decodes_takes_kernels_that_the_start_compiles(
 ):
     """Steps with prefill have numbers of decodes that are not captured: 33 beside 8 kv heads once compiled a kernel of
     its own."""
-    from headrace.execution.graphs import GraphSizes, bucket_sizes
+    from headrace.execution.graph_sizes import GraphSizes, bucket_sizes
     from headrace.execution.warmup import _thin
     from headrace.kernels.attention.blocks import Head
     from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode

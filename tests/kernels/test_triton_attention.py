@@ -12,10 +12,12 @@ from devices import DEVICES, ON_GPU
 
 pytest.importorskip("triton")
 
+from headrace.kernels.attention import LEAST_MEMBERS, PREFIX_STEP, PrefixGroups, count_packed
 from headrace.kernels.attention.blocks import Tile
 from headrace.kernels.attention.decodes import MOST_PROGRAMS, DecodeWorkspace, decode_tile, plan_splits
+from headrace.kernels.attention.prefixes import count_members, count_splits
 from headrace.layers.attention import reason_against_triton
-from headrace.layers.attention.triton import TritonAttention
+from headrace.layers.attention.triton import DependentLaunchTritonAttention, TritonAttention
 
 MIXED = ((1, 1), (1, 75), (7, 7), (20, 75))
 CASES = {
@@ -108,6 +110,116 @@ def test_one_long_request_among_short_ones(num_requests, device, dtype, toleranc
     backend = TritonAttention(problem.geometry, torch.device(device))
     backend._workspace = DecodeWorkspace.allocate(9, 2, 16, torch.device(device))
     assert problem.error(problem.run(backend)) < tolerance
+
+
+def grouped_case(sizes: tuple[int, ...], begin: int, **about: object) -> Case:
+    """Decodes in groups of these sizes, of which those of each begin with the same ``begin`` pages of their own; those
+    of one decode begin with no other's."""
+    leaders = tuple(first for i, size in enumerate(sizes) for first in [sum(sizes[:i])] * size)
+    page_size = about.setdefault("page_size", 16)
+    spans = tuple((1, begin * page_size + 1 + 19 * i % 150) for i in range(len(leaders)))
+    return Case(spans, shared_pages=begin, leaders=leaders, **about)
+
+
+def pack_groups(case: Case, device: str) -> PrefixGroups:
+    """What the host finds in the page tables of `grouped_case`."""
+    size, leaders = len(case.spans), case.leaders
+    packed = torch.zeros(count_packed(size), dtype=torch.int64)
+    room = iter(packed[size:].view(-1, 2))
+    for first in sorted(set(leaders)):
+        count = leaders.count(first)
+        if count > 1:
+            packed[first : first + count] = case.shared_pages * case.page_size // PREFIX_STEP * PREFIX_STEP
+            next(room)[:] = torch.tensor((first, count))
+    return PrefixGroups.of(packed.to(device), size)
+
+
+GROUPED = {
+    "one group": grouped_case((9,), 9, num_heads=8),
+    "all sizes": grouped_case((1, 5, 2, 8, 1, 3, 7, 4, 6), 5, num_heads=8),
+    "full tiles": grouped_case((16, 1, 16), 8, num_heads=8),
+    "odd group of heads": grouped_case((7, 6), 3, num_heads=9, num_kv_heads=3, page_size=64, softcap=2.0),
+    "one head each": grouped_case((1, 20, 9), 18, num_heads=2, head_dim=80, has_sinks=True),
+    "a group of eight heads": grouped_case((3, 8, 8), 13, num_heads=8, num_kv_heads=1, has_sinks=True),
+    "large pages": grouped_case((5, 4), 2, num_heads=4, num_kv_heads=1, head_dim=128, page_size=128),
+    "wide heads": grouped_case((4, 5), 5, head_dim=256),
+    "other values": grouped_case((1, 6), 5, head_dim=48, value_dim=32),
+    "no group": grouped_case((1, 1, 1, 1), 4, num_heads=8),
+}
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("processors", [1, 16])
+def test_requests_that_begin_alike(processors, name, device, dtype, tolerance):
+    """Groups of several sizes and single requests, with rests of several lengths; by one program a group and kv head,
+    and by more than there are steps of keys."""
+    case = GROUPED[name]
+    problem = make_problem(case, device, dtype)
+    problem.inputs = replace(problem.inputs, prefixes=pack_groups(case, device))
+    backend = TritonAttention(problem.geometry, torch.device(device))
+    assert backend.prefix_members == count_members(case.num_heads // case.num_kv_heads) >= 2 * LEAST_MEMBERS
+    backend._workspace = replace(backend._workspace, processors=processors)
+    first = problem.run(backend)
+    assert problem.error(first) < tolerance
+    assert torch.equal(first, problem.run(backend))
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+def test_requests_that_begin_alike_beside_prompts(device, dtype, tolerance):
+    case = grouped_case((4, 1, 5), 5, num_heads=8)
+    prompts = ((70, 150), (3, 81))
+    problem = make_problem(
+        replace(case, spans=(*case.spans, *prompts), leaders=(*case.leaders, 10, 11)), device, dtype
+    )
+    problem.inputs = replace(problem.inputs, prefixes=pack_groups(case, device))
+    backend = TritonAttention(problem.geometry, torch.device(device))
+    assert problem.error(problem.run(backend)) < tolerance
+
+
+def test_requests_that_begin_alike_are_computed_together_by_plain_pages_alone():
+    problem = make_problem(Case(((1, 3),), num_heads=4, num_kv_heads=1), "cpu", torch.float32)
+    for change, members in (
+        ({}, 16), ({"window": 9}, 0), ({"kv_dtype": "float8_e4m3fn"}, 0), ({"num_heads": 16}, 0), ({"num_heads": 8}, 8),
+    ):
+        geometry = replace(problem.geometry, **change)
+        assert TritonAttention(geometry, torch.device("cpu")).prefix_members == members
+
+
+def test_full_groups_give_each_multiprocessor_two_programs():
+    assert count_splits(512, 8, 16, 132) == 1
+    assert count_splits(256, 8, 16, 132) == 2
+    assert count_splits(512, 4, 16, 132) == 2
+    assert count_splits(64, 8, 16, 132) == 8
+    assert count_splits(2048, 8, 16, 132) == 1
+
+
+@pytest.mark.cuda
+def test_groups_of_a_graph_may_change():
+    """One capture serves every division, as its groups are read on the device."""
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, page_size=64)
+    divisions = [(16,) * 6, (1,) * 32 + (13, 9, 40 - 32, 1, 1) + (16, 16), (4,) * 24, (1,) * 96]
+    cases = [grouped_case(sizes, 12, **shape) for sizes in divisions]
+    problems = [make_problem(case, "cuda", torch.bfloat16, seed=i) for i, case in enumerate(cases)]
+    problem = problems[0]
+    held = pack_groups(cases[0], "cuda")
+    problem.inputs = replace(problem.inputs, prefixes=held)
+    backend = DependentLaunchTritonAttention(problem.geometry, torch.device("cuda"))
+    problem.run(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(problem.q, problem.pages, problem.params)
+    for case, other in zip(cases, problems, strict=True):
+        groups = pack_groups(case, "cuda")
+        held.keys.copy_(groups.keys)
+        held.groups.copy_(groups.groups)
+        problem.q.copy_(other.q)
+        problem.inputs.kv_lens.copy_(other.inputs.kv_lens)
+        problem.inputs.page_table.copy_(other.inputs.page_table)
+        problem.pages.k.copy_(other.pages.k)
+        problem.pages.v.copy_(other.pages.v)
+        graph.replay()
+        assert other.error(out) < 1e-2
 
 
 def test_splits_fill_the_device_and_stay_within_the_workspace():

@@ -13,7 +13,8 @@ from pretended_device import DEVICE, PretendedDevice
 from test_qwen_vl import MAKERS, Prompt, add_image, expect, make_qwen2_5, oracle_inputs
 
 from headrace.base.config import engine_config
-from headrace.execution.graphs import GraphSizes, MixedGraphPath
+from headrace.execution.graph_sizes import GraphSizes
+from headrace.execution.graphs import MixedGraphPath
 from headrace.execution.media import StaticMedia
 from headrace.execution.step import StepFeature
 from headrace.layers.batch import MediaVectors

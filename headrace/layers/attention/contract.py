@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.registry import Registry
 from headrace.base.step import MAX_DRAFTS
+from headrace.kernels.attention import PrefixGroups
 from headrace.kernels.few_decodes import Rotation
 from headrace.memory.hot_pool import HotLayer
 
@@ -70,7 +71,8 @@ class AttentionInputs:
     the lists of host lengths are meaningless. Only backends with ``supports_dynamic_lengths`` are given such steps.
 
     ``last_run``: the first page of the last request, if the host knows that its pages are contiguous. ``rows`` [R]
-    int64: where each request's state is; None in steps with ``has_dynamic_lengths``.
+    int64: where each request's state is; None in steps with ``has_dynamic_lengths``. ``prefixes``: which of the decodes
+    begin with the same pages, where that is known and the backend has `CacheBackend.prefix_members`.
     """
 
     num_tokens: int
@@ -86,6 +88,7 @@ class AttentionInputs:
     has_dynamic_lengths: bool = False
     last_run: int | None = None
     rows: torch.Tensor | None = None
+    prefixes: PrefixGroups | None = None
 
     @property
     def num_requests(self) -> int:
@@ -125,7 +128,8 @@ class CacheBackend(ABC):
     `AttentionInputs` with ``has_dynamic_lengths``. ``fuses_layers``: a kernel for whole layers may replace it.
     ``most_drafts``: a request may occur so many more times among the decodes of a step, at consecutive positions (its
     last token and drafts), and the page may hold wrong drafts behind a request's length; 0 where a decode changes
-    state that the decode behind it reads.
+    state that the decode behind it reads. ``prefix_members``: so many decodes at most are computed together where they
+    begin with the same pages (`AttentionInputs.prefixes`); 0 where all are computed one by one.
     """
 
     preferred_page_size: ClassVar[int | None] = None
@@ -133,6 +137,7 @@ class CacheBackend(ABC):
     supports_dynamic_lengths: ClassVar[bool] = False
     fuses_layers: ClassVar[bool] = False
     most_drafts: int = MAX_DRAFTS
+    prefix_members: int = 0
 
     @abstractmethod
     def prepare(self, inputs: AttentionInputs) -> None:

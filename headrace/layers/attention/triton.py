@@ -17,6 +17,7 @@ from headrace.kernels.attention.prefill import (
     prefill,
     prefill_tile,
 )
+from headrace.kernels.attention.prefixes import count_members, decode_behind_prefixes
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes.hopper import DIVISIONS, SHORT_CONTEXTS, few_decodes
 from headrace.layers.attention.contract import (
@@ -83,6 +84,8 @@ class TritonAttention(PlannedBackend):
             and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
         )
         self._short_contexts = SHORT_CONTEXTS if self._fuses and not geometry.window else ()
+        is_plain = geometry.dtype == geometry.kv_dtype and not geometry.window
+        self.prefix_members = count_members(group) if is_plain else 0
         self._workspace = DecodeWorkspace.allocate(count_processors(device), group, geometry.value_dim, device)
 
     def attend(self, q: torch.Tensor, pages: KvPages, params: AttentionParams) -> torch.Tensor:
@@ -100,8 +103,13 @@ class TritonAttention(PlannedBackend):
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor
     ) -> None:
         """Write the decodes' rows of ``out`` [T, H, E_value]; needs no `prepare`."""
-        step = find_decodes(inputs)
-        if step is not None:
+        step, prefixes = find_decodes(inputs), inputs.prefixes
+        if prefixes is not None and not params.window:
+            decode_behind_prefixes(
+                q, (pages.k, pages.v), out, _head(params), prefixes, (inputs.kv_lens, inputs.page_table),
+                processors=self._workspace.processors, pdl=self.pdl
+            )
+        elif step is not None:
             decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
 
     def short_context(self, num_decodes: int) -> int:
@@ -143,7 +151,7 @@ class BesideTriton(AttentionBackend):
     supports_dynamic_lengths = True
 
     def __init__(self, fallback: TritonAttention):
-        self._fallback = fallback
+        self._fallback, self.prefix_members = fallback, fallback.prefix_members
         self._inputs: AttentionInputs | None = None
 
     def twin(self) -> Self:
