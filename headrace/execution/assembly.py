@@ -130,6 +130,7 @@ class Assembly:
             return 0
         sizes, model = self.graph_sizes(), self.loaded.model
         num_graphs = len(sizes) * (1 if model.adapters is None else 1 + model.adapters.num_captured)
+        num_graphs += len(sizes.with_prefixes) if any(backend.prefix_members for backend in self.backends) else 0
         num_graphs += len(sizes.with_media) if model.media is not None and model.media.captured is not None else 0
         return captured + num_graphs * self.loaded.num_layers * DRIVER_BYTES_PER_LAYER + LIBRARY_BYTES
 

@@ -20,9 +20,9 @@ multiplied with. A larger step keeps the device busy for longer than a layer's k
 MAX_SPAN = 1024
 """The most tokens of one span in a captured step. A longer one gains more from an attention kernel chosen for its
 length than it loses by launching without a graph."""
-PREFIX_STEP = 64
-"""The smallest bucket of decodes that begin with the same pages, and the distance of the next ones: fewer than of the
-others, beside which they are recorded."""
+PREFIX_SIZES, PREFIX_DISTANCE = (16, 32, 64, 96, 128), 64
+"""Buckets of decodes that begin with the same pages, and the distance of those above: fewer than of the others, beside
+which they are recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class GraphSizes:
     @property
     def with_prefixes(self) -> list[int]:
         """Bucket sizes in requests of steps of decodes of which many begin with the same pages."""
-        largest = self.decodes[-1:]
-        return [size for size in self.decodes if size % PREFIX_STEP == 0 or (size > PREFIX_STEP and size in largest)]
+        least, largest = PREFIX_SIZES[0], self.decodes[-1:]
+        return [
+            size for size in self.decodes
+            if size in PREFIX_SIZES or size % PREFIX_DISTANCE == 0 or (size > least and size in largest)
+        ]
 
     def __len__(self) -> int:
         return len(self.decodes) + len(self.tokens)

@@ -13,7 +13,7 @@ from headrace.base.cache import NULL_PAGE, CacheLayout
 from headrace.base.step import PageAppend, RowStart
 from headrace.kernels.attention import LEAST_MEMBERS, PREFIX_STEP, count_packed
 
-LEAST_DECODES = 48
+LEAST_DECODES = 16
 """Fewer decodes are bound by other things than their keys."""
 LEAST_KEYS = 256
 """The fewest keys that a group has in common."""
@@ -22,6 +22,11 @@ LEAST_PART = 0.5
 read."""
 LEAST_SAVED = 1 / 3
 """Of all keys of a step, the part that is not read again at least."""
+LAUNCH_KEYS, DECODE_KEYS, REST_KEYS = 8192, 192, 32
+"""What it costs, in keys that must be saved: the second launch, each decode that merges what two launches found, and
+each key of the longest rest, which one program reads alone while others may have ended. The first two are twice what an
+H200 measured beside 8 kv heads, where 1,000 keys of a prefix take 0.53 us of decodes one by one; the third is estimated
+from the latency of a tile."""
 
 
 @dataclass(slots=True)
@@ -99,10 +104,12 @@ class PrefixFinder:
         keys = np.concatenate((num_full[:1] * self._page_size, keys))
         keys[firsts] = num_full[firsts] * self._page_size
         least_keys = np.where(counts >= LEAST_MEMBERS, np.minimum.reduceat(keys, firsts), 0)
-        if (least_keys * (counts - 1)).sum() < LEAST_SAVED * ends.sum():
+        keys = np.repeat(least_keys, counts)
+        saved, rests = int((least_keys * (counts - 1)).sum()), ends - keys
+        costs = LAUNCH_KEYS + DECODE_KEYS * len(rows) + max(0, REST_KEYS * int(rests.max()) - int(rests.sum()))
+        if saved < max(costs, LEAST_SAVED * ends.sum()):
             return None
-        is_group = least_keys > 0
-        return GroupedDecodes(order, np.repeat(least_keys, counts), np.stack((firsts, counts), 1)[is_group])
+        return GroupedDecodes(order, keys, np.stack((firsts, counts), 1)[least_keys > 0])
 
     def _sort(self, table: np.ndarray, rows: np.ndarray, num_full: np.ndarray, least: int) -> np.ndarray:
         """Indices by pages at some entries, those nearest to the beginning first: decodes with the same pages up to one

@@ -79,10 +79,15 @@ def start_behind(
     driver.computed[row] = count
 
 
+def group_little(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    """Steps are grouped for less than would pay."""
+    for name, value in (dict(LEAST_KEYS=64, LAUNCH_KEYS=0, DECODE_KEYS=0, REST_KEYS=0) | limits).items():
+        monkeypatch.setattr(prefix_groups, name, value)
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_rows_of_two_prompts_in_turns(is_captured: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefix_groups, "LEAST_DECODES", 6)
-    monkeypatch.setattr(prefix_groups, "LEAST_KEYS", 64)
+    group_little(monkeypatch, LEAST_DECODES=6)
     runner, model = make_runner()
     if is_captured:
         steps = runner.capture(GraphSizes([8, 64], []), PretendedRecorder())
@@ -128,8 +133,7 @@ def test_rows_of_two_prompts_in_turns(is_captured: bool, monkeypatch: pytest.Mon
 
 def test_prompts_beside_rows_of_one_prompt(monkeypatch: pytest.MonkeyPatch):
     """Decodes of a step with prefill, which are not put in another order."""
-    monkeypatch.setattr(prefix_groups, "LEAST_DECODES", 6)
-    monkeypatch.setattr(prefix_groups, "LEAST_KEYS", 64)
+    group_little(monkeypatch, LEAST_DECODES=6)
     runner, model = make_runner()
     driver = Driver(runner, num_pages=150, page_size=PAGE)
     prompts = {row: [*BEGINS[0][:64], *range(30 + row, 33 + 2 * row)] for row in range(12)}
@@ -152,9 +156,11 @@ def test_prompts_beside_rows_of_one_prompt(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_graphs_of_steps_with_prefixes_are_few():
-    assert GraphSizes(bucket_sizes(512), []).with_prefixes == [64, 128, 192, 256, 320, 384, 448, 512]
-    assert GraphSizes(bucket_sizes(100), []).with_prefixes == [64, 100]
-    assert GraphSizes(bucket_sizes(48), []).with_prefixes == []
+    above = [192, 256, 320, 384, 448, 512]
+    assert GraphSizes(bucket_sizes(512), []).with_prefixes == [16, 32, 64, 96, 128, *above]
+    assert GraphSizes(bucket_sizes(100), []).with_prefixes == [16, 32, 64, 96, 100]
+    assert GraphSizes(bucket_sizes(20), []).with_prefixes == [16, 20]
+    assert GraphSizes(bucket_sizes(12), []).with_prefixes == []
 
 
 @pytest.mark.parametrize("options", [{"overlap_depth": 1}, {"overlap_depth": 2}, {"kv_pages": 90}], ids=str)
@@ -189,8 +195,7 @@ def test_requests_of_an_engine(options: dict[str, int], tmp_path: Path, monkeypa
             inputs = replace(inputs, page_table=table)
         prepare(backend, inputs)
 
-    for name, value in (("LEAST_KEYS", 64), ("LEAST_SAVED", 0.05), ("LEAST_PART", 0.3), ("LEAST_DECODES", 1000)):
-        monkeypatch.setattr(prefix_groups, name, value)
+    group_little(monkeypatch, LEAST_SAVED=0.05, LEAST_PART=0.3, LEAST_DECODES=1000)
     monkeypatch.setattr(ReferenceAttention, "prefix_members", 8)
     monkeypatch.setattr(ReferenceAttention, "prepare", prepare_by_groups)
     for _ in range(2):
@@ -216,7 +221,7 @@ def run_on_gpu(folder: Path, graphs: str) -> tuple[list[list[TokenLogprobs]], in
     driver, sampling, grouped = Driver(executor, num_pages=500, page_size=PAGE, num_groups=1), SamplingSpec(
         num_logprobs=1
     ), 0
-    begins = [random.Random(i).choices(range(500), k=320) for i in range(2)]
+    begins = [random.Random(i).choices(range(500), k=384) for i in range(2)]
     prompts = [[*begins[row % 2], *random.Random(row).choices(range(500), k=1 + row)] for row in range(72)]
     found: list[list[TokenLogprobs]] = [[] for _ in prompts]
     for row in (0, 1):
@@ -224,7 +229,7 @@ def run_on_gpu(folder: Path, graphs: str) -> tuple[list[list[TokenLogprobs]], in
     for new in (range(2), range(2, 30), range(30, 60), range(60, 72), *[()] * 6):
         for row in new:
             if row > 1:
-                start_behind(driver, row, row % 2, prompts[row], count=320, sampling=sampling)
+                start_behind(driver, row, row % 2, prompts[row], count=384, sampling=sampling)
         plan = driver.plan(dict.fromkeys(new, 999))
         torch.cuda.set_sync_debug_mode("error")
         try:

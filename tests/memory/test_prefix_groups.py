@@ -121,17 +121,18 @@ def shared_rows(finder: PrefixFinder, page_size: int, sizes: list[int], begin: i
 
 @pytest.mark.parametrize(("sizes", "expected"), [
     ([64], [16, 16, 16, 16]), ([50], [12, 13, 12, 13]), ([16, 17, 17], [16, 8, 9, 8, 9]),
-    ([20, 20, 3, 10], [10, 10, 10, 10, 10]), ([4] * 12, [4] * 12), ([3] * 20, None), ([47], None), ([1] * 64, None),
+    ([20, 20, 3, 21], [10, 10, 10, 10, 10, 11]), ([4] * 12, [4] * 12), ([3] * 20, None), ([16], [16]), ([15], None),
+    ([1] * 64, None),
 ])
 def test_families_are_put_side_by_side_and_divided_equally(sizes, expected):
     finder = make_finder(64)
-    rows, ends = shared_rows(finder, 16, sizes, begin=32)
+    rows, ends = shared_rows(finder, 16, sizes, begin=64)
     found = finder.find(rows, ends, sorts=True)
     if expected is None:
         assert found is None
     else:
         assert sorted(found.groups[:, 1].tolist()) == sorted(expected)
-        assert set(found.keys.tolist()) <= {0, 512}
+        assert set(found.keys.tolist()) <= {0, 1024}
     # one behind the other only where they are anyway
     in_turns = finder.find(rows, ends, sorts=False)
     assert (in_turns is None) == (expected is None or len(sizes) > 1)
@@ -148,6 +149,26 @@ def test_little_in_common_is_none():
     for row in range(40):
         tables.start(row, 1000, [])
     assert finder.find(np.arange(64), np.full(64, 1000), sorts=True) is None
+
+
+@pytest.mark.parametrize(("count", "begin", "is_found"), [
+    (16, 1024, True), (16, 512, False), (15, 2048, False), (64, 512, True), (64, 256, False),
+])
+def test_a_second_launch_must_pay(count, begin, is_found):
+    finder = make_finder(64)
+    rows, ends = shared_rows(finder, 16, [count], begin // 16)
+    assert (finder.find(rows, ends, sorts=True) is not None) == is_found
+
+
+def test_a_long_rest_is_read_by_one_program():
+    """Beside 15 others, of keys that are not in common, it would take longer than what is saved."""
+    finder = make_finder(64)
+    rows, ends = shared_rows(finder, 16, [16], 128)
+    tables = Tables(finder, 16)
+    for length, is_found in ((200, True), (1500, False)):
+        tables.start(16, length, [])
+        found = finder.find(np.append(rows, 16), np.append(ends, length), sorts=True)
+        assert (found is not None) == is_found
 
 
 def test_a_page_that_was_replaced():
@@ -173,9 +194,9 @@ def test_pages_of_all_tables_that_have_a_use_for_it():
     finder = make_finder(64, members=(16, 0, 8))
     for row in range(64):
         finder.note([], [
-            PageAppend(0, row, 0, [*range(1, 33), 100 + row]), PageAppend(1, row, 0, [row] * 33),
-            PageAppend(2, row, 0, [*range(1, 21), *range(1000 + 13 * row, 1013 + 13 * row)]),
+            PageAppend(0, row, 0, [*range(1, 49), 100 + row]), PageAppend(1, row, 0, [row] * 49),
+            PageAppend(2, row, 0, [*range(1, 29), *range(1000 + 21 * row, 1021 + 21 * row)]),
         ])
-    found = finder.find(np.arange(64), np.full(64, 520), sorts=True)
-    assert found.keys.tolist() == [320] * 64
+    found = finder.find(np.arange(64), np.full(64, 776), sorts=True)
+    assert found.keys.tolist() == [448] * 64
     assert found.groups[:, 1].tolist() == [8] * 8

@@ -38,7 +38,7 @@ def prefix_tile(width: int, element_size: int) -> Tile:
     """Two programs of 16-bit keys fit on a multiprocessor."""
     if element_size > 2:
         return Tile(GROUP_ROWS, 32, 4, 1)
-    return Tile(GROUP_ROWS, 64 if width <= 128 else 32, 4, 3)
+    return Tile(GROUP_ROWS, 64, 4, 5) if width <= 128 else Tile(GROUP_ROWS, 32, 4, 3)
 
 
 def rest_tile(group: int, width: int, element_size: int) -> Tile:
@@ -46,7 +46,7 @@ def rest_tile(group: int, width: int, element_size: int) -> Tile:
     rows = max(16, next_power_of_2(group))
     if element_size > 2:
         return Tile(rows, 32 if width <= 128 else 16, 4, 1)
-    return Tile(rows, 64 if width <= 128 else 32, 4, 2)
+    return Tile(rows, 32, 2, 3) if width <= 128 else Tile(rows, 32, 4, 2)
 
 
 @triton.jit
