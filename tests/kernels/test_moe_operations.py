@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from headrace.kernels.block_scaled import dequantise_mxfp4 as dequantise
 from headrace.kernels.linear import Norm
-from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, NORM_ROUTE, ROUTE
+from headrace.kernels.moe import GROUPED_LINEAR, HASH_ROUTE, NORM_ROUTE, OWN_EXPERTS, ROUTE
 from headrace.kernels.moe.reference import make_scores
 from headrace.kernels.native import build
 from headrace.kernels.operation import KernelQuery
@@ -133,6 +133,23 @@ def test_routing_by_token_id(case: tuple[torch.Tensor, torch.Tensor | None, dict
         scores = score_densely(logits[row].tolist(), shape["score"])
         total = sum(scores[x] for x in chosen) if shape["renormalise"] else 1.0
         assert given_weights == pytest.approx([scores[x] / total * shape["scale"] for x in chosen], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "device"), [
+    ("reference", "cpu"), pytest.param("triton", "cpu", marks=pytest.mark.interpreted),
+    pytest.param("triton_pdl", "cuda", marks=pytest.mark.cuda),
+])
+@pytest.mark.parametrize("shape", [(0, 6), (1, 6), (3, 2), (103, 10)])
+def test_experts_of_a_rank_are_numbered_from_its_first(name: str, device: str, shape: tuple[int, int]):
+    ids = torch.randint(-1, 12, shape, generator=torch.Generator().manual_seed(shape[0])).to(device)
+    whole = ids.tolist()
+    for first, count in ((0, 12), (0, 6), (6, 6), (4, 3), (11, 1)):
+        own = OWN_EXPERTS.load(name)(ids, first, count)
+        numbers = {first + i: i for i in range(count)}
+        assert own.dtype == torch.int64
+        assert own.tolist() == [[numbers.get(expert, -1) for expert in row] for row in whole]
+        strided = OWN_EXPERTS.load(name)(ids.t(), first, count)
+        assert torch.equal(strided.t(), own)
 
 
 def grouped_case(

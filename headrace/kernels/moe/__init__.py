@@ -63,6 +63,10 @@ k])``.
 As `ROUTE`, but a token's experts are looked up in ``table`` by its id; scores give only the weights.
 """
 
+OWN_EXPERTS = Operation("kernel that numbers own experts")
+"""``own_experts(ids [T, k] int64, first, count) -> [T, k] int64``: chosen experts, numbered from the first of the
+``count`` that a rank has; -1 for others, and for no expert."""
+
 NORM_ROUTE = Operation("norm and route kernel")
 """``norm_route(pending [T, D] or [S, T, D] float32, residual [T, D], norm: Norm, router [X, D], bias [X] | None,
 choice_bias, **RouteShape) -> (x [T, D], new_residual [T, D], ids, weights) | None``.
@@ -144,6 +148,7 @@ def is_few(num_tokens: int, top_k: int, num_experts: int, most_each: int = MOST_
 
 HASH_ROUTE.add("reference", "headrace.kernels.moe.reference:hash_route", doc="plain torch")
 ROUTE.add("reference", "headrace.kernels.moe.reference:route", doc="plain torch")
+OWN_EXPERTS.add("reference", "headrace.kernels.moe.reference:own_experts", doc="plain torch")
 NORM_ROUTE.add("reference", "headrace.kernels.moe.reference:norm_route", doc="one behind the other")
 GROUPED_LINEAR.add(
     "reference", "headrace.kernels.moe.reference:grouped_linear", doc="a product per expert; waits for the row counts"
@@ -199,6 +204,7 @@ NORM_ROUTE.add(
     doc="own CUDA C++ for up to 16 tokens: a cluster has a token",
 )
 HASH_ROUTE.add_triton("headrace.kernels.moe.triton:hash_route", supports=_reason_against_route, doc="one kernel")
+OWN_EXPERTS.add_triton("headrace.kernels.moe.triton:own_experts", doc="one kernel")
 RUN_EXPERTS.add(
     "triton_pdl", "headrace.kernels.moe.experts:run_experts_pdl", supports=_with_large_tiles, priority=15,
     doc="three kernels, four for more than 16 tokens, with dependent launch",

@@ -51,6 +51,12 @@ def hash_route(
     return ids, _weigh(make_scores(logits.float(), score).gather(1, ids), renormalise=renormalise, scale=scale)
 
 
+def own_experts(ids: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """See `OWN_EXPERTS`."""
+    own = ids - first
+    return torch.where((own >= 0) & (own < count), own, -1)
+
+
 def _weigh(scores: torch.Tensor, *, renormalise: bool, scale: float) -> torch.Tensor:
     if renormalise:
         scores = scores / (scores.sum(-1, keepdim=True) + LEAST_SUM)

@@ -17,6 +17,7 @@ from headrace.kernels.moe.reference import LEAST_SUM
 from headrace.kernels.rowwise.triton import GATE_BLOCK, GATES, apply_gate
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+OWN_BLOCK = 512
 LEAST = tl.constexpr(-3.0e38)  # replaces NaN: chosen last, but before those already chosen (-inf), so never twice
 
 
@@ -125,6 +126,27 @@ def hash_route(
 
 route_pdl, hash_route_pdl = partial(route, pdl=True), partial(hash_route, pdl=True)
 
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "count"])
+def _own_kernel(ids_ptr, out_ptr, num_pairs, first, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    own = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1) - first
+    tl.store(out_ptr + pair, tl.where((own >= 0) & (own < count), own, -1), mask=pair < num_pairs)
+
+
+def own_experts(ids: torch.Tensor, first: int, count: int, *, pdl: bool = False) -> torch.Tensor:
+    """See `OWN_EXPERTS`."""
+    ids = ids.contiguous()
+    out, num_pairs = torch.empty_like(ids), ids.numel()
+    if num_pairs:
+        _own_kernel[(ceil_div(num_pairs, OWN_BLOCK),)](
+            ids, out, num_pairs, first, count, BLOCK=OWN_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out
+
+
+own_experts_pdl = partial(own_experts, pdl=True)
 
 AT_ONCE = (1024, 4096)
 """Pairs per iteration of `_group_kernel`: up to 4096 pairs, and more. Two sizes, two kernels to compile."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.moe import OWN_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.parallel.experts import exchange_counts, reduce_scatter_rows
@@ -25,6 +26,7 @@ class _Sender:
 
     def __init__(self, build: Build):
         self._ranks, self._step = build.experts, build.step
+        self._number = OWN_EXPERTS.choose(build.query())
         self.group = build.experts.group
         self._counts: list[int] = []  # tokens that each rank sends
         self._own = Share.whole(0)  # those of this one, among its replica's
@@ -49,8 +51,7 @@ class _Sender:
         """Packed rows [N, bytes], with the experts of this rank numbered from 0 and all others -1."""
         tokens = unpack_tokens(packed, like)
         own = self._ranks.share(like.num_experts)
-        ids = tokens.ids - own.start
-        ids = torch.where((ids >= 0) & (ids < own.length), ids, -1)
+        ids = self._number(tokens.ids, own.start, own.length)
         return ChosenTokens(tokens.hidden, ids, tokens.weights, own.length, has_padding=True)
 
 

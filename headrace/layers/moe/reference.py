@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.moe import RUN_EXPERTS
+from headrace.kernels.moe import OWN_EXPERTS, RUN_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.weights import ExpertWeights, describe_gate
@@ -33,12 +33,11 @@ class ReplicatedDispatcher:
     is_capturable = True
 
     def __init__(self, build: Build):
-        self._ranks = build.experts
+        self._ranks, self._number = build.experts, OWN_EXPERTS.choose(build.query())
 
     def dispatch(self, tokens: ChosenTokens) -> ChosenTokens:
         own = self._ranks.share(tokens.num_experts)
-        is_own = (tokens.ids >= own.start) & (tokens.ids < own.stop)
-        ids = torch.where(is_own, tokens.ids - own.start, -1)
+        ids = self._number(tokens.ids, own.start, own.length)
         return ChosenTokens(tokens.hidden, ids, tokens.weights, own.length, has_padding=True)
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
