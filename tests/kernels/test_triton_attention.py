@@ -227,6 +227,9 @@ def test_splits_fill_the_device_and_stay_within_the_workspace():
     assert plan_splits(1, 8, 8192, head_dim=128, tile=tile, processors=132) == (16, Tile(16, 64, 4, 9))
     assert plan_splits(1, 8, 100, head_dim=128, tile=tile, processors=132)[0] == 2
     assert plan_splits(256, 8, 8192, head_dim=128, tile=tile, processors=132) == (256, tile)
+    assert plan_splits(40, 8, 4096, head_dim=128, tile=tile, processors=132) == (40, tile)
+    assert plan_splits(40, 8, 8192, head_dim=128, tile=tile, processors=132)[0] == 66
+    assert plan_splits(100, 8, 8192, head_dim=128, tile=tile, processors=132)[0] == 132
     for head_dim in (64, 96, 128, 256):
         for requests in (1, 3, 8, 16, 17, 33, 34, 200):
             for kv_heads in (1, 2, 8, 32):
@@ -234,6 +237,18 @@ def test_splits_fill_the_device_and_stay_within_the_workspace():
                     requests, kv_heads, 131072, head_dim=head_dim, tile=decode_tile(4, head_dim, 2), processors=132
                 )
                 assert slots >= requests and (slots == requests or slots * kv_heads <= 132 * MOST_PROGRAMS)
+
+
+@pytest.mark.parametrize("device,dtype,tolerance", [EXACTLY, *ON_GPU])
+def test_one_long_request_among_many(device, dtype, tolerance):
+    """By itself, a program would read it long after the others have ended."""
+    spans = tuple((1, 300 if i == 20 else 1 + i % 7) for i in range(34))
+    problem = make_problem(Case(spans, num_heads=2, num_kv_heads=1, head_dim=16, max_kv_len=8192), device, dtype)
+    backend = TritonAttention(problem.geometry, torch.device(device))
+    backend._workspace = DecodeWorkspace.allocate(12, 2, 16, torch.device(device))
+    assert plan_splits(34, 1, 8192, head_dim=16, tile=decode_tile(2, 16, dtype.itemsize), processors=12)[0] == 48
+    assert problem.error(problem.run(backend)) < tolerance
+    assert backend.short_context(34) == 4096 and backend.short_context(33) == backend.short_context(200) == 0
 
 
 LONG = {

@@ -53,7 +53,11 @@ SPLIT_RULES = {128: (SplitRule(0.25, 1, 9), SplitRule(1, 2, 7), SplitRule(2, 4, 
 more requests need more programs to balance a long one. Measured on an H200; none was slower than one program per
 request and head."""
 OTHER_RULES = (SplitRule(1.5, 3, 5),)
-MOST_PROGRAMS = 4
+MANY_REQUESTS, LONG_CONTEXT = 33, 4096
+LONG_RULES = (SplitRule(3.5, 4, 5), SplitRule(7.5, 8, 5))
+"""For more than ``MANY_REQUESTS`` of which one may have more than ``LONG_CONTEXT`` keys: a program that reads them by
+itself ends long after all others."""
+MOST_PROGRAMS = 8
 """The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""
 
 
@@ -64,7 +68,8 @@ def plan_splits(
     """``(slots, tile)``: how many programs per kv head share the keys of all requests, and their tile. ``num_requests``
     slots mean no split: one program per request and kv head. ``max_kv_len`` is an upper bound, not a length, so that
     the result depends only on what a captured graph fixes."""
-    for rule in SPLIT_RULES.get(head_dim, OTHER_RULES) if is_roomy else OTHER_RULES:
+    rules = SPLIT_RULES.get(head_dim, OTHER_RULES) if is_roomy else OTHER_RULES
+    for rule in (*rules, *(LONG_RULES if num_requests > MANY_REQUESTS and max_kv_len > LONG_CONTEXT else ())):
         if num_requests * num_kv_heads <= rule.most_tiles * processors:
             # one stage means float32, which keeps its small tile
             split = replace(tile, keys=64, num_stages=rule.stages) if tile.num_stages > 1 and is_roomy else tile

@@ -9,7 +9,13 @@ from typing import Self
 import torch
 
 from headrace.kernels.attention.blocks import Head, Tile, block_dim, find_block_bytes
-from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, decode
+from headrace.kernels.attention.decodes import (
+    LONG_CONTEXT,
+    MANY_REQUESTS,
+    DecodeStep,
+    DecodeWorkspace,
+    decode,
+)
 from headrace.kernels.attention.prefill import (
     PrefillPlan,
     plan_open_prefill,
@@ -30,6 +36,8 @@ from headrace.layers.attention.contract import (
 
 FUSED_CAPABILITY = (9, 0)
 """That of `few_decodes`."""
+MOST_SPLIT = 128
+"""Requests of which one may be long in a step that is captured by itself; more hide it better."""
 
 
 def count_processors(device: torch.device) -> int:
@@ -83,7 +91,8 @@ class TritonAttention(PlannedBackend):
             self.pdl and geometry.capability == FUSED_CAPABILITY and geometry.head_dim in DIVISIONS
             and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
         )
-        self._short_contexts = SHORT_CONTEXTS if self._fuses and not geometry.window else ()
+        self._short_contexts = SHORT_CONTEXTS if self._fuses else ()
+        self._has_window = bool(geometry.window)
         is_plain = geometry.dtype == geometry.kv_dtype and not geometry.window
         self.prefix_members = count_members(group) if is_plain else 0
         self._workspace = DecodeWorkspace.allocate(count_processors(device), group, geometry.value_dim, device)
@@ -114,6 +123,10 @@ class TritonAttention(PlannedBackend):
 
     def short_context(self, num_decodes: int) -> int:
         """See `CacheBackend.short_context`."""
+        if self._has_window:
+            return 0
+        if MANY_REQUESTS < num_decodes <= MOST_SPLIT:
+            return LONG_CONTEXT
         return self._short_contexts[num_decodes - 1] if num_decodes <= len(self._short_contexts) else 0
 
     def rotate_and_attend(
