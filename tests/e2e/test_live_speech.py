@@ -77,6 +77,7 @@ def test_every_format_says_what_transformers_writes(client, oracle):
     plain = text_of(oracle.write(features, 0, [START, ENGLISH, TRANSCRIBE, PLAIN], has_times=False)).strip()
     common = {"file": wav(clip), "model": "default", "language": "en", "temperature": GREEDY}
     assert client.audio.transcriptions.create(**common).text == plain
+    assert client.audio.transcriptions.create(**common, chunking_strategy="auto").text == plain
     assert client.audio.transcriptions.create(**common, response_format="text").strip() == plain
     hinted = [PREVIOUS, *make_tokenizer().encode(" mill").ids, START, ENGLISH, TRANSCRIBE, PLAIN]
     found = client.audio.transcriptions.create(**common, prompt="mill").text
@@ -188,7 +189,7 @@ def test_other_rates_and_channels_are_heard(client):
 
 @pytest.mark.parametrize("fields, param", [
     ({"language": "klingon"}, "language"), ({"timestamp_granularities[]": "letter"}, "timestamp_granularities[0]"),
-    ({"timestamp_granularities[]": "word"}, "response_format"),
+    ({"timestamp_granularities[]": "word"}, "response_format"), ({"chunking_strategy": "vad"}, "chunking_strategy"),
     ({"response_format": "xml"}, "response_format"), ({"temperature": "2"}, "temperature"),
     ({"stream": "true", "response_format": "srt"}, "stream"), ({"nonsense": "1"}, "nonsense"),
 ])

@@ -177,7 +177,8 @@ FIELDS = {
     "text": "The text.",
     "file": "The clip: WAV, MP3, FLAC, Ogg, M4A or WebM.",
     "language": "The clip's language, as ISO 639-1 names it (`en`); found in the sound where it is left out.",
-    "timestamp_granularities": "Only `segment`, with `verbose_json`.",
+    "timestamp_granularities": "`segment`, `word` or both, with `verbose_json`.",
+    "chunking_strategy": "`auto`, which has no effect: clips are always divided into windows.",
     **{
         f"{record}.{name}": about
         for record in ("TranscriptionRequest", "TranslationRequest")

@@ -53,11 +53,13 @@ class TranslationRequest(SpeechRequest, kw_only=True, forbid_unknown_fields=True
 
 
 class TranscriptionRequest(SpeechRequest, kw_only=True, forbid_unknown_fields=True):
-    """A clip to be written down in its language. ``language``: its code, as ISO 639-1 has it."""
+    """A clip to be written down in its language. ``language``: its code, as ISO 639-1 has it.
+    ``chunking_strategy`` has no effect."""
 
     language: Annotated[str, Meta(max_length=32)] | None = None
     stream: bool | None = None
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
+    chunking_strategy: Literal["auto"] | None = None
 
 
 class SoundUsage(Struct):
