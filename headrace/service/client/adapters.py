@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 MAX_NAME = 256
 LOADING_TIMEOUT_S = 600.0
-RETRY_AFTER_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +77,21 @@ class AdapterCatalog:
         return [adapter.name for adapter in self.loaded]
 
     def find(self, name: str, base: str) -> str | None:
-        """The adapter that a request's ``model`` names: ``name``, or ``base:name``; None for another name. Raises
-        `EngineUnavailable` while adapters are loaded again after a restart."""
+        """The adapter that a request's ``model`` names: ``name``, or ``base:name``; None for another name."""
         known = set(self.names)
-        for wanted in (name, name.removeprefix(f"{base}:")):
-            if wanted in known:
-                if self._reloading and not self._is_static(wanted):
-                    raise EngineUnavailable(f"adapter {wanted!r} is being loaded again", retry_after=RETRY_AFTER_S)
-                return wanted
-        return None
+        return next((wanted for wanted in (name, name.removeprefix(f"{base}:")) if wanted in known), None)
+
+    def is_reloading(self, names: Iterable[str]) -> bool:
+        """Whether one of these adapters is being loaded again after a restart; empty names are of the base model."""
+        return bool(self._reloading) and any(name and not self._is_static(name) for name in names)
+
+    async def settle(self, names: Sequence[str]) -> None:
+        """Wait until adapters have been loaded again; raises `NotFound` for one that cannot be."""
+        while self.is_reloading(names):
+            await asyncio.wait(self._reloading)
+        gone = next((name for name in names if name and name not in self._known), None)
+        if gone is not None:
+            raise NotFound(f"adapter {gone!r} could not be loaded again after a restart of the engine", param="model")
 
     async def load(
         self, name: str, path: str, *, own_names: Sequence[str] = (), is_pinned: bool = False, replaces: bool = False,

@@ -16,7 +16,7 @@ from fake_client import FakeClient
 
 from headrace.base.adapters import AdapterConfig, AdapterStats, LoadAdapter, LoRARequest, UnloadAdapter
 from headrace.base.config import EngineConfig, ServerConfig
-from headrace.base.errors import AdapterError, ConfigError, Conflict, EngineUnavailable
+from headrace.base.errors import AdapterError, ConfigError, Conflict
 from headrace.base.messages import EngineStats
 from headrace.base.pooling import PoolingFacts
 from headrace.serving.http.app import create_app
@@ -219,13 +219,17 @@ async def test_metrics_of_adapters(http: Any, client: FakeClient, monkeypatch: p
 
 
 class RestartedReplica:
-    """Keeps what it is asked."""
+    """Keeps what it is asked, and answers when it may, with an error if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.may_answer, self.error = asyncio.Event(), error
 
     async def call(self, method: str, arguments: dict[str, Any], timeout_s: float) -> None:
         self.calls.append((method, arguments))
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
 
 
 async def test_a_restarted_engine_gets_what_was_changed_since_the_start(http: Any, client: FakeClient, folder: Path):
@@ -236,15 +240,33 @@ async def test_a_restarted_engine_gets_what_was_changed_since_the_start(http: An
     replica = RestartedReplica()
     client.on_restart(replica)
     catalog = http.app.state.context.adapters
-    with pytest.raises(EngineUnavailable, match="loaded again"):
-        catalog.find("sql", "fake-model")
-    while catalog._reloading:
-        await asyncio.sleep(0.001)
+    asked = [
+        asyncio.create_task(http.post("/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 1}))
+        for name in ("sql", "default")
+    ]
+    assert (await asked[1]).status_code == 200 and not asked[0].done(), "others do not wait"
+    assert client.adapters == [""] and catalog.is_reloading(["", "sql"]) and not catalog.is_reloading([""])
+    replica.may_answer.set()
+    assert (await asked[0]).status_code == 200 and client.adapters == ["", "sql"]
     assert [(method, call["name"]) for method, call in replica.calls] == [
         ("load_adapter", "sql"), ("unload_adapter", "chat:v2"),
     ]
     loaded = replica.calls[0][1]
     assert loaded["path"] == str(folder / "lawyer") and loaded["replaces"] and loaded["is_pinned"]
+
+
+async def test_who_waits_for_an_adapter_whose_files_have_gone_is_told(http: Any, client: FakeClient):
+    assert (await http.post("/v1/load_lora_adapter", json={"lora_name": "law", "lora_path": "lawyer"})).is_success
+    replica = RestartedReplica(AdapterError("there is no adapter", param="lora_path"))
+    client.on_restart(replica)
+    body = {"model": "law", "messages": MESSAGES, "max_tokens": 1}
+    asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+    while not replica.calls:
+        await asyncio.sleep(0.001)
+    replica.may_answer.set()
+    answer = await asked
+    assert answer.status_code == 404 and "'law'" in answer.text and client.adapters == []
+    assert (await http.post("/v1/chat/completions", json=body)).json()["error"]["code"] == "model_not_found"
 
 
 async def test_an_unchanged_server_reloads_nothing(http: Any, client: FakeClient):
@@ -262,6 +284,7 @@ async def test_a_reload_waits_for_a_load_that_is_under_way(http: Any, client: Fa
         await asyncio.sleep(0.01)
         assert not replica.calls
         catalog._known["law"] = LoRARequest("law", "/second")
+    replica.may_answer.set()
     while catalog._reloading:
         await asyncio.sleep(0.001)
     assert [call["path"] for _, call in replica.calls] == ["/second"]

@@ -33,6 +33,7 @@ from headrace.serving.http.transport.access import client_of
 from headrace.serving.http.transport.errors import JsonResponse, conceal
 from headrace.serving.http.transport.metrics import RequestTimer
 from headrace.serving.http.transport.pieces import TokenIds
+from headrace.serving.http.transport.threads import while_connected
 
 if TYPE_CHECKING:
     from headrace.service.client.stream import RequestStream
@@ -337,6 +338,9 @@ async def _submit_all(http_request: Request, request: GenerationRequest, *, is_d
     state = http_request.scope.setdefault("state", {})
     # for the response header that `RequestLedger` adds
     state["request_id"] = state.get("request_id") or request.request_id
+    if context.adapters.is_reloading(request.adapters()):
+        settling = asyncio.ensure_future(context.adapters.settle(request.adapters()))
+        await (settling if is_detached else while_connected(http_request, settling))
     # `EngineClient.submit` checks engine ids; this one is not an engine id when there are several prompts.
     if request.request_id in context.running:
         raise RequestError(f"request_id {request.request_id!r} is in use by a running request", param="request_id")
