@@ -86,3 +86,15 @@ def read_event_options(text: str | None) -> KvEventOptions | None:
         raise ConfigError("kv_events_config: buffer_steps, hwm and max_queue_size are at least 1",
                           param="kv_events_config")
     return options if options.enable_kv_cache_events and options.publisher == "zmq" else None
+
+
+def shift_endpoint(endpoint: str, replica: int) -> str:
+    """The endpoint of a replica: its number is added to the port, or to the name. Raises `ConfigError`."""
+    if not replica:
+        return endpoint
+    if endpoint.startswith("tcp://"):
+        head, _, port = endpoint.rpartition(":")
+        if not port.isdigit():
+            raise ConfigError(f"kv_events_config: {endpoint} has no port", param="kv_events_config")
+        return f"{head}:{int(port) + replica}"
+    return f"{endpoint}_dp{replica}"

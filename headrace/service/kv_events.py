@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError, HeadraceError
-from headrace.base.kv_events import KvEvent, KvEventBatch, KvEventOptions
+from headrace.base.kv_events import KvEvent, KvEventBatch, KvEventOptions, shift_endpoint
 from headrace.base.messages import EngineRequest
 from headrace.scheduling.changes import PrefixChanges
 
@@ -154,15 +154,3 @@ def import_zmq() -> Any:
     except ImportError as error:
         raise ConfigError("KV events need ZeroMQ; install headrace[kv-events]", param="kv_events_config") from error
     return zmq
-
-
-def shift_endpoint(endpoint: str, replica: int) -> str:
-    """The endpoint of a replica: its number is added to the port, or to the name. Raises `ConfigError`."""
-    if not replica:
-        return endpoint
-    if endpoint.startswith("tcp://"):
-        head, _, port = endpoint.rpartition(":")
-        if not port.isdigit():
-            raise ConfigError(f"kv_events_config: {endpoint} has no port", param="kv_events_config")
-        return f"{head}:{int(port) + replica}"
-    return f"{endpoint}_dp{replica}"

@@ -15,12 +15,12 @@ import zmq
 
 from headrace.base.config import CacheConfig, engine_config
 from headrace.base.errors import ConfigError
-from headrace.base.kv_events import KvEventOptions, read_event_options
+from headrace.base.kv_events import KvEventOptions, read_event_options, shift_endpoint
 from headrace.base.messages import EngineRequest
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.build import build_engine
 from headrace.service.engine import Engine
-from headrace.service.kv_events import EventGate, EventPublisher, shift_endpoint
+from headrace.service.kv_events import EventGate, EventPublisher
 
 PAGE = 16
 

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.base import env
 from headrace.base.config import AccessConfig, OperationsConfig, ServeConfig, ServerConfig, all_options, flatten
 from headrace.base.errors import ConfigError
+from headrace.base.kv_events import shift_endpoint
 from headrace.base.option import options_of
 from headrace.serving.http_client import loop_factory
 from headrace.serving.router.options import RouterOptions, WorkerOptions
@@ -39,8 +42,10 @@ WATCH_S = 0.5
 DRAIN_GRACE_S = 10.0
 USER_ERROR = 2
 """The exit status of a command whose options are wrong."""
-NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {"disaggregate", "config", "drain_s"}
-"""Options of the router, which alone is reached from outside."""
+NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {
+    "disaggregate", "config", "drain_s", "kv_events_config"
+}
+"""Options of the router, which alone is reached from outside, and what each server has of its own."""
 
 
 @dataclass
@@ -84,7 +89,7 @@ class PairServers:
         ports = free_ports(total + counts[0])
         for index in range(total):
             mode = "prefill" if index < counts[0] else "decode"
-            options = _shared_options(config, total) | {
+            options = _shared_options(config, total) | _own_storage(config, mode, index, total) | {
                 "host": LOOPBACK, "port": ports[index], "trusted_proxies": LOOPBACK, "disaggregation_mode": mode,
             }
             if mode == "prefill":
@@ -168,6 +173,24 @@ def _shared_options(config: ServeConfig, count: int) -> dict[str, Any]:
         options["memory_fraction"] = max(0.01, values["memory_fraction"] / count)
     options["drain_s"] = values["drain_s"]
     return options
+
+
+def _own_storage(config: ServeConfig, mode: str, index: int, count: int) -> dict[str, Any]:
+    """What two servers cannot have in common: the folder of prefixes, a part of the whole each, and the addresses of KV
+    events, which tell routers of prompts what prefill servers have."""
+    cache, own = config.engine.cache, dict[str, Any]()
+    if cache.disk_cache:
+        own = {
+            "disk_cache": str(Path(cache.disk_cache).absolute() / f"{mode}-{index}"),
+            "disk_cache_gb": max(0.001, cache.disk_cache_gb / count),
+        }
+    if cache.kv_events is not None and mode == "prefill":
+        stated = msgspec.to_builtins(cache.kv_events)
+        stated |= {
+            name: shift_endpoint(stated[name], index) for name in ("endpoint", "replay_endpoint") if stated[name]
+        }
+        own["kv_events_config"] = json.dumps(stated)
+    return own
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from headrace.base import env
-from headrace.base.config import EngineConfig, ServeConfig
+from headrace.base.config import CacheConfig, EngineConfig, ServeConfig
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
 from headrace.base.parallel import DeviceConfig
+from headrace.serving.cli.commands import COMMANDS
+from headrace.serving.cli.flags import parse_command
 from headrace.serving.cli.main import main
+from headrace.serving.cli.serve import serve_config
 from headrace.serving.router import pairs_on_host
 from headrace.serving.router.pairs_on_host import PairServers
 
@@ -114,6 +117,30 @@ def test_each_server_sees_a_gpu_of_its_own(visible: str | None, expected: list[s
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [env.one_device(index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == expected
+
+
+def test_servers_share_no_folder_and_no_port(tmp_path: Path):
+    """Their own commands read these files."""
+    cache = CacheConfig(
+        disk_cache=str(tmp_path / "kv"), disk_cache_gb=3.0, host_cache_gb=0.5,
+        kv_events_config='{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557", "topic": "kv"}',
+    )
+    roles = DisaggregationConfig(disaggregate="2:1")
+    config = ServeConfig(engine=EngineConfig(cache=cache, disaggregation=roles, device=DeviceConfig(device="cpu")))
+    servers = PairServers(config, tmp_path)
+    assert [role.name for role in servers.roles] == ["prefill", "prefill", "decode"]
+    own = [
+        serve_config(parse_command(COMMANDS["serve"], role.command[role.command.index("serve") + 1 :])).engine.cache
+        for role in servers.roles
+    ]
+    folders = [str(tmp_path / "kv" / name) for name in ("prefill-0", "prefill-1", "decode-2")]
+    assert [cache.disk_cache for cache in own] == folders
+    assert [(cache.disk_cache_gb, cache.host_cache_gb) for cache in own] == [(1.0, 0.5)] * 3
+    events = [cache.kv_events for cache in own]
+    assert events[2] is None, "prompts are sent where a prefill server has them"
+    for index, options in enumerate(events[:2]):
+        assert options is not None and options.topic == "kv"
+        assert (options.endpoint, options.replay_endpoint) == (f"tcp://*:{5557 + index}", f"tcp://*:{6557 + index}")
 
 
 @pytest.mark.parametrize("visible", ["4", "4,-1,5"])
