@@ -286,7 +286,13 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
                 raise RequestError(f"the prompt has no placeholders at {offset}", param="media")
             end = offset + count
         covered[token_id] += place.num_tokens
-    for token_id, count in covered.items() if facts.speech is None else ():
+    if facts.speech is None:
+        _check_others(covered, token_ids)
+
+
+def _check_others(covered: dict[int, int], token_ids: Sequence[int]) -> None:
+    """Raise `RequestError` for placeholders without an item."""
+    for token_id, count in covered.items():
         found = token_ids.count(token_id)
         if found != count:
             raise RequestError(
