@@ -228,6 +228,13 @@ async def test_models_say_what_they_take(http):
     assert "vision" in (await http.post("/api/show", json={"model": "fake-model"})).json()["capabilities"]
 
 
+async def test_models_do_not_say_what_the_server_refuses(client, http):
+    client.config = EngineConfig(media=MediaConfig(limit_mm_per_prompt='{"video": 0, "audio": 0}'))
+    assert (await http.get("/v1/models")).json()["data"][0]["input_modalities"] == ["text", "image"]
+    info = (await http.get("/model_info")).json()
+    assert info["has_image_understanding"] and not info["has_audio_understanding"]
+
+
 async def test_others_are_not_delayed_and_a_client_that_leaves_drops_its_work(http, desk, client):
     slow = asyncio.create_task(http.post("/v1/chat/completions", json=chat(image(b"slow"))))
     while not desk.jobs:

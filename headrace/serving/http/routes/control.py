@@ -128,12 +128,19 @@ async def show_version(_request: Request) -> JsonResponse:
     return JsonResponse(Version(VERSION))
 
 
+def _media_kinds(context: AppContext) -> list[str]:
+    """The media that requests may hold."""
+    facts = context.facts()
+    taken = facts.media.kinds if facts.media is not None else ()
+    return [kind for kind in taken if context.client.config.media.limit(kind)]
+
+
 def _card(context: AppContext) -> ModelCard:
     facts = context.facts()
     task = facts.pooling.kind if facts.pooling is not None else "generate"
     return ModelCard(
         id=context.model_name, created=context.created, max_model_len=facts.max_model_len, root=facts.model, task=task,
-        input_modalities=("text", *(facts.media.kinds if facts.media is not None else ())),
+        input_modalities=("text", *_media_kinds(context)),
     )
 
 
@@ -213,7 +220,7 @@ async def show_model_info(request: Request) -> JsonResponse:
     """Facts of the model."""
     context = context_of(request)
     facts, model = context.facts(), context.client.config.model
-    kinds = facts.media.kinds if facts.media is not None else ()
+    kinds = _media_kinds(context)
     return JsonResponse(ModelInfo(
         model_path=facts.model, served_model_name=context.model_name, tokenizer_path=model.tokenizer or facts.model,
         is_generation=facts.pooling is None, architectures=[facts.architecture], model_type=facts.family,
