@@ -243,6 +243,16 @@ def call_driver(name: str, *arguments: Any) -> None:
         raise CudaSourceError(f"{name}: {(text.value or b'unknown').decode()}")
 
 
+def _enter_context(device: int) -> None:
+    """Give this thread torch's context of a device, unless it has one: a thread that has called nothing of CUDA's
+    runtime yet has none, although torch knows its device."""
+    context = c_void_p()
+    call_driver("cuCtxGetCurrent", byref(context))
+    if context.value is None:
+        call_driver("cuDevicePrimaryCtxRetain", byref(context), c_int(device))
+        call_driver("cuCtxSetCurrent", context)
+
+
 class _LaunchAttribute(ctypes.Structure):
     """``CUlaunchAttribute``, of which the first word of the value is used, or three for the size of a cluster."""
 
@@ -271,9 +281,10 @@ class CudaKernel:
         self.shared_bytes, self._is_loaded = shared_bytes, code != NOT_YET
         if not self._is_loaded:
             return
-        torch.cuda.current_stream()  # creates the context
+        torch.cuda.current_stream()  # initialises CUDA
         self._device = torch.cuda.current_device()
         self._module, self._function = c_void_p(), c_void_p()
+        _enter_context(self._device)
         call_driver("cuModuleLoadData", byref(self._module), c_char_p(code))
         call_driver("cuModuleGetFunction", byref(self._function), self._module, entry.encode())
         call_driver("cuFuncSetAttribute", self._function, MOST_SHARED_BYTES, shared_bytes)

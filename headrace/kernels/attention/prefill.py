@@ -34,31 +34,32 @@ def prefill_tile(width: int, element_size: int, block_bytes: int = LARGE_BLOCK) 
     # 128 wide: 32 KiB of queries + 5 * 32 KiB; 256 wide: 64 KiB + 2 * 64 KiB
     return Tile(128, 64, 8, 5) if width <= 128 else Tile(128, 64, 8, 2)
 
-@triton.jit(do_not_specialize=["first", "num_requests", "capacity"])
+@triton.jit(do_not_specialize=["first", "num_requests", "capacity", "tokens"])
 def _plan_prefill_kernel(
-    query_start_ptr, blocks_ptr, first, num_requests, capacity, LEAST: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr,
+    query_start_ptr, blocks_ptr, first, num_requests, capacity, tokens, LEAST: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Write ``(request, first token of the block)`` to ``blocks`` [capacity, 2] int32 for every block of TOKENS query
-    tokens of requests with LEAST tokens or more. Late blocks of a request come first: they see the most keys, and long
-    programs that start last would leave SMs idle. One program per request; the one after the last request fills
-    unused entries with request -1."""
+    """Write ``(request, first token of the block)`` to ``blocks`` [capacity + 1, 2] int32 for every block of ``tokens``
+    query tokens of requests with LEAST tokens or more. Late blocks of a request come first: they see the most keys, and
+    long programs that start last would leave SMs idle. One program per request; the one after the last request fills
+    unused entries with request -1, and the one behind all of them with zeros."""
     request = tl.program_id(0)
     # every program adds up the blocks of all requests before its own: no second launch, no atomics, a fixed order
     other = tl.arange(0, BLOCK_R)
     known = other < num_requests
     begin = tl.load(query_start_ptr + first + other, mask=known, other=0)
     end = tl.load(query_start_ptr + first + other + 1, mask=known, other=0)
-    blocks = tl.where(end - begin >= LEAST, (end - begin + TOKENS - 1) // TOKENS, 0)
+    blocks = tl.where(end - begin >= LEAST, (end - begin + tokens - 1) // tokens, 0)
     base = tl.sum(tl.where(other < request, blocks, 0), axis=0)
     count = tl.sum(tl.where(other == request, blocks, 0), axis=0)
     if request == num_requests:
         for i in range(base, capacity):
             tl.store(blocks_ptr + 2 * i, -1)
+        tl.store(blocks_ptr + 2 * capacity, 0)
+        tl.store(blocks_ptr + 2 * capacity + 1, 0)
     else:
         for i in range(count):
             tl.store(blocks_ptr + 2 * (base + i), first + request)
-            tl.store(blocks_ptr + 2 * (base + i) + 1, (count - 1 - i) * TOKENS)
+            tl.store(blocks_ptr + 2 * (base + i) + 1, (count - 1 - i) * tokens)
 
 
 @triton.jit
@@ -140,9 +141,11 @@ def _prefill_kernel(
 @dataclass(frozen=True)
 class PrefillPlan:
     """Which query tokens each program of `prefill` takes, ``tokens`` at most; made once a step, read by every layer.
-    ``blocks`` [N, 2] int32 holds (request, first token within its chunk); request -1: no work."""
+    ``blocks`` [N, 2] int32 holds (request, first token within its chunk); request -1: no work, nor behind it.
+    ``claims`` [2] int32: zeros, with which programs that stay count the blocks that they have taken, and themselves."""
 
     blocks: torch.Tensor
+    claims: torch.Tensor
     tile: Tile
     tokens: int
 
@@ -154,9 +157,8 @@ def plan_prefill(
     lengths on the host, so that the grid is known without a synchronisation."""
     tile, tokens = _query_tile(group, tile)
     num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
-    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
-    _deal_blocks(query_start, blocks, first, len(query_lens) - first, tokens, least=1)
-    return PrefillPlan(blocks, tile, tokens)
+    entries = _deal_blocks(query_start, num_blocks, first, len(query_lens) - first, tokens, least=1)
+    return PrefillPlan(entries[:-1], entries[-1], tile, tokens)
 
 
 def plan_open_prefill(
@@ -168,9 +170,8 @@ def plan_open_prefill(
     num_requests = query_start.shape[0] - 1
     # sum of ceil(n / tokens) <= num_tokens // tokens + requests, of which at most num_tokens // 2 have two tokens
     num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
-    blocks = torch.empty((num_blocks, 2), dtype=torch.int32, device=query_start.device)
-    _deal_blocks(query_start, blocks, 0, num_requests, tokens, least=2)
-    return PrefillPlan(blocks, tile, tokens)
+    entries = _deal_blocks(query_start, num_blocks, 0, num_requests, tokens, least=2)
+    return PrefillPlan(entries[:-1], entries[-1], tile, tokens)
 
 
 def _query_tile(group: int, tile: Tile) -> tuple[Tile, int]:
@@ -181,14 +182,15 @@ def _query_tile(group: int, tile: Tile) -> tuple[Tile, int]:
 
 
 def _deal_blocks(
-    query_start: torch.Tensor, blocks: torch.Tensor, first: int, num_requests: int, tokens: int, *, least: int
-) -> None:
+    query_start: torch.Tensor, num_blocks: int, first: int, num_requests: int, tokens: int, *, least: int
+) -> torch.Tensor:
+    entries = torch.empty((num_blocks + 1, 2), dtype=torch.int32, device=query_start.device)
     # BLOCK_R at least 1024: nearly every step then uses the same compiled kernel
     _plan_prefill_kernel[(num_requests + 1,)](
-        query_start, blocks, first, num_requests, blocks.shape[0], LEAST=least,
-        BLOCK_R=max(1024, next_power_of_2(num_requests)), TOKENS=tokens,
-        num_warps=4,
+        query_start, entries, first, num_requests, num_blocks, tokens, LEAST=least,
+        BLOCK_R=max(1024, next_power_of_2(num_requests)), num_warps=4,
     )
+    return entries
 
 
 def prefill(
