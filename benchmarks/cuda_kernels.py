@@ -319,6 +319,11 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
         )
         return [lambda: backend.attend(q, pages, params)]
 
+    def hopper_calls(model: Model, lens: list[tuple[int, int]]) -> list[Call]:
+        from headrace.layers.attention.hopper import HopperAttention
+
+        return backend_calls(HopperAttention, model, lens)
+
     def cudnn_calls(model: Model, lens: list[tuple[int, int]]) -> list[Call]:
         from headrace.layers.attention.cudnn import CudnnAttention
 
@@ -350,6 +355,7 @@ def prefill_items(pool: Pool) -> Iterator[Item]:
             flops = 4 * model.heads * model.dim * pairs
             solutions = {
                 "triton": lambda n, m=model, s=lens: backend_calls(TritonAttention, m, s),
+                "hopper": lambda n, m=model, s=lens: hopper_calls(m, s),
                 "cudnn": lambda n, m=model, s=lens: cudnn_calls(m, s),
                 "flashinfer": lambda n, m=model, s=lens: flashinfer_calls(m, s),
             }

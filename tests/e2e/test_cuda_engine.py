@@ -143,7 +143,7 @@ def test_seeded_draws_do_not_depend_on_graphs(model: str):
 
 
 @pytest.mark.parametrize("variant", HALF_VARIANTS)
-@pytest.mark.parametrize("backend", ["cudnn", "own", "flashinfer"])
+@pytest.mark.parametrize("backend", ["cudnn", "own", "hopper", "flashinfer"])
 def test_half_precision_backends_agree_for_most_tokens(model: str, greedy: list[list[int]], backend: str, variant: str):
     """In bf16 ties break differently; a wrong mask or page would destroy the agreement of first tokens. Without graphs
     the libraries see the prefill of short prompts too."""
@@ -151,8 +151,8 @@ def test_half_precision_backends_agree_for_most_tokens(model: str, greedy: list[
         pytest.skip(f"needs {NEEDS[backend]}")
     name = own_backend(model) if backend == "own" else backend
     refused = "pages of their own" if own_backend(model) != "triton" and backend != "own" else ""
-    if backend == "cudnn" and read_config(model).get("head_dim", 0) > 128:
-        refused = "head dims up to 128"
+    if backend in ("cudnn", "hopper") and read_config(model).get("head_dim", 0) > 128:
+        refused = "head dims"
     if refused:
         with pytest.raises(ConfigError, match=refused):
             tokens(model, GREEDY, dtype="bfloat16", attention_backend=name)

@@ -14,6 +14,8 @@ from headrace.layers.attention.contract import ATTENTION_BACKENDS, AttentionGeom
 HALF_TYPES = ("float16", "bfloat16")
 FLOAT8 = "float8_e4m3fn"
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+HOPPER, HOPPER_HEAD_DIMS, HOPPER_GROUP, HOPPER_PAGE = (9, 0), (64, 128), 128, 8
+"""Of the kernel for chunks on Hopper: its compute capability, head dims, most query heads of a kv head, least page."""
 
 
 def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
@@ -75,6 +77,27 @@ def reason_against_latents_early(geometry: AttentionGeometry) -> str | None:
     return _reason_against_early_launch(geometry) or reason_against_latents(geometry)
 
 
+def _reason_against_types(geometry: AttentionGeometry) -> str | None:
+    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
+        return "takes queries, keys and values in float16 or bfloat16, all alike"
+    return None
+
+
+def reason_against_hopper(geometry: AttentionGeometry) -> str | None:
+    """Half-precision on Hopper, two head dims, any window, soft-cap and sinks."""
+    if reason := reason_against_dependent_launch(geometry) or _reason_against_types(geometry):
+        return reason
+    if geometry.capability != HOPPER:
+        return "is made for compute capability 9.0"
+    if geometry.head_dim not in HOPPER_HEAD_DIMS or geometry.value_dim != geometry.head_dim:
+        return f"takes head dims {', '.join(map(str, HOPPER_HEAD_DIMS))}, keys and values alike"
+    if geometry.num_heads // geometry.num_kv_heads > HOPPER_GROUP:
+        return f"takes up to {HOPPER_GROUP} query heads of a kv head"
+    if geometry.page_size < HOPPER_PAGE or geometry.page_size & (geometry.page_size - 1):
+        return f"takes pages of {HOPPER_PAGE} tokens or more, powers of two"
+    return None
+
+
 def _reason_against_library(
     geometry: AttentionGeometry, module: str, missing: str, capability: tuple[int, int]
 ) -> str | None:
@@ -86,8 +109,8 @@ def _reason_against_library(
         return missing
     if geometry.capability < capability:
         return f"needs compute capability {capability[0]}.{capability[1]}"
-    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != geometry.dtype:
-        return "takes queries, keys and values in float16 or bfloat16, all alike"
+    if reason := _reason_against_types(geometry):
+        return reason
     if geometry.has_softcap or geometry.has_sinks or geometry.values_in_keys:
         return "has no soft-cap, no sinks, and reads values from pages of their own"
     return None
@@ -139,6 +162,10 @@ ATTENTION_BACKENDS.add(
 ATTENTION_BACKENDS.add(
     "latent_triton_pdl", "headrace.layers.attention.latents:DependentLaunchLatentTritonAttention",
     supports=reason_against_latents_early, priority=15, doc="the same with programmatic dependent launch",
+)
+ATTENTION_BACKENDS.add(
+    "hopper", "headrace.layers.attention.hopper:HopperAttention", supports=reason_against_hopper, priority=25,
+    doc="own CUDA C++ for chunks, the Triton kernels for decodes",
 )
 ATTENTION_BACKENDS.add(
     "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=reason_against_cudnn, priority=20,

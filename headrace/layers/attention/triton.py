@@ -61,13 +61,17 @@ class PlannedBackend(AttentionBackend):
     def prepare(self, inputs: AttentionInputs) -> None:
         """Launch a small kernel that assigns prefill chunks to programs; decodes need no plan."""
         self.inputs, self._plan = inputs, None
-        group, tile, starts = self._chunk_group, self._chunk_tile, inputs.query_start
+        group, starts, count = self._chunk_group, inputs.query_start, inputs.num_tokens
         if inputs.has_dynamic_lengths:
-            self._plan = plan_open_prefill(starts, inputs.num_tokens, group=group, tile=tile)
+            self._plan = plan_open_prefill(starts, count, group=group, tile=self._choose_tile(count))
         elif inputs.num_decodes < inputs.num_requests:
-            self._plan = plan_prefill(
-                starts, inputs.query_lens_cpu, first=inputs.num_decodes, group=group, tile=tile
-            )
+            first = inputs.num_decodes
+            tile = self._choose_tile(count - first)
+            self._plan = plan_prefill(starts, inputs.query_lens_cpu, first=first, group=group, tile=tile)
+
+    def _choose_tile(self, num_tokens: int) -> Tile:
+        """That of chunks of so many tokens together, at most."""
+        return self._chunk_tile
 
 
 def find_decodes(inputs: AttentionInputs) -> DecodeStep | None:
@@ -105,8 +109,15 @@ class TritonAttention(PlannedBackend):
         self.attend_decodes(q, pages, params, inputs, out)
         if self._plan is not None:
             step = (inputs.query_start, inputs.kv_lens, inputs.page_table)
-            prefill(q, (pages.k, pages.v), out, self._plan, _head(params), step, pdl=self.pdl)
+            self._attend_chunks(q, pages, _head(params), self._plan, step, out)
         return out
+
+    def _attend_chunks(
+        self, q: torch.Tensor, pages: KvPages, head: Head, plan: PrefillPlan,
+        step: tuple[torch.Tensor, torch.Tensor, torch.Tensor], out: torch.Tensor,
+    ) -> None:
+        """Write the rows of planned chunks in ``out`` [T, H, E_value]."""
+        prefill(q, (pages.k, pages.v), out, plan, head, step, pdl=self.pdl)
 
     def attend_decodes(
         self, q: torch.Tensor, pages: KvPages, params: AttentionParams, inputs: AttentionInputs, out: torch.Tensor

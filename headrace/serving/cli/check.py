@@ -44,7 +44,10 @@ class Library:
 LIBRARIES = (
     Library("ray", "ray", "2.50", "batches and servers on a Ray cluster (--executor ray, headrace.ray:app)"),
     Library("pyarrow", "ray", "17", "batches from and to Parquet files"),
-    Library("nvidia-cudnn-frontend", "cuda", "1.14", "paged attention by cuDNN on NVIDIA GPUs", "cuda"),
+    Library(
+        "nvidia-cudnn-frontend", "cuda", "1.14",
+        "attention of long prompts by cuDNN: on Blackwell, and on Hopper for head dims other than 64 and 128", "cuda"
+    ),
     Library(
         "flashinfer-python", "flashinfer", "0.6.15",
         "prefill by flashinfer on NVIDIA GPUs (--attention-backend flashinfer)", "cuda"
