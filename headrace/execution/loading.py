@@ -263,7 +263,8 @@ def choose_stage(
     stages, stated = layout.pipeline, config.parallel.pipeline_layers
     if stages == 1:
         return Stage()
-    if not family.model_class(spec).supports_stages:
+    kind = family.model_class(spec)
+    if not kind.supports_stages:
         raise ConfigError(
             f"{family.name} models cannot be divided into pipeline stages; use tensor_parallel_size",
             param="pipeline_parallel_size",
@@ -273,7 +274,7 @@ def choose_stage(
     weights, head = [1] * spec.num_layers, 0
     if config.model.load_format != "dummy":
         weights, head = weigh_layers(source, family, spec.num_layers)
-    return stage_of(divide_layers(weights, head, stages), layout.stage)
+    return stage_of(divide_layers(weights, head, stages, kind.find_stage_begins(spec)), layout.stage)
 
 
 def own_groups(specs: Sequence[CacheSpec | None], own: Collection[int], group: Group) -> list[CacheGroup]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from headrace.base.errors import ConfigError
 
@@ -78,10 +78,18 @@ class Stage:
         return range(self.start, count if self.stop is None else self.stop)
 
 
-def divide_layers(weights: Sequence[int], head: int, stages: int) -> list[int]:
+def divide_layers(
+    weights: Sequence[int], head: int, stages: int, begins: Sequence[int] | None = None
+) -> list[int]:
     """How many layers each stage gets, at least one, such that the largest stage is as small as it can be.
-    ``weights``: of each layer, ``head``: of what the last stage has besides. Raises `ConfigError` with fewer layers
-    than stages."""
+    ``weights``: of each layer, ``head``: of what the last stage has besides, ``begins``: the layers that a stage may
+    begin with, 0 first; None for all. Raises `ConfigError` with fewer of these than stages."""
+    if begins is not None:  # layers that stay together are divided as one
+        ends = [*begins[1:], len(weights)]
+        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        blocks = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+        left = iter(sizes)
+        return [sum(islice(left, count)) for count in divide_layers(blocks, head, stages)]
     count = len(weights)
     if count < stages:
         raise ConfigError(

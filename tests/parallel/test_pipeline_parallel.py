@@ -63,6 +63,21 @@ def test_streams_and_caches_of_several_kinds_go_through_stages(
     compare(ranks, config, tmp_path, monkeypatch)
 
 
+def test_layers_stay_with_the_one_that_selects_for_them(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """GLM's layers of kind ``shared`` attend to what the latest of kind ``full`` has selected; 3 and 1 would be even
+    with the head."""
+    pipeline = ranks.ranks.layout.pipeline
+    config = {
+        **draw_layers("DeepseekV3ForCausalLM", ranks), "architectures": ["GlmMoeDsaForCausalLM"], "q_lora_rank": 20,
+        "model_type": "glm_moe_dsa", "index_n_heads": 32, "index_head_dim": 16, "index_topk": 6, "n_group": 1,
+        "num_hidden_layers": 2 * pipeline + 1, "indexer_types": [*["full", "shared"] * pipeline, "shared"],
+        "first_k_dense_replace": 0,
+    }
+    compare(ranks, config, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("family", [*random_models.DENSE, *random_models.MIXTURES])
 def test_tokens_of_stages_are_those_of_one_rank(
     ranks: RankProcesses, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

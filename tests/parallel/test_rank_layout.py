@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 
@@ -48,6 +48,24 @@ def test_layers_are_divided_as_evenly_as_any_division():
             for cuts in combinations(range(1, len(weights)), stages - 1)
         ]
         assert largest(counts) == min(map(largest, every))
+
+
+def test_stages_begin_where_they_may_and_are_as_even_as_that_allows():
+    draw = random.Random(6)
+    for _ in range(60):
+        weights = [draw.randrange(1, 9) for _ in range(draw.randrange(2, 9))]
+        begins = [0, *(i for i in range(1, len(weights)) if draw.random() < 0.6)]
+        stages, head = draw.randrange(1, min(4, len(begins)) + 1), draw.randrange(12)
+        counts = divide_layers(weights, head, stages, begins)
+        assert len(counts) == stages and sum(counts) == len(weights)
+        bounds = [(0, *cuts, len(weights)) for cuts in combinations(begins[1:], stages - 1)]
+        largest = [
+            max(sum(weights[i:j]) + head * (j == len(weights)) for i, j in pairwise(ends)) for ends in bounds
+        ]
+        ends = tuple(accumulate(counts, initial=0))
+        assert ends in bounds and largest[bounds.index(ends)] == min(largest)
+    with pytest.raises(ConfigError, match="set pipeline_parallel_size to 2 or less"):
+        divide_layers([1, 1, 1], 0, 3, [0, 2])
 
 
 def test_stages_cover_all_layers_once():
