@@ -109,7 +109,7 @@ def _judge(
     if device.type == "cpu":
         from headrace.kernels.coded_linear.panels import store_in_panels
 
-        stored_weight, reason = store_in_panels(weight.matrix)
+        stored_weight, reason = store_in_panels(weight.matrix, is_stack=is_expert)
         return form, f"those of {plain}, dequantised" if stored_weight is None else "own kernels, packed", reason
     return form, *(_judge_expert if is_expert else _judge_on_gpu)(weight.matrix, device, dtype)
 

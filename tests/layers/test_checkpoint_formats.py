@@ -153,7 +153,9 @@ def test_models_are_loaded_with_these_weights(name: str, config: dict[str, Any],
         return
     kept = load(tmp_path / "coded")
     packed = [stored for stored in find_stored(kept.model) if stored.num_bytes < 2 * stored.shape[0] * stored.shape[1]]
-    assert len(packed) == (4 * len(kept.model.layers) if case.is_packed else 0)
+    # kernels of experts take inputs in their order alone
+    each = 2 if name == "gptq-order" and config is QWEN_MOE else 4
+    assert len(packed) == (each * len(kept.model.layers) if case.is_packed else 0)
     for weight, values in weights_of(kept.model).items():
         assert_near(values, expected[weight].double(), max(case.tolerance, 2e-3 if case.is_packed else 1e-6))
 

@@ -40,6 +40,7 @@ def generate(options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(("name", "config", "keeps"), [
     ("fp8-block", LLAMA, True), ("ct-int8", LLAMA, True), ("gptq-order", LLAMA, False),
     ("ct-int4-asymmetric", LLAMA, False), ("awq", QWEN_MOE, True),
+    ("gptq-order", {**QWEN_MOE, "moe_intermediate_size": 96}, True),
     *(pytest.param(name, config, keeps, marks=pytest.mark.slow) for name, config, keeps in (
         ("fp8-block", LLAMA, False), ("ct-int8", LLAMA, False), ("gptq-order", LLAMA, True),
         ("ct-int4-asymmetric", LLAMA, True), ("awq", QWEN_MOE, False),

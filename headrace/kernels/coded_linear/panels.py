@@ -36,15 +36,19 @@ class PermutedWeight:
         return self._inner.unpack(dtype).index_select(1, self._places)
 
 
-def store_in_panels(matrix: CodedMatrix) -> tuple[StoredWeight | None, str]:
+def store_in_panels(matrix: CodedMatrix, *, is_stack: bool) -> tuple[StoredWeight | None, str]:
     """A stored weight of the same numbers, up to the rounding of scale and zero * scale to float16, and which form it
-    has; None and the reason where the packed layout has none."""
+    has; None and the reason where the packed layout has none. ``is_stack``: of experts, whose kernels read panels."""
     order = None
     if matrix.group_ids is not None:
         found = _sort_groups(matrix, matrix.group_ids)
         if found is None:
             return None, "its groups of inputs differ in size"
         matrix, order = found
+        if torch.equal(order, torch.arange(len(order))):
+            order = None
+        elif is_stack:
+            return None, "kernels of experts take no inputs in activation order"
     packed, reason = _pack(matrix)
     if packed is None:
         return None, reason

@@ -149,7 +149,7 @@ class CodedTensor(QuantisedTensor):
         if stacked is None or (weight.weight.dtype == torch.float16 and weight.weight.device.type == "cpu"):
             return None
         if stacked.device.type == "cpu":
-            return store_in_panels(stacked)[0]
+            return store_in_panels(stacked, is_stack=weight.is_stack)[0]
         return store_on_gpu(stacked, weight, choice)
 
 
