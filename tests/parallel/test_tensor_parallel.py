@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from parallel.rank_processes import RankProcesses
-from service import random_models, tiny_vision
+from service import random_models, tiny_vision, tiny_whisper
 
 from headrace import LLM, SamplingParams
+from headrace.base.config import engine_config
+from headrace.base.media import MediaArray, MediaItem, MediaPlace, digest_of
+from headrace.base.messages import EngineRequest
+from headrace.base.pooling import Alignment, PoolingSpec, unpack_floats
+from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.models.whisper.family import read_config
 from headrace.service import build
+from headrace.service.build import build_engine
 
 FAMILIES = (*random_models.DENSE, *random_models.MIXTURES)
 COUNTS = ("num_attention_heads", "num_local_experts", "num_experts", "n_routed_experts")
@@ -149,8 +156,12 @@ def test_an_encoder_is_divided_as_well(ranks: RankProcesses, tmp_path: Path, mon
 def test_images_are_encoded_on_every_rank(
     ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    compare_images(ranks, tiny_vision.write_qwen(tmp_path / "qwen"), monkeypatch)
+
+
+def compare_images(ranks: RankProcesses, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe images on one rank and on all."""
     pillow = pytest.importorskip("PIL.Image")
-    folder = tiny_vision.write_qwen(tmp_path / "qwen")
     values = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
     images = [pillow.fromarray(values), pillow.fromarray(values[:40, :40])]
     prompts: list[Any] = [{"prompt": f"a{MARK}b{MARK}", "multi_modal_data": {"image": images}}, "text alone"]
@@ -167,6 +178,40 @@ def test_images_are_encoded_on_every_rank(
         assert one.token_ids == other.token_ids
         mine, theirs = ([each.logprob for each in output.logprobs or []] for output in (one, other))
         assert mine and mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_words_are_aligned_by_heads_of_all_ranks(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """How much tokens of Whisper attend to sound, each rank knows of its heads alone."""
+    if ranks.size > 2:
+        pytest.skip("two heads")
+    folder = tiny_whisper.write_whisper(tmp_path / "whisper")
+    window = read_config(json.loads((folder / "config.json").read_text())).num_placeholders
+    frames = np.random.default_rng(0).standard_normal((2 * tiny_whisper.POSITIONS, tiny_whisper.MELS))
+    sound = MediaArray.of(frames.astype(np.float32))
+    item = MediaItem(MediaPlace("audio", digest_of("audio", "", [sound.data]), [(0, window)]), {"input_features": sound})
+    options = {**CPU, "model": str(folder), "skip_tokenizer": True, "max_step_tokens": window + 5, "kv_pages": 256}
+
+    def align() -> list[float]:
+        engine = build_engine(engine_config(**options))
+        alignment = Alignment(window + 2, 60, [(0, 1), (1, 0), (1, 1)])
+        engine.submit(EngineRequest(
+            "words", [tiny_whisper.VOCAB - 1] * window + list(range(20, 32)), SamplingSpec(), StopSpec(0),
+            pooling=PoolingSpec(needs_all_tokens=True, alignment=alignment), media=[item],
+        ))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        engine.close()
+        assert outputs[-1].pooled is not None, outputs[-1].finish
+        return list(unpack_floats(outputs[-1].pooled))
+
+    alone = align()
+    monkeypatch.setattr(build, "build_executor", ranks.builder(options))
+    together = align()
+    assert np.std(alone) > 0.1
+    assert together == pytest.approx(alone, abs=1e-3)
 
 
 def compare_embeddings(

@@ -37,6 +37,7 @@ from headrace.layers.vocabulary import Embedding, Head
 from headrace.memory.copies import to_device
 from headrace.models.whisper.family import WhisperSpec
 from headrace.parallel.group import Group
+from headrace.parallel.share import Share
 
 HARMLESS = ("proj_out.weight",)
 """The head is the embedding; some files hold it twice."""
@@ -58,20 +59,33 @@ Watch = Callable[[torch.Tensor, torch.Tensor, float], None]
 """Called with the queries [t, H, E] of a layer's attention to sound, its pages of keys, and the scale of logits."""
 
 
-def watch_heads(
-    layer: int, aligned: AlignedTexts, step: TextStep, num_positions: int, q: torch.Tensor, keys: torch.Tensor,
-    scale: float,
-) -> None:
-    """Add to ``aligned`` how much its tokens attend to each position of sound in this layer's heads."""
-    ends = step.lengths.cumsum()
-    for request, alignment, weights in zip(aligned.requests, aligned.alignments, aligned.weights, strict=True):
-        end, length = int(ends[request]), int(step.lengths[request])
-        heads = [head for own, head in alignment.heads if own == layer]
-        if not heads or not length:
-            continue
-        heard = keys.index_select(0, step.sound.page_table[end - 1]).flatten(0, 1)[:num_positions]
-        own = [q[end - length : end, head].float() @ heard[:, head].float().T * scale for head in heads]
-        weights.append(torch.stack(own).softmax(dim=-1))
+@dataclass(frozen=True)
+class HeadWatch:
+    """What is read of attention to sound in a step. ``heads``: those of this rank of ``group``."""
+
+    aligned: AlignedTexts
+    step: TextStep
+    num_positions: int
+    heads: Share
+    group: Group
+
+    def watch(self, layer: int, q: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
+        """Add to ``aligned`` how much its tokens attend to each position of sound in this layer's heads, which are
+        those of all ranks."""
+        aligned, step, own = self.aligned, self.step, self.heads
+        ends = step.lengths.cumsum()
+        for request, alignment, weights in zip(aligned.requests, aligned.alignments, aligned.weights, strict=True):
+            end, length = int(ends[request]), int(step.lengths[request])
+            heads = [head for of, head in alignment.heads if of == layer]
+            if not heads or not length:
+                continue
+            heard = keys.index_select(0, step.sound.page_table[end - 1]).flatten(0, 1)[: self.num_positions]
+            found = q.new_zeros(len(heads), length, self.num_positions, dtype=torch.float32)
+            for place, head in enumerate(heads):
+                if own.start <= head < own.stop:
+                    own_q, own_keys = (x[:, head - own.start].float() for x in (q[end - length : end], heard))
+                    found[place] = (own_q @ own_keys.T * scale).softmax(dim=-1)
+            weights.append(self.group.all_reduce(found))
 
 
 class CrossAttention(nn.Module):
@@ -164,7 +178,8 @@ class Whisper(ServedModel):
         self.norm = make_norm(spec.norm, spec.hidden_size, build)
         self.head = Head(build, spec.vocab_size, spec.hidden_size, weight=self.embedding.weight)
         self.media = WhisperMedia(spec, self.encoder, build)
-        self._dtype = build.dtype
+        self._dtype, self._tensor = build.dtype, build.tensor
+        self._heads, _ = build.tensor.share_heads(spec.num_heads, spec.num_heads)
         self._backends: tuple[AttentionBackend, AttentionBackend] | None = None
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -218,11 +233,11 @@ class Whisper(ServedModel):
         # padding of a captured step has positions before those of text
         places = (positions - self.spec.num_placeholders).clamp(0, self.spec.num_positions - 1)
         residual = Residual(self.embedding(token_ids).add_(F.embedding(places, self.positions)))
+        heads = None if batch.aligned is None else HeadWatch(
+            batch.aligned, step, self.spec.audio.num_positions, self._heads, self._tensor
+        )
         for layer, block in enumerate(self._blocks):
-            watch = None if batch.aligned is None else partial(
-                watch_heads, layer, batch.aligned, step, self.spec.audio.num_positions
-            )
-            block(residual, sound, watch)
+            block(residual, sound, None if heads is None else partial(heads.watch, layer))
         return self.norm.add(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
