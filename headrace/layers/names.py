@@ -150,7 +150,7 @@ def find_elsewhere(
     see `CheckpointNames`; ``layers`` of ``count`` are here, and so are all modules but those in ``absent``."""
     found = []
     for theirs, ours in modules.items():
-        if "{i}" in theirs:
+        if ours.startswith("layers.{i}"):  # others that are numbered are an encoder's, and on all stages
             found += [theirs.partition("{i}")[0] + f"{i}." for i in range(count) if i not in layers]
         elif ours.partition(".")[0].partition("#")[0] in absent:
             found.append(f"{theirs}.")

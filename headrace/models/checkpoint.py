@@ -27,14 +27,20 @@ def has_blocks(source: ModelSource) -> bool:
 
 def weigh_layers(source: ModelSource, family: Family, count: int) -> tuple[list[int], int]:
     """How much of the weights is in each of ``count`` layers, and in the head: a step reads all of these. In bytes as
-    stored, or numbers for a GGUF file. The number of a layer is the first one in a tensor's name."""
+    stored, or numbers for a GGUF file. The number of a layer is the first one in a tensor's name. An encoder of media
+    is not counted: each stage has it."""
     if source.kind == "gguf":
         named = name_tensors(source.gguf_tensors, source.gguf_metadata, family.gguf_naming)
         sizes = [(tensor.name, math.prod(tensor.stored.shape)) for tensor in named]
     else:
         sizes = [(t.name, t.stop - t.start) for path in source.weight_files for t in read_header(path)]
     layers, rest = [0] * count, dict[str, int]()
+    media = tuple(
+        theirs.partition("{i}")[0] for theirs, ours in family.names.modules.items() if ours.startswith("encoder.")
+    )
     for name, size in sizes:
+        if family.names.rename_one(name).startswith(media):
+            continue
         number = next((int(part) for part in name.split(".") if part.isascii() and part.isdigit()), None)
         if number is None:
             name = family.names.rename_one(name).rpartition(".")[0]

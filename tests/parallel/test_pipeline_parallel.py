@@ -12,9 +12,9 @@ import pytest
 from execution.tiny_checkpoint import write_tiny_checkpoint
 from parallel import rank_processes
 from parallel.rank_processes import Ranked, RankProcesses
-from parallel.test_tensor_parallel import compare, compare_embeddings, draw_config
+from parallel.test_tensor_parallel import compare, compare_embeddings, compare_images, draw_config
 from safetensors.torch import load_file, save_file
-from service import random_models
+from service import random_models, tiny_vision
 
 from headrace import LLM, SamplingParams
 from headrace.base.errors import ModelError
@@ -105,6 +105,14 @@ def test_an_encoder_has_stages_as_well(
     ranks: RankProcesses, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compare_embeddings(ranks, architecture, tmp_path, monkeypatch, num_layers=ranks.ranks.layout.pipeline)
+
+
+def test_parts_of_images_are_added_where_their_layers_are(
+    ranks: RankProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Behind two layers, of which one may be the last of a stage; positions have three axes on all stages."""
+    folder = tiny_vision.write_qwen3(tmp_path / "qwen", ranks.ranks.layout.pipeline + 1)
+    compare_images(ranks, folder, monkeypatch)
 
 
 def test_stages_change_weights_together_or_not_at_all(

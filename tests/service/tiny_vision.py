@@ -101,3 +101,34 @@ def write_qwen(folder: Path, *, has_weights: bool = True) -> Path:
         config.save_pretrained(folder)
     write_processor(folder)
     return folder
+
+
+def write_qwen3(folder: Path, num_layers: int) -> Path:
+    """A tiny Qwen3-VL, of whose vectors parts are added behind the first two layers."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True
+            },
+            "bos_token_id": mark_id("<|endoftext|>"), "eos_token_id": mark_id("<|im_end|>"), "initializer_range": 0.15,
+        },
+        vision_config={
+            "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 14,
+            "out_hidden_size": 64, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1],
+            "initializer_range": 0.15,
+        },
+        image_token_id=mark_id("<|image_pad|>"), video_token_id=mark_id("<|video_pad|>"),
+        vision_start_token_id=mark_id("<|vision_start|>"), vision_end_token_id=mark_id("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).float().save_pretrained(folder)
+    write_processor(folder)
+    return folder

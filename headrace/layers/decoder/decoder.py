@@ -292,16 +292,18 @@ class Decoder(ServedModel):
             if features is not None:
                 features.take(i, residual)
             layer(residual)
-            self._after_layer(i, residual, batch)
+            self._after_layer(self.stage.start + i, residual, batch)
         if features is not None:
             features.take(len(others), residual)
         # prepares the last layer's backend again, so only once all layers before it have attended
         self.step.batch = batch.for_last_layer(last.attention.group)
         last(residual)
+        if not self.stage.is_last:
+            self._after_layer(self.stage.start + len(others), residual, batch)
         return residual
 
     def _after_layer(self, i: int, residual: Residual, batch: ForwardBatch) -> None:
-        """Called behind every layer but the last where layers run one after the other."""
+        """Called behind every layer ``i`` of the model but its last where layers run one after the other."""
 
     @property
     def vocabulary(self) -> tuple[Embedding, Head] | None:

@@ -1,7 +1,8 @@
 """`MultimodalDecoder`: a decoder whose placeholders take the output of an encoder. T tokens, D hidden size, N
 placeholders.
 
-What is special to an encoder is in the class that ``EncoderKind.tower`` names. Every rank has the whole encoder.
+What is special to an encoder is in the class that ``EncoderKind.tower`` names. Every rank has the whole encoder, those of
+later pipeline stages too: parts of its output may be added behind their layers.
 """
 
 from __future__ import annotations
@@ -73,8 +74,6 @@ class OneTower(MediaModel):
 class MultimodalDecoder(Decoder):
     """See `ServedModel`."""
 
-    supports_stages = False
-
     def __init__(self, spec: MultimodalSpec, names: CheckpointNames, build: Build):
         super().__init__(spec, names, build)
         self.spec: MultimodalSpec = spec
@@ -111,7 +110,7 @@ class MultimodalDecoder(Decoder):
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
         x = super()._enter(batch)
-        return x if batch.media is None else batch.media.replace_embeddings(x)
+        return x if batch.media is None or not self.stage.is_first else batch.media.replace_embeddings(x)
 
     def _after_layer(self, i: int, residual: Residual, batch: ForwardBatch) -> None:
         # DeepStack, arXiv:2406.04334: part i + 1 of the vectors is added behind layer i
