@@ -190,7 +190,8 @@ def test_words_are_aligned_by_heads_of_all_ranks(
     window = read_config(json.loads((folder / "config.json").read_text())).num_placeholders
     frames = np.random.default_rng(0).standard_normal((2 * tiny_whisper.POSITIONS, tiny_whisper.MELS))
     sound = MediaArray.of(frames.astype(np.float32))
-    item = MediaItem(MediaPlace("audio", digest_of("audio", "", [sound.data]), [(0, window)]), {"input_features": sound})
+    place = MediaPlace("audio", digest_of("audio", "", [sound.data]), [(0, window)])
+    item = MediaItem(place, {"input_features": sound})
     options = {**CPU, "model": str(folder), "skip_tokenizer": True, "max_step_tokens": window + 5, "kv_pages": 256}
 
     def align() -> list[float]:

@@ -1,8 +1,8 @@
 """`MultimodalDecoder`: a decoder whose placeholders take the output of an encoder. T tokens, D hidden size, N
 placeholders.
 
-What is special to an encoder is in the class that ``EncoderKind.tower`` names. Every rank has the whole encoder, those of
-later pipeline stages too: parts of its output may be added behind their layers.
+What is special to an encoder is in the class that ``EncoderKind.tower`` names. Every rank has the whole encoder, those
+of later pipeline stages too: parts of its output may be added behind their layers.
 """
 
 from __future__ import annotations
