@@ -215,13 +215,14 @@ def test_groups_of_compressed_tensors_have_formats_of_their_own():
         "Int4WeightOnlyConfig in the packing TILE_PACKED_TO_4D"
     ),
     ({"quant_method": "quanto", "m.0": {"weights": "qint4"}}, "quanto.*qint4 .m.0. are not read.*qint8"),
+    ({"bits": 4, "group_size": 128}, "has no quant_method.*known are .*awq, bitsandbytes"),
     ({"quant_method": "aqlm"}, "quant_method is 'aqlm'.*known are .*awq, bitsandbytes, compressed-tensors"),
 ])
 def test_what_is_not_read_is_named(config: dict[str, Any], said: str):
-    if config["quant_method"] == "compressed-tensors" and "config_groups" not in config:
+    if config.get("quant_method") == "compressed-tensors" and "config_groups" not in config:
         config = {**config, "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}
     with pytest.raises(ConfigError, match=said) as caught:
-        chain_schemes(SchemeQuery(stored=config["quant_method"], config=config))
+        chain_schemes(SchemeQuery(stored=config.get("quant_method", ""), config=config))
     assert caught.value.param == "quantization_config"
 
 
@@ -235,6 +236,14 @@ def test_a_weight_that_lacks_a_part_is_told(name: str, lost: str, said: str):
     del written[lost]
     with pytest.raises(WeightError, match=said):
         read(CASES[name], name_tensors("m.0", written))
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "ct-float-tensor"])
+def test_other_floats_of_8_bits_are_named(name: str):
+    tensors, _ = CASES[name].write(draw(40, 64))
+    tensors["weight"] = tensors["weight"].to(torch.float8_e5m2)
+    with pytest.raises(WeightError, match="m.q is stored as .* of type e5m2, which is not read; known is e4m3"):
+        read(CASES[name], name_tensors("m.q", tensors))
 
 
 @pytest.mark.parametrize(("name", "broken", "said"), [

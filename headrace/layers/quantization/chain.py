@@ -109,6 +109,11 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
     able = [name for name in reversed(SCHEMES.names()) if SCHEMES.entry(name).supports(query) is None]
     if query.wanted and (fault := _fault_of_wanted(query)):
         raise ConfigError(f"quantization {query.wanted!r} cannot be had here: {fault}", param="quantization")
+    if query.config and not query.stored:
+        raise ConfigError(
+            "config.json: quantization_config has no quant_method, so nobody knows how weights are stored; known are "
+            f"{', '.join(_list_methods())}. Add the one that made this checkpoint", param="quantization_config",
+        )
     if query.stored and not set(able) - {query.wanted}:  # the wanted scheme alone reads no checkpoint format
         raise ConfigError(
             f"config.json: quantization_config.quant_method is {query.stored!r}, which no scheme here reads; known are "

@@ -70,6 +70,11 @@ def assemble(
             yield name, tensor
             continue
         kind = part
+        if tensor.dtype == torch.float8_e5m2 and torch.float8_e4m3fn in layout.types:
+            raise WeightError(
+                f"{module} is stored as {layout.format} of type e5m2, which is not read; known is e4m3. Take another "
+                "checkpoint of the model"
+            )
         if kind == WEIGHT and (tensor.dtype not in layout.types or tensor.dim() != 2):
             plain.add(module)
             waiting = pending.pop(module, None)
