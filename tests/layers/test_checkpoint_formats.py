@@ -242,7 +242,7 @@ def test_a_weight_that_lacks_a_part_is_told(name: str, lost: str, said: str):
 def test_other_floats_of_8_bits_are_named(name: str):
     tensors, _ = CASES[name].write(draw(40, 64))
     tensors["weight"] = tensors["weight"].to(torch.float8_e5m2)
-    with pytest.raises(WeightError, match="m.q is stored as .* of type e5m2, which is not read; known is e4m3"):
+    with pytest.raises(WeightError, match=r"m\.q is stored as .* of type e5m2, which is not read; known is e4m3"):
         read(CASES[name], name_tensors("m.q", tensors))
 
 
