@@ -108,7 +108,7 @@ class ParallelConfig(Section):
     )
     data_parallel_size: int = option(
         1, "replicas of the engine, each on devices of its own (on a CPU: with its share of the cores)", low=1,
-        high=1024
+        high=1024, alias="dp"
     )
     data_parallel_policy: str = option(
         "cache-aware",

@@ -181,7 +181,8 @@ def test_the_table_of_other_servers_options_agrees_with_the_errors():
 
 
 def test_a_second_name_of_an_option_is_one_everywhere(tmp_path: Path):
-    assert engine_config(kv_cache_dtype="int8", tp=2).cache.kv_dtype == "int8"
+    config = engine_config(kv_cache_dtype="int8", tp=2, dp=3)
+    assert (config.cache.kv_dtype, config.parallel.data_parallel_size) == ("int8", 3)
     with pytest.raises(ConfigError, match="kv_cache_dtype is another name of kv_dtype"):
         engine_config(kv_cache_dtype="int8", kv_dtype="auto")
     path = tmp_path / "o.toml"
