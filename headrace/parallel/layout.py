@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 
 from headrace.base.errors import ConfigError
 
@@ -85,11 +85,9 @@ def divide_layers(
     ``weights``: of each layer, ``head``: of what the last stage has besides, ``begins``: the layers that a stage may
     begin with, 0 first; None for all. Raises `ConfigError` with fewer of these than stages."""
     if begins is not None:  # layers that stay together are divided as one
-        ends = [*begins[1:], len(weights)]
-        sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        blocks = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-        left = iter(sizes)
-        return [sum(islice(left, count)) for count in divide_layers(blocks, head, stages)]
+        blocks = list(pairwise([*begins, len(weights)]))
+        left, sizes = iter([stop - start for start, stop in blocks]), [sum(weights[i:j]) for i, j in blocks]
+        return [sum(islice(left, count)) for count in divide_layers(sizes, head, stages)]
     count = len(weights)
     if count < stages:
         raise ConfigError(
