@@ -229,15 +229,18 @@ async def test_one_that_dies_takes_all_with_it_and_all_come_back(start_client: C
         assert (await read(client.submit([n], greedy(4))))[0] == continuation([n], 4)
 
 
-async def test_one_that_is_stopped_is_noticed_by_those_that_wait_for_it(start_client: Callable):
+@pytest.mark.parametrize("num_requests", [4, 0], ids=["waited for", "idle"])
+async def test_one_that_is_stopped_is_noticed_by_the_others(start_client: Callable, num_requests: int):
+    """Also where none of them waits for it before a step; in a step they may wait for it as well."""
     client = await start_client(**SHARED, seed=2)
     pids = client.engine_pids
-    running = [asyncio.create_task(read(client.submit([i], greedy(3000)))) for i in range(4)]
+    running = [asyncio.create_task(read(client.submit([i], greedy(3000)))) for i in range(num_requests)]
     await asyncio.sleep(0.3)
     began = time.monotonic()
     os.kill(pids[1], signal.SIGSTOP)
     ends = await asyncio.gather(*running)
-    assert [reason for _, reason in ends] == ["engine_unavailable"] * 4
+    assert [reason for _, reason in ends] == ["engine_unavailable"] * num_requests
+    await until(lambda: client.replicas[0].supervisor.num_restarts == 1)
     assert SILENCE_S / 2 < time.monotonic() - began < SILENCE_S + 6
     await until(lambda: [replica.state for replica in client.replicas] == ["ready"] * 2)
     assert not set(pids) & set(client.engine_pids)

@@ -20,11 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from headrace.base.errors import ConfigError, EngineBroken, EngineUnavailable
+from headrace.base.errors import ConfigError, EngineBroken, EngineUnavailable, HeadraceError
 from headrace.base.step import StepPlan
+from headrace.service.ending import end_with
 from headrace.service.ranks.heartbeats import BEAT_S, Silence
 
 LINE_WORDS, WORD_BYTES = 8, 8
@@ -85,15 +87,20 @@ class StepGate:
 
 
 class BoardGate(StepGate):
-    """That of replica ``replica`` over an inherited board, whose descriptors it takes over."""
+    """That of replica ``replica`` over an inherited board, whose descriptors it takes over. ``on_silence`` is called
+    once, from a thread, with the typed error when another one was stopped, whatever this one does or waits for: it may
+    hang in a collective of a step. By default it ends this process."""
 
-    def __init__(self, descriptors: tuple[int, ...], replica: int, *, round_s: float = ROUND_S):
+    def __init__(
+        self, descriptors: tuple[int, ...], replica: int, *, round_s: float = ROUND_S,
+        on_silence: Callable[[HeadraceError], Any] = end_with,
+    ):
         self._memory, *self._wakers = descriptors
         self.replica, self.size, self.waker = replica, len(self._wakers), self._wakers[replica]
         self._map = mmap.mmap(self._memory, LINE_WORDS * WORD_BYTES * (1 + self.size))
         self._words = memoryview(self._map).cast("Q")
         self._round = self._meetings = 0
-        self._round_s = round_s
+        self._round_s, self._on_silence = round_s, on_silence
         self._has_stepped = False
         self._poll = select.poll()
         self._poll.register(self.waker, select.POLLIN)
@@ -145,6 +152,7 @@ class BoardGate(StepGate):
         """See `StepGate`."""
         self._is_closed.set()
         self._beating.join()
+        self._words[self._line(self.replica) + BEATS] = 0
         self._words.release()
         self._map.close()
         for descriptor in (self._memory, *self._wakers):
@@ -169,8 +177,15 @@ class BoardGate(StepGate):
         return [post & ((1 << ROUND_SHIFT) - 1) for post in posts]
 
     def _beat(self) -> None:
+        others = {replica: Silence(BEAT_S) for replica in range(self.size) if replica != self.replica}
         while not self._is_closed.wait(BEAT_S):
             self._words[self._line(self.replica) + BEATS] += 1
+            for replica, silence in others.items():
+                beats = self._words[self._line(replica) + BEATS]
+                if silence.note(beats) and beats:  # none: its process is starting, or has left
+                    unavailable = EngineUnavailable(f"replica {replica} gives no sign of life", retry_after=1.0)
+                    self._on_silence(_broken(unavailable))
+                    return
 
     def _is_behind(self) -> bool:
         """Whether another replica is in a later round."""
@@ -191,19 +206,11 @@ class BoardGate(StepGate):
             os.eventfd_read(self._wakers[self.replica])
 
     def _await(self, is_so: Callable[[], bool], limit_s: float, complaint: str) -> None:
-        began = looked_at = time.monotonic()
-        silences = {replica: Silence(BEAT_S) for replica in range(self.size) if replica != self.replica}
+        began = time.monotonic()
         while not is_so():
-            now = time.monotonic()
-            waited_s = now - began
+            waited_s = time.monotonic() - began
             if waited_s > limit_s:
                 raise EngineUnavailable(f"{complaint} (waited {limit_s:.0f} s)", retry_after=1.0)
-            if now - looked_at >= BEAT_S:
-                looked_at = now
-                for replica, silence in silences.items():
-                    beats = self._words[self._line(replica) + BEATS]
-                    if silence.note(beats) and beats:  # none yet: its process is starting
-                        raise EngineUnavailable(f"replica {replica} gives no sign of life", retry_after=1.0)
             if waited_s < SPIN_S:
                 os.sched_yield()
             elif self._poll.poll(SLEEP_MS):
