@@ -45,6 +45,7 @@ from headrace.layers.quantization.storage import (
     find_stored,
     store_fastest,
 )
+from headrace.layers.spec import DecoderSpec
 from headrace.memory.plan import base_group
 from headrace.memory.pools import POOLS
 from headrace.models.catalog import find_family
@@ -263,8 +264,7 @@ def choose_stage(
     stages, stated = layout.pipeline, config.parallel.pipeline_layers
     if stages == 1:
         return Stage()
-    kind = family.model_class(spec)
-    if not kind.supports_stages:
+    if not family.model_class(spec).supports_stages:
         raise ConfigError(
             f"{family.name} models cannot be divided into pipeline stages; use tensor_parallel_size",
             param="pipeline_parallel_size",
@@ -274,7 +274,8 @@ def choose_stage(
     weights, head = [1] * spec.num_layers, 0
     if config.model.load_format != "dummy":
         weights, head = weigh_layers(source, family, spec.num_layers)
-    return stage_of(divide_layers(weights, head, stages, kind.find_stage_begins(spec)), layout.stage)
+    begins = spec.stage_begins if isinstance(spec, DecoderSpec) else None
+    return stage_of(divide_layers(weights, head, stages, begins), layout.stage)
 
 
 def own_groups(specs: Sequence[CacheSpec | None], own: Collection[int], group: Group) -> list[CacheGroup]:

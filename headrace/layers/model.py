@@ -90,11 +90,6 @@ class ServedModel(StorableModel):
         return True
 
     @staticmethod
-    def find_stage_begins(spec: Any) -> Sequence[int] | None:
-        """The layers that a pipeline stage may begin with, in order; None for all."""
-        return None
-
-    @staticmethod
     def widen_caches(specs: list[CacheSpec | None]) -> list[CacheSpec | None]:
         """The family's cache specs where steps verify drafts."""
         return specs

@@ -265,6 +265,12 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def stage_begins(self) -> list[int]:
+        """The layers that a pipeline stage may begin with, in order: those that need nothing of an earlier one but its
+        hidden states."""
+        return [i for i, layer in enumerate(self.layers) if not layer.follows]
+
+    @property
     def vocab_size(self) -> int:
         return self.vocabulary.size
 

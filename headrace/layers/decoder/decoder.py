@@ -5,7 +5,7 @@ Knows no families: a family provides its spec and its checkpoint names. T tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -44,9 +44,8 @@ HARMLESS: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
 def _check_begin(spec: DecoderSpec, start: int) -> None:
-    begins = Decoder.find_stage_begins(spec)
-    if start not in begins:
-        earlier = max(i for i in begins if i < start)
+    if start not in spec.stage_begins:
+        earlier = max(i for i in spec.stage_begins if i < start)
         raise ConfigError(
             f"a pipeline stage begins with layer {start}, which needs what an earlier layer selects; set "
             f"pipeline_layers so that it begins with layer {earlier}, or with another that selects by itself",
@@ -121,11 +120,6 @@ class Decoder(ServedModel):
     def wants(self, name: str) -> bool:
         """See `ServedModel`."""
         return not f"{self._rename_one(name)}.".startswith(self._elsewhere)
-
-    @staticmethod
-    def find_stage_begins(spec: DecoderSpec) -> Sequence[int]:
-        """See `ServedModel`: the layers that need nothing of an earlier one but its hidden states."""
-        return [i for i, layer in enumerate(spec.layers) if not layer.follows]
 
     @staticmethod
     def host_caches(spec: Any, specs: list[CacheSpec | None], hot_slots: int) -> list[CacheSpec | None]:

@@ -70,11 +70,7 @@ def assemble(
             yield name, tensor
             continue
         kind = part
-        if tensor.dtype == torch.float8_e5m2 and torch.float8_e4m3fn in layout.types:
-            raise WeightError(
-                f"{module} is stored as {layout.format} of type e5m2, which is not read; known is e4m3. Take another "
-                "checkpoint of the model"
-            )
+        _check_type(module, layout, tensor)
         if kind == WEIGHT and (tensor.dtype not in layout.types or tensor.dim() != 2):
             plain.add(module)
             waiting = pending.pop(module, None)
@@ -103,6 +99,14 @@ def assemble(
             )
         else:
             yield _finish(module, state.layout, state.parts, query)
+
+
+def _check_type(module: str, layout: Layout, tensor: torch.Tensor) -> None:
+    if tensor.dtype == torch.float8_e5m2 and torch.float8_e4m3fn in layout.types:
+        raise WeightError(
+            f"{module} is stored as {layout.format} of type e5m2, which is not read; known is e4m3. Take another "
+            "checkpoint of the model"
+        )
 
 
 def _finish(module: str, layout: Layout, parts: Parts, query: SchemeQuery) -> Named:
