@@ -153,8 +153,10 @@ class Engine:
         return bool(self._in_flight) and self._in_flight[0][1].waits_for_device
 
     def launch(self) -> bool:
-        """Launch plans until as many are in flight as the scheduler allows; `step` begins with this. False after a plan
-        that could not be launched: nothing may follow it."""
+        """Let in requests that wait for nothing any more, and launch plans until as many are in flight as the scheduler
+        allows; `step` begins with this. False after a plan that could not be launched: nothing may follow it."""
+        self._outputs += self._scheduler.expire()
+        self._outputs += self._waiting_room.poll()
         if self._in_flight and isinstance(self._in_flight[-1][1], _FailedLaunch):
             return False
         while not self._is_paused and (plan := self._scheduler.plan()) is not None:
@@ -172,10 +174,9 @@ class Engine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
+        has_launched = self.launch()
         outputs, self._outputs = self._outputs, []
-        outputs += self._scheduler.expire()
-        outputs += self._waiting_room.poll()
-        if not self.launch():
+        if not has_launched:
             while self._in_flight:  # what was launched before the failure stands
                 self._commit(outputs)
         elif self._in_flight:
