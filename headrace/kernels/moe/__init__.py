@@ -215,8 +215,8 @@ CODED_EXPERTS.add_triton(
 )
 CODED_EXPERTS.add(
     "cuda", "headrace.kernels.moe.coded_few:run_experts", supports=_with_large_blocks, priority=20,
-    doc="own CUDA C++ for up to four tokens with MXFP4, one with FP8: two kernels; on Hopper also for few rows of each "
-    "expert in MXFP4; beyond as gluon_pdl on Hopper, else as triton_pdl",
+    doc="own CUDA C++ for up to four tokens with MXFP4, one with FP8: two kernels; beyond as gluon_pdl on Hopper, else "
+    "as triton_pdl",
 )
 CODED_EXPERTS.add(
     "gluon_pdl", "headrace.kernels.moe.many:run_experts_pdl", supports=_reason_against_hopper, priority=17,

@@ -1,7 +1,6 @@
 """Experts in codes for one to four tokens in two kernels, own CUDA C++: gate and up with the activation, then down with
 the sum over a token's experts. Each chosen expert is read once. MXFP4 by ``csrc/cuda/coded_experts.cu``, e4m3 of one
-token by `fp8_few`; more tokens are left to `few_rows` while experts have few rows each; what is left, and other codes,
-to other solutions.
+token by `fp8_few`; more tokens and other codes are passed on to other solutions.
 
 T tokens, k choices, D hidden size, F expert intermediate size.
 """
@@ -27,7 +26,7 @@ from headrace.kernels.cuda_source import (
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
-from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, few_rows, fp8_few
+from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
 
@@ -206,17 +205,13 @@ def run_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: CodedStack, down: CodedStack, gate: Gate
 ) -> torch.Tensor:
     """See `CODED_EXPERTS`."""
-    weights, ids = weights.contiguous(), ids.contiguous()
-    is_hopper, is_aligned = _find_capability(x.device)[0] == 9, _is_aligned(x)
-    if is_hopper and is_aligned and few_rows.is_faster(len(ids), ids.shape[1], down[0].out_features // x.shape[1]):
-        out = few_rows.run_experts(x, ids, weights, gate_up, down, gate)
-        if out is not None:
-            return out
-    plan_few = fp8_few.plan if gate_up[0].code is Code.E4M3 and is_hopper else plan
-    products = plan_few(gate_up, down, weights, count_sms(x.device)) if is_aligned else None
+    weights = weights.contiguous()
+    plan_few = fp8_few.plan if gate_up[0].code is Code.E4M3 and _find_capability(x.device)[0] == 9 else plan
+    products = plan_few(gate_up, down, weights, count_sms(x.device)) if _is_aligned(x) else None
     if products is None or not _can_compile(products[0].form, products[1].form, x.device):
+        is_hopper = _find_capability(x.device)[0] == 9
         return CODED_EXPERTS.load("gluon_pdl" if is_hopper else "triton_pdl")(x, ids, weights, gate_up, down, gate)
-    first, second = products
+    (first, second), ids = products, ids.contiguous()
     gated = torch.empty((ids.numel(), first.outputs), dtype=x.dtype, device=x.device)
     out = torch.empty((len(x), second.outputs), dtype=x.dtype, device=x.device)
     first.launch(x, ids, gate, gated)
