@@ -220,11 +220,12 @@ def test_large_sums_have_the_bits_of_others(make_ranks):
 @pytest.mark.cuda
 def test_large_sums_that_are_refused(make_ranks):
     ranks = make_ranks(2)
-    own = [[draw((64, 2048), torch.bfloat16, 8 * rank + i) for i in range(5)] for rank in (0, 1)]
+    own = [[draw((128, 2048), torch.bfloat16, 8 * rank + i) for i in range(5)] for rank in (0, 1)]
+    assert ROOM.sent == 4 * own[0][0].nbytes
     expected = [reference.all_reduce([own[0][i], own[1][i]]) for i in range(5)]
     begun = ranks.run(lambda collectives, rank: [collectives.large.begin(x) for x in own[rank]])
     for rank in (0, 1):
-        assert [one is None for one in begun[rank]] == [False] * 4 + [True], "the ring has 1 MiB"
+        assert [one is None for one in begun[rank]] == [False] * 4 + [True], "four fill the ring"
     results = ranks.run(lambda _, rank: [begun[rank][i].all_reduce(own[rank][i]) for i in range(4)])
     for i in range(4):
         same([result[i] for result in results], expected[i], ranks)

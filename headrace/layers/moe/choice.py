@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS = (1, 4, 16, 64, 256)
 """Steps that are measured. Experts stay in codes where that is faster on the average, relative to plain ones."""
-WARM_TOKENS = (1, 2, 4, 16, 17, *(1 << power for power in range(5, 14)))
+WARM_TOKENS = (1, 2, 4, 5, 8, 16, 17, *(1 << power for power in range(5, 14)))
 """Steps with every tile of the kernels between them."""
 
 
