@@ -132,7 +132,7 @@ def test_an_aborted_request_leaves_nothing_on_any_rank(ranked: LiveServer):
 
 @pytest.mark.real_weights
 @pytest.mark.parametrize(("options", "tie"), [
-    ({"dtype": "float32", "quantization": "none"}, 1e-3), ({}, 0.1),
+    ({"dtype": "float32", "quantization": "none"}, 1e-3), ({}, 0.3),
 ], ids=["plain", "blocks"])
 def test_a_real_model_says_the_same_on_two_ranks(options: dict[str, object], tie: float):
     """Where tokens differ, two were nearly tied: sums over ranks have another order, by which inputs may be rounded
