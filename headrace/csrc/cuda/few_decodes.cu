@@ -75,11 +75,6 @@ __device__ __forceinline__ void load_transposed(uint32 *d, uint32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(from) : "memory");
 }
-__device__ __forceinline__ float power(float v) {  // 2**v
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
-  return out;
-}
 __device__ __forceinline__ float sum_of_warp(float v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(~0u, v, step);
@@ -234,18 +229,18 @@ __device__ __forceinline__ void attend(
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         float logit = (scores[t][0][2 * r + j] + scores[t][1][2 * r + j]) * call.scale;
-        if (SOFTCAP) logit = call.softcap * (1.f - 2.f / (power(logit * 2.f * LOG2_E) + 1.f)) * LOG2_E;
+        if (SOFTCAP) logit = call.softcap * (1.f - 2.f / (exp2_fast(logit * 2.f * LOG2_E) + 1.f)) * LOG2_E;
         const int position = unit * UNIT + t * 8 + lane % 4 * 2 + j;
         logits[t][j] = position >= share.first && position < share.len ? logit : MASKED;
         top = fmaxf(top, logits[t][j]);
       }
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float fade = power(sums.top[r] - top);
+    const float fade = exp2_fast(sums.top[r] - top);
     sums.top[r] = top, sums.total[r] *= fade;
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const float low = power(logits[t][0] - top), high = power(logits[t][1] - top);
+      const float low = exp2_fast(logits[t][0] - top), high = exp2_fast(logits[t][1] - top);
       sums.total[r] += low + high, weights[t][r] = narrow(low, high);
     }
 #pragma unroll
@@ -278,7 +273,7 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
     float4 sum{0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-      const float fade = power(room.own[w][g][0] - top);
+      const float fade = exp2_fast(room.own[w][g][0] - top);
       const float4 part = *(const float4 *)(rings + w * RING + (g * PADDED + dim) * 4);
       sum.x += fade * part.x, sum.y += fade * part.y, sum.z += fade * part.z, sum.w += fade * part.w;
     }
@@ -290,7 +285,7 @@ __device__ __forceinline__ void send_sums(const char *rings, const Room &room, i
 #pragma unroll
     for (int w = 1; w < WARPS; w++) top = fmaxf(top, room.own[w][g][0]);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += room.own[w][g][1] * power(room.own[w][g][0] - top);
+    for (int w = 0; w < WARPS; w++) total += room.own[w][g][1] * exp2_fast(room.own[w][g][0] - top);
     send(&room.stats[rank][g][0], at / G, float2{top, total});
   }
 }
@@ -309,10 +304,10 @@ __device__ __forceinline__ void complete(const Call &call, const Room &room, int
   const float sink = top;
 #pragma unroll
   for (int block = 0; block < CLUSTER; block++) top = fmaxf(top, room.stats[block][g][0]);
-  total *= power(sink - top);
+  total *= exp2_fast(sink - top);
 #pragma unroll
   for (int block = 0; block < CLUSTER; block++) {
-    const float fade = power(room.stats[block][g][0] - top);
+    const float fade = exp2_fast(room.stats[block][g][0] - top);
     total += fade * room.stats[block][g][1];
     low += fade * room.values[block][g][dim], high += fade * room.values[block][g][dim + 1];
   }

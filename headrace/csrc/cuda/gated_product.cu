@@ -65,10 +65,7 @@ __device__ float activate(float gate, float up) {
 #else
   const float steep = gate;
 #endif
-  float e, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * steep));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
-  return gate * inverse * up;
+  return gate * invert(1.0f + exp2_fast(-1.4426950408889634f * steep)) * up;
 }
 
 // Which tile comes when: `band` pairs of row tiles together go through all outputs, so that x's part stays in the

@@ -1,4 +1,4 @@
-// Types, bfloat16 and activations, as kernels that compute in bfloat16 share them.
+// Types, bfloat16, fast powers and reciprocals, and activations, as kernels share them.
 
 using uint8 = unsigned char;
 using uint16 = unsigned short;
@@ -23,6 +23,17 @@ __device__ __forceinline__ float half_of(uint32 word, bool high) {  // one of tw
   float out;
   uint16 bits = uint16(high ? word >> 16 : word & 0xffff);
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+
+__device__ __forceinline__ float exp2_fast(float v) {  // 2**v
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+  return out;
+}
+__device__ __forceinline__ float invert(float v) {  // 1 / v
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
   return out;
 }
 

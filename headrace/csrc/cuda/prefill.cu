@@ -247,16 +247,6 @@ __device__ void start_sums(float (&o)[E / 2], const uint32 (&p)[32], uint32 valu
 
 // numbers
 
-__device__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ float invert(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ uint32 pack(float low, float high) {
   uint32 both;
   asm("cvt.rn." TYPE "x2.f32 %0, %2, %1;" : "=r"(both) : "f"(low), "f"(high));

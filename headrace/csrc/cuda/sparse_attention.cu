@@ -104,12 +104,6 @@ __device__ void finish_products() {
 
 // numbers
 
-__device__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ uint32 multiply_pairs(uint32 a, uint32 b) {
   uint32 c;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));

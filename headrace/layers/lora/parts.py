@@ -22,6 +22,7 @@ thirtieth of its outputs in a model of 8 billion parameters, mostly in tiles tha
 MOST_DENSE_RANKS = 1024
 """The same for many adapters: a step of some rows is still faster so than with a product for the rows of each."""
 
+
 @dataclass(frozen=True)
 class BankSizes:
     """How many adapters there is room for on the device, and of which rank at most. ``dtype``: of low-rank additions,
