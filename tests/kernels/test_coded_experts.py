@@ -3,12 +3,13 @@ more pairs than a tile has rows, sizes that are no multiples of tiles, choices w
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from devices import in_turns, relative_error
+from devices import DEVICES, in_turns, relative_error
 
 pytest.importorskip("triton")
 
@@ -171,3 +172,72 @@ def test_hopper_takes_rows_that_begin_at_multiples_of_16_bytes():
 
     codes = stack("mxfp4", torch.randn(2, 16, 192), "cpu")
     assert [takes(replace(codes, in_features=inputs)) for inputs in (192, 184, 180)] == [True, True, False]
+
+
+def put_evens_first(x: torch.Tensor) -> torch.Tensor:
+    """Of each 16 columns, the even ones and then the odd ones."""
+    return x.unflatten(1, (-1, 8, 2)).transpose(2, 3).flatten(1)
+
+
+@pytest.mark.parametrize("device,dtype,_", DEVICES)
+@pytest.mark.parametrize("width", [48, 1104])
+def test_gathered_rows_have_even_columns_first(width: int, device: str, dtype: torch.dtype, _: float):
+    """And those of pairs without an expert are not written."""
+    from headrace.kernels.moe.hopper import GATHER_BLOCK, _gather_kernel
+
+    x = torch.randn(5, width).to(device, dtype)
+    ids = torch.tensor([[1, 0], [2, -1], [-1, -1], [0, 2], [2, 1]], device=device)
+    order, _place, ends = reference.group_pairs(ids, 3)
+    for evens_first in (False, True):
+        out = torch.full((10, width), 7.0, device=device, dtype=dtype)
+        _gather_kernel[(10, ceil_div(width, GATHER_BLOCK))](
+            x, order, ends, out, out, width, 10, D=width, TOP_K=2, X=3, BLOCK=GATHER_BLOCK, GROUP=0,
+            EVENS_FIRST=evens_first, PDL=False,
+        )
+        rows = x[order[: int(ends[-1])].long() // 2]
+        assert torch.equal(out[: len(rows)], put_evens_first(rows) if evens_first else rows)
+        assert len(rows) == 7 and (out[7:] == 7.0).all()
+
+
+def decode_by_threads(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Numbers [16, 128] of a warp's rows of bytes [16, 64] and words of four scales [16], as its operands have them: a
+    stage swizzled by 64 bytes, read by `ldmatrix`, then the arithmetic of the kernel."""
+    place, lane, out = torch.arange(16 * 64), torch.arange(32), torch.zeros(16, 128, dtype=torch.float64)
+    stage = torch.zeros(16 * 64, dtype=torch.uint8)
+    stage[place ^ (place >> 7 & 3) << 4] = codes.flatten()
+    group, quad = lane // 4, lane % 4
+    for pair, matrix in itertools.product(range(2), range(4)):
+        at = (matrix % 2 * 8 + group) * 64 + ((matrix // 2 * 16 + 32 * pair) ^ group // 2 * 16) + 4 * quad
+        word = sum(stage[at + byte].long() << 8 * byte for byte in range(4))
+        piece, row = 2 * pair + matrix // 2, matrix % 2 * 8 + group
+        for high, odd, end in itertools.product(range(2), range(2), range(2)):
+            spread = word >> 8 * odd & (0x00F000F0 if high else 0x000F000F)
+            bits = spread * (0x0104 if high else 0x1040) & 0x81C081C0
+            number = (bits >> 16 * end & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+            pairs = words[row] << 7 if piece < 2 else words[row] >> 1  # of inputs 0 and 64 on, or 32 and 96 on
+            power = (pairs >> 16 * high & 0x7F80).to(torch.int16).view(torch.bfloat16)
+            out[row, 64 * high + 16 * piece + 8 * odd + 2 * quad + end] = number.double() * power.double()
+    return out
+
+
+def test_threads_find_mxfp4_numbers_with_even_inputs_first():
+    codes = stack("mxfp4", torch.randn(1, 32, 320) * torch.logspace(-3, 0, 320), "cpu")
+    plain = torch.zeros(32, 384, dtype=torch.float64)
+    plain[:, :320] = dequantise(codes, torch.float64)
+    words = codes.scales.view(torch.int32).long()
+    assert words.shape == (32, 3) and len(codes.scales.unique()) > 4
+    for step, row in itertools.product(range(3), (0, 16)):
+        own = slice(row, row + 16)
+        found = decode_by_threads(codes.codes[own, 64 * step : 64 * step + 64], words[own, step])
+        assert torch.equal(found, put_evens_first(plain[own, 128 * step : 128 * step + 128]))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rows"), [(32, 16), (128, 32), (250, 48), (288, 48), (320, 64), (512, 96), (1024, 256)]
+)
+def test_tiles_of_mxfp4_have_rows_for_nearly_every_expert(num_tokens: int, rows: int):
+    from headrace.kernels.moe import many
+
+    tile = many.choose_tile(num_tokens, 4, 32)
+    assert tile.rows == rows and tile.groups == (4 if rows <= 96 else 2)
+    assert tile.stages >= 3 and tile.rows * tile.groups <= 512

@@ -80,9 +80,10 @@ def draw_choices(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply_each(x: torch.Tensor, weight: DeviceCodes, experts: torch.Tensor) -> torch.Tensor:
-    """Each row by its expert, in float64."""
+    """Each row by its expert, in float64; rows are sorted by it."""
     matrices = dequantise(weight, torch.float64).unflatten(0, (NUM_EXPERTS, -1))
-    return torch.einsum("nk,nok->no", x[: len(experts)].double(), matrices[experts])
+    rows = x[: len(experts)].double().split(torch.bincount(experts, minlength=NUM_EXPERTS).tolist())
+    return torch.cat([own @ matrix.T for own, matrix in zip(rows, matrices, strict=True)])
 
 
 @pytest.mark.cuda
@@ -103,20 +104,54 @@ def test_fp8_experts(has_blocks: bool):
         assert relative_error(gated[:there], gate(expected)) < 4e-3
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("rows,groups", [(16, 4), (32, 2), (48, 4), (64, 4), (96, 4), (128, 2), (256, 2)])
-@pytest.mark.parametrize("tokens,inputs,outputs", [(40, 400, 144), (300, 256, 264)])
-def test_mxfp4_experts(tokens: int, inputs: int, outputs: int, rows: int, groups: int):
+def put_evens_first(x: torch.Tensor) -> torch.Tensor:
+    """Of each 16 columns, the even ones and then the odd ones."""
+    return x.unflatten(1, (-1, 8, 2)).transpose(2, 3).flatten(1)
+
+
+def compare_mxfp4(
+    tile: tuple[int, int], ends: torch.Tensor, experts: torch.Tensor, sizes: tuple[int, int, int], *, is_clamped: bool
+) -> None:
+    """Products of ``sizes`` (rows, inputs, outputs), of which the first rows have ``experts``: alone and with an
+    activation, twice the same."""
     from headrace.kernels.moe import sorted_rows
 
-    torch.manual_seed(0)
-    ends, experts = draw_choices(tokens)
-    weight = make_mxfp4(NUM_EXPERTS * 2 * outputs, inputs)
-    x = torch.randn(tokens * CHOICES, inputs, device="cuda").bfloat16()
+    num_rows, inputs, outputs = sizes
+    weight, there = make_mxfp4(NUM_EXPERTS * 2 * outputs, inputs), len(experts)
+    x = torch.randn(num_rows, inputs, device="cuda").bfloat16()
     bias = torch.randn(NUM_EXPERTS, 2 * outputs, device="cuda").bfloat16()
     expected = multiply_each(x, weight, experts) + bias.double()[experts]
-    tile = sorted_rows.Tile(rows, groups)
-    out = sorted_rows.multiply(x, weight, bias, ends, tile)
-    assert relative_error(out[: len(experts)], expected) < 4e-3
-    gated = sorted_rows.multiply(x, weight, bias, ends, tile, sorted_rows.Gated("silu"))
-    assert relative_error(gated[: len(experts)], gate(expected)) < 4e-3
+    if is_clamped:
+        gated, (first, second) = sorted_rows.Gated("clamped", 2.0, 1.702, 1.0), expected.chunk(2, dim=1)
+        first, second = first.clamp(max=2.0), second.clamp(-2.0, 2.0)
+        activated = first * (1.702 * first).sigmoid() * (second + 1.0)
+    else:
+        gated, activated = sorted_rows.Gated("silu"), gate(expected)
+    operands = (put_evens_first(x), weight, bias, ends, sorted_rows.Tile(*tile))
+    for own, values in ((sorted_rows.NOT_GATED, expected), (gated, put_evens_first(activated))):
+        out = sorted_rows.multiply(*operands, own)[:there]
+        assert relative_error(out, values) < 4e-3
+        assert torch.equal(out, sorted_rows.multiply(*operands, own)[:there])
+
+
+TILES = [(16, 4), (32, 4), (48, 4), (64, 4), (96, 4), (128, 2), (256, 2)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tokens,inputs,outputs", [(40, 400, 144), (300, 256, 272), (70, 128, 64)])
+def test_mxfp4_experts(tokens: int, inputs: int, outputs: int, tile: tuple[int, int]):
+    torch.manual_seed(0)
+    ends, experts = draw_choices(tokens)
+    compare_mxfp4(tile, ends, experts, (tokens * CHOICES, inputs, outputs), is_clamped=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("counts", [(0, 1, 16, 0, 17), (31, 0, 33, 48, 49), (65, 15, 0, 130, 64), (0, 0, 0, 0, 300)])
+def test_mxfp4_experts_with_uneven_rows(counts: tuple[int, ...], tile: tuple[int, int]):
+    """As many rows as a product of some width takes, one more, and none; the sizes of gpt-oss."""
+    torch.manual_seed(0)
+    given = torch.tensor(counts, device="cuda")
+    experts = torch.arange(NUM_EXPERTS, device="cuda").repeat_interleave(given)
+    compare_mxfp4(tile, given.cumsum(0).int(), experts, (len(experts) + 7, 2880, 720), is_clamped=True)

@@ -2,21 +2,29 @@
 // expert's weight [N, K]: e2m1 codes, two to a byte, with a power of two per 32 inputs. With a gate, the activation of
 // its two halves. Sums are float32 in a fixed order, the same whatever the rows beside a row.
 //
+// Of each 16 inputs of x the even ones come first, then the odd ones: a thread then finds two codes of one operand a
+// byte apart in the four bytes that `ldmatrix` brings. With a gate, outputs are stored in the same order, for the next
+// product.
+//
 // A block is persistent and takes tiles of 64 * GROUPS of the weight's rows by ROWS rows of x. Its first warp asks the
 // copy engine (TMA) for codes and rows of 128 inputs into a ring of STAGES. The other GROUPS warpgroups decode 64 rows
 // of codes each to operands of wgmma in registers; x comes from shared memory. While products with low codes of the
-// bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round.
+// bytes (inputs 0 to 63) run, high ones (64 to 127) are decoded, and the other way round. A tile with fewer rows is
+// multiplied with no more than it has, in multiples of GRAIN.
 //
-// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind of
-// activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
+// Macros: ROWS (16, 32, 48, 64, 96, 128, 256), GROUPS (2 or 4; ROWS * GROUPS at most 512), STAGES, GATE (0, or a kind
+// of activation: a tile then has half as many outputs, its rows alternate 8 of gate, 8 of up), EXPERTS (their number).
 // Compiled by NVRTC.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
 
 constexpr int DEPTH = 128, WIDE = 64 * GROUPS, OUTPUTS = GATE ? WIDE / 2 : WIDE;
+constexpr int GRAIN = ROWS <= 64 ? 16 : ROWS;
 constexpr uint32 X_BYTES = ROWS * DEPTH * 2, CODE_BYTES = WIDE * DEPTH / 2, STAGE_BYTES = X_BYTES + CODE_BYTES;
 constexpr int THREADS = 128 * (GROUPS + 1);
+// Whether codes are read a step ahead. Of three stages that would leave one to be copied, late in each step.
+constexpr bool AHEAD = STAGES > 3;
 
 struct Call {
   const uint32 *scales;  // [rows of the weight, words]: a byte for each 32 inputs, as `DeviceCodes` keeps powers of two
@@ -31,85 +39,279 @@ struct Call {
 #include "sorted_experts.cuh"
 #include "weight_rows.cuh"
 
-// Two bytes of codes to bfloat16 numbers times a power of two: LOW or high codes. Two codes are spread to the halves of
-// a register, multiplied by 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the sign at bit 15 and the rest at bits 8
-// to 6, and cleared of other bits: bfloat16 numbers 2**126 too small, which the powers make good.
-template <bool LOW>
-__device__ __forceinline__ uint32 decode(uint32 spread, uint32 powers) {
-  uint32 bits = LOW ? (spread & 0x000F000Fu) * 0x1040u : (spread & 0x00F000F0u) * 0x0104u;
-  bits &= 0x81C081C0u;
-  uint32 numbers;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(numbers) : "r"(bits), "r"(powers));
-  return numbers;
+// As `wait_for` and `arrive`, if `wanted`. Without branches outside of the text: between two batches of products ptxas
+// would make all of them wait for each other.
+__device__ __forceinline__ void wait_if(int wanted, uint32 bar, uint32 parity) {
+  asm volatile("{ .reg .pred done;\nsetp.eq.s32 done, %2, 0;\n@done bra OVER;\n"
+               "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\nOVER: }"
+               ::"r"(bar), "r"(parity), "r"(wanted) : "memory");
+}
+__device__ __forceinline__ void arrive_if(int wanted, uint32 bar) {
+  asm volatile("{ .reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+               ::"r"(bar), "r"(wanted) : "memory");
 }
 
-// Operands of half a stage: codes[piece][2 * h + half] are the bytes of row 8 * half, inputs 16 * piece + 8 * h and on.
-template <bool LOW>
-__device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const uint32 (&codes)[4][4], const uint32 (&words)[2]) {
-  uint32 powers[2][2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 byte = words[half] >> (8 * i + (LOW ? 0 : 16)) & 255;
-      powers[half][i] = byte * 0x00800080u;  // exponents of two bfloat16
-    }
-#pragma unroll
-  for (int piece = 0; piece < 4; ++piece)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[piece][i] = decode<LOW>(codes[piece][i], powers[i % 2][piece / 2]);
-}
-
-__device__ __forceinline__ void multiply_half(
-    float (&sums)[ROWS / 2], const uint32 (&a)[4][4], uint64 rows, bool adds
+// The warp that copies: the stages of all tiles of this block.
+__device__ __forceinline__ void fetch_tiles(
+    const Call &call, const TensorMap *x_map, const TensorMap *code_map, Ring &ring
 ) {
+  int steps = (call.inputs + DEPTH - 1) / DEPTH;
+  Tile tile;
+  for (int index = blockIdx.x; find_tile<ROWS, OUTPUTS>(call, index, tile); index += gridDim.x) {
+    int row = tile.expert * (GATE ? 2 : 1) * call.outputs + tile.output;
+    for (int step = 0; step < steps; ++step) {
+      if (threadIdx.x == 0) {
+        uint32 full = ring.bars + 16 * ring.stage, to = ring.x_tiles + ring.stage * X_BYTES;
+        uint32 codes = ring.code_tiles + ring.stage * CODE_BYTES;
+        wait_for(full + 8, ring.phase ^ 1);
+        expect_bytes(full, STAGE_BYTES);
+        if (GATE)
+          load_gated_box(codes, code_map, full, step * (DEPTH / 2), row);
+        else
+          load_box(codes, code_map, full, step * (DEPTH / 2), row);
+#pragma unroll
+        for (int box = 0; box < 2; ++box)
+          load_box(to + box * (X_BYTES / 2), x_map, full, step * DEPTH + box * (DEPTH / 2), tile.first);
+      }
+      ring.advance();
+    }
+    __syncwarp();
+  }
+}
+
+// The ring as warps that multiply see it: stages `at`, which is multiplied, the one before and the two after it;
+// `phase` is of the last.
+struct Window {
+  uint32 bars;
+  int before, at, next, further;
+  uint32 phase;
+
+  __device__ __forceinline__ explicit Window(const Ring &ring)
+      : bars(ring.bars), before(STAGES - 1), at(0), next(1), further(2), phase(0) {}
+  __device__ __forceinline__ void advance() {
+    before = at, at = next, next = further;
+    phase ^= further == STAGES - 1;
+    further = further == STAGES - 1 ? 0 : further + 1;
+  }
+  __device__ __forceinline__ void await(int stage, int wanted) const {
+    wait_if(wanted, bars + 16 * stage, phase ^ (stage > further));
+  }
+  __device__ __forceinline__ void await_further(int wanted) const { wait_if(wanted, bars + 16 * further, phase); }
+  __device__ __forceinline__ void leave(int stage, int leads) const { arrive_if(leads, bars + 16 * stage + 8); }
+};
+
+__device__ __forceinline__ void pin(uint32 &value) { asm volatile("" : "+r"(value)); }  // is not computed again
+
+// Four products of 16 inputs each, with rows of x [ROWS, 64], of which the first N count.
+template <int N>
+__device__ __forceinline__ void multiply_half(float (&sums)[ROWS / 2], uint32 (&a)[4][4], uint64 rows) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) pin(a[i / 4][i % 4]);  // nothing is decoded behind the fence
   begin_products();
 #pragma unroll
-  for (int piece = 0; piece < 4; ++piece) multiply(sums, a[piece], rows + 2 * piece, adds || piece > 0);
+  for (int piece = 0; piece < 4; ++piece) multiply<N>(sums, a[piece], rows + 2 * piece, 1);
   commit_products();
 }
 
-__device__ __forceinline__ void add_up(
-    const Call &call, float (&sums)[ROWS / 2], const int (&own)[2], uint32 row, Ring &ring
-) {
-  int steps = (call.inputs + DEPTH - 1) / DEPTH, before = 0, lane = threadIdx.x % 32;
-  // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
-  uint32 at = ring.code_tiles + row * 64 + lane % 4 * 2, turned = row / 2 % 4 * 16;
-  uint32 low[4][4], high[4][4];
-  const uint32 *tables[2];
+// words[piece][half]: bytes of row 8 * half, inputs 16 * piece + lane % 4 * 4 + {0, 1, 2, 3} in their low halves, and
+// 64 further in their high ones. Even inputs are the bytes 0 and 2; odd ones are there once words are shifted.
+struct Codes {
+  uint32 words[4][2], odd[4][2], scales[2];
+
+  __device__ __forceinline__ void shift() {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) tables[half] = call.scales + (uint64)max(own[half], 0) * call.words;
-  uint32 next[2] = {tables[0][0], tables[1][0]}, later[2] = {0, 0};
-  if (steps > 1) later[0] = tables[0][1], later[1] = tables[1][1];
-  for (int step = 0; step < steps; ++step) {
-    uint32 words[2] = {next[0], next[1]};
-    next[0] = later[0], next[1] = later[1];
-    if (step + 2 < steps) later[0] = tables[0][step + 2], later[1] = tables[1][step + 2];
-    wait_for(ring.bars + 16 * ring.stage, ring.phase);
-    uint32 codes[4][4], place = at + ring.stage * CODE_BYTES;
+    for (int i = 0; i < 8; ++i) odd[i / 2][i % 2] = words[i / 2][i % 2] >> 8;
+  }
+};
+
+// Scales of this thread's two rows: four lanes have the same rows, and words of every fourth step each.
+struct Scales {
+  const uint32 *tables[2];  // from this lane's on
+  uint32 now[2], next[2];
+  int last;  // of this lane
+
+  __device__ __forceinline__ void begin(const Call &call, const int (&own)[2], int steps) {
+    int lane = threadIdx.x % 4;
+    last = steps - 1 - lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      tables[half] = call.scales + (uint64)max(own[half], 0) * call.words + lane;
+      now[half] = next[half] = 0;
+      if (last >= 0) now[half] = tables[half][0];
+      if (last >= 4) next[half] = tables[half][4];
+    }
+  }
+  // Those of a step; steps are asked for one after the other.
+  __device__ __forceinline__ void get(int step, uint32 (&words)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) words[half] = __shfl_sync(~0u, now[half], step % 4, 4);
+  }
+  // After the step is asked for.
+  __device__ __forceinline__ void advance(int step) {
+    if (step % 4 != 3) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      now[half] = next[half];
+      if (step + 5 <= last) next[half] = tables[half][step + 5];
+    }
+  }
+};
+
+// Operands of half a stage: LOW or high codes. Two codes are spread to the halves of a register, multiplied by
+// 2**12 + 2**6 (high codes: 2**8 + 2**2), which puts the sign at bit 15 and the rest at bits 8 to 6, and cleared of
+// other bits: bfloat16 numbers 2**126 too small, which the powers make good.
+template <bool LOW>
+__device__ __forceinline__ void decode_all(uint32 (&a)[4][4], const Codes &codes) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // a step's four scales as exponents of bfloat16: inputs 0 and 64 on, 32 and 96 on
+    uint32 pairs[2] = {(codes.scales[half] * 128) & 0x7F807F80u, (codes.scales[half] >> 1) & 0x7F807F80u}, powers[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) powers[i] = __byte_perm(pairs[i], 0, LOW ? 0x1010 : 0x3232);
 #pragma unroll
     for (int piece = 0; piece < 4; ++piece)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // rows differ by 8, which changes no swizzle
-        uint16 bytes;
-        uint32 from = place + (piece * 16 ^ turned) + i % 2 * 512 + i / 2 * 8;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(from));
-        codes[piece][i] = __byte_perm(bytes, 0, 0x4140);
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32 word = odd ? codes.odd[piece][half] : codes.words[piece][half];
+        uint32 bits = LOW ? (word & 0x000F000Fu) * 0x1040u : (word & 0x00F000F0u) * 0x0104u;
+        bits &= 0x81C081C0u;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(a[piece][half + 2 * odd]) : "r"(bits), "r"(powers[piece / 2]));
       }
-    uint64 rows = describe_operand(ring.x_tiles + ring.stage * X_BYTES);
-    wait_products<1>();  // those with the low codes of the step before
-    decode_all<true>(low, codes, words);
-    multiply_half(sums, low, rows, step > 0);
-    wait_products<1>();
-    if (step && lane == 0) arrive(ring.bars + 16 * before + 8);  // all products of the step before have ended
-    decode_all<false>(high, codes, words);
-    multiply_half(sums, high, rows + X_BYTES / 2 / 16, true);
-    before = ring.stage;
-    ring.advance();
   }
+}
+
+// Of a thread's codes in the first stage, and of rows of x as an operand; whether a lane is its warp's first.
+struct Place {
+  uint32 codes[2], rows;
+  int leads;
+
+  __device__ __forceinline__ explicit Place(const Ring &ring) {
+    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+    // rows of 64 bytes, swizzled by 64 bytes: the 16 bytes of inputs 16 * piece and on are exchanged by row / 2 % 4
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32 at = (warp * 16 + matrix % 2 * 8 + row) * 64 + ((matrix / 2 * 16 + 32 * i) ^ row / 2 * 16);
+      codes[i] = ring.code_tiles + at;
+      pin(codes[i]);
+    }
+    rows = (uint32)describe_operand(ring.x_tiles), leads = lane == 0;
+  }
+  __device__ __forceinline__ uint64 rows_of(int stage) const {  // its upper half is the same everywhere
+    return describe_operand(0) >> 32 << 32 | (rows + stage * (X_BYTES / 16));
+  }
+};
+
+// Codes and scales of a step, of a stage that is there. Beyond the last step what was there before is read, and not
+// used.
+__device__ __forceinline__ void read_codes(
+    Codes &codes, const Scales &scales, int stage, const Place &place, int step
+) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(codes.words[2 * i][0]), "=r"(codes.words[2 * i][1]), "=r"(codes.words[2 * i + 1][0]),
+                   "=r"(codes.words[2 * i + 1][1])
+                 : "r"(place.codes[i] + stage * CODE_BYTES));
+  scales.get(step, codes.scales);
+}
+
+// The stage of the next step's codes has been waited for, that of the step after it is. In the first step nothing is on
+// its way: a wait there would let ptxas think that products of other loops may be, and keep their registers.
+template <int N, bool IS_FIRST>
+__device__ __forceinline__ void add_step(
+    float (&sums)[ROWS / 2], uint32 (&low)[4][4], uint32 (&high)[4][4], Codes &codes, Window &window,
+    const Place &place, Scales &scales, int step, int steps
+) {
+  uint64 rows = place.rows_of(window.at);
+  if (!AHEAD) read_codes(codes, scales, window.at, place, step);
+  codes.shift();
+  if (!IS_FIRST) wait_products<1>();  // those with low codes of the step before
+  decode_all<true>(low, codes);
+  multiply_half<N>(sums, low, rows);
+  if (!IS_FIRST) {
+    wait_products<1>();
+    window.leave(window.before, place.leads);  // all products of the step before have ended
+  }
+  decode_all<false>(high, codes);
+  if (AHEAD) read_codes(codes, scales, window.next, place, step + 1);
+  multiply_half<N>(sums, high, rows + X_BYTES / 2 / 16);
+  if (AHEAD)
+    window.await_further(step + 2 < steps);
+  else
+    window.await(window.next, step + 1 < steps);
+  scales.advance(step + AHEAD);
+  window.advance();
+}
+
+// The sums of a tile with at most N rows.
+template <int N>
+__device__ __forceinline__ void add_up(
+    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int steps
+) {
+  uint32 low[4][4], high[4][4];
+  Codes codes = {};
+  window.await(window.at, 1);
+  if (AHEAD) {
+    window.await(window.next, steps > 1);
+    read_codes(codes, scales, window.at, place, 0);
+  }
+  add_step<N, true>(sums, low, high, codes, window, place, scales, 0, steps);
+#pragma unroll 1
+  for (int step = 1; step < steps; ++step)
+    add_step<N, false>(sums, low, high, codes, window, place, scales, step, steps);
   wait_products<0>();
   fence_sums(sums);
-  if (lane == 0) arrive(ring.bars + 16 * before + 8);
+  window.leave(window.before, place.leads);
+}
+
+// The sums of a tile with at most N rows, or of one with more.
+template <int N>
+__device__ __forceinline__ void add_up_rows(
+    float (&sums)[ROWS / 2], Window &window, const Place &place, Scales &scales, int rows, int steps
+) {
+  if constexpr (N < ROWS)
+    if (rows > N) return add_up_rows<N + GRAIN>(sums, window, place, scales, rows, steps);
+  add_up<N>(sums, window, place, scales, steps);
+}
+
+struct Work {  // of a block: its tile number `index`, and what its thread needs of it
+  Tile tile;
+  int own[2];  // rows of the weight of this thread, 8 apart in the tile; -1 beyond the expert's
+  bool is_there;
+
+  __device__ __forceinline__ void find(const Call &call, int index, Scales &scales, int steps) {
+    is_there = find_tile<ROWS, OUTPUTS>(call, index, tile);
+    if (!is_there) return;
+    int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int output = tile.output + (GATE ? warp * 8 + lane / 4 : warp * 16 + lane / 4 + 8 * half);
+      int matrix = tile.expert * (GATE ? 2 : 1) + (GATE ? half : 0);
+      own[half] = output < call.outputs ? matrix * call.outputs + output : -1;
+    }
+    scales.begin(call, own, steps);
+  }
+};
+
+// The warps that multiply.
+__device__ __forceinline__ void multiply_tiles(const Call &call, const Ring &ring) {
+  int steps = (call.inputs + DEPTH - 1) / DEPTH;
+  Window window(ring);
+  Scales scales;
+  Place place(ring);
+  Work work;
+  work.find(call, blockIdx.x, scales, steps);
+#pragma unroll 1
+  for (int index = blockIdx.x; work.is_there;) {
+    index += gridDim.x;
+    float sums[ROWS / 2] = {};
+    // the same for the whole warp, which ptxas does not know
+    int rows = __reduce_max_sync(~0u, work.tile.last - work.tile.first);
+    add_up_rows<GRAIN>(sums, window, place, scales, rows, steps);
+    Work done = work;
+    work.find(call, index, scales, steps);  // its first scales are on their way while this one ends
+    finish<true>(call, sums, done.tile, done.own, threadIdx.x / 32 - 4);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_product(
@@ -122,11 +324,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_product(
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
-    if (threadIdx.x < 32) fetch_tiles<DEPTH / 2, 2>(call, &x_map, &code_map, ring);
+    if (threadIdx.x < 32) fetch_tiles(call, &x_map, &code_map, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 112));
-    multiply_tiles(call, [&](float (&sums)[ROWS / 2], const Tile &tile, const int (&own)[2], uint32 row) {
-      add_up(call, sums, own, row, ring);
-    });
+    multiply_tiles(call, ring);
   }
 }

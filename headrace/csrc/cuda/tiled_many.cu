@@ -205,7 +205,7 @@ __device__ __forceinline__ void multiply_all(
 ) {
   begin_products();
 #pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece) multiply(sums, a[piece], rows + 2 * piece, adds || piece > 0);
+  for (int piece = 0; piece < PIECES; ++piece) multiply<ROWS>(sums, a[piece], rows + 2 * piece, adds || piece > 0);
   commit_products();
 }
 
@@ -295,7 +295,7 @@ __device__ __forceinline__ void finish_work(const Call &call, float (&sums)[ROWS
     int output = work.tile.output + (GATE ? warp * 8 + lane / 4 : row + 8 * half);
     own[half] = output < call.outputs ? (GATE ? half * call.outputs : 0) + output : -1;
   }
-  finish(call, sums, work.tile, own, warp);
+  finish<false>(call, sums, work.tile, own, warp);
 }
 
 __device__ __forceinline__ void meet_cluster() {

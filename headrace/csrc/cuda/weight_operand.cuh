@@ -1,7 +1,6 @@
-// Products whose left operand is 64 rows of the weight in registers, decoded there. After hopper.cuh; the macro ROWS is
-// 16, 32, 48, 64, 96, 128, 192 or 256.
+// Products whose left operand is 64 rows of the weight in registers, decoded there. After hopper.cuh.
 
-// sums [64, ROWS] += codes [64, 16] (a fragment in registers) times rows of x [ROWS, 16]; `adds` 0: = instead
+// sums [64, N] += codes [64, 16] (a fragment in registers) times rows of x [ROWS, 16]; `adds` 0: = instead
 #define MULTIPLY(N, SUMS, NAMES, A0, A1, A2, A3, B, P) \
   asm volatile( \
       "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n" \
@@ -9,22 +8,24 @@
       ", p, 1, 1, 0;\n}" \
       : SUMS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows), "r"(adds))
 
-__device__ __forceinline__ void multiply(float (&d)[ROWS / 2], const uint32 (&a)[4], uint64 rows, int adds) {
-#if ROWS == 16
-  MULTIPLY("16", F8, S8, "%8", "%9", "%10", "%11", "%12", "%13");
-#elif ROWS == 32
-  MULTIPLY("32", F16, S16, "%16", "%17", "%18", "%19", "%20", "%21");
-#elif ROWS == 48
-  MULTIPLY("48", F24, S24, "%24", "%25", "%26", "%27", "%28", "%29");
-#elif ROWS == 64
-  MULTIPLY("64", F32, S32, "%32", "%33", "%34", "%35", "%36", "%37");
-#elif ROWS == 96
-  MULTIPLY("96", F48, S48, "%48", "%49", "%50", "%51", "%52", "%53");
-#elif ROWS == 128
-  MULTIPLY("128", F64, S64, "%64", "%65", "%66", "%67", "%68", "%69");
-#elif ROWS == 192
-  MULTIPLY("192", F96, S96, "%96", "%97", "%98", "%99", "%100", "%101");
-#else
-  MULTIPLY("256", F128, S128, "%128", "%129", "%130", "%131", "%132", "%133");
-#endif
+// N is 16, 32, 48, 64, 96, 128, 192 or 256; sums of further rows are left as they are.
+template <int N, int SUMS>
+__device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32 (&a)[4], uint64 rows, int adds) {
+  static_assert(N % 16 == 0 && (N <= 64 || N == 96 || N == 128 || N == 192 || N == 256) && N <= 2 * SUMS, "no product");
+  if constexpr (N == 16)
+    MULTIPLY("16", F8, S8, "%8", "%9", "%10", "%11", "%12", "%13");
+  if constexpr (N == 32)
+    MULTIPLY("32", F16, S16, "%16", "%17", "%18", "%19", "%20", "%21");
+  if constexpr (N == 48)
+    MULTIPLY("48", F24, S24, "%24", "%25", "%26", "%27", "%28", "%29");
+  if constexpr (N == 64)
+    MULTIPLY("64", F32, S32, "%32", "%33", "%34", "%35", "%36", "%37");
+  if constexpr (N == 96)
+    MULTIPLY("96", F48, S48, "%48", "%49", "%50", "%51", "%52", "%53");
+  if constexpr (N == 128)
+    MULTIPLY("128", F64, S64, "%64", "%65", "%66", "%67", "%68", "%69");
+  if constexpr (N == 192)
+    MULTIPLY("192", F96, S96, "%96", "%97", "%98", "%99", "%100", "%101");
+  if constexpr (N == 256)
+    MULTIPLY("256", F128, S128, "%128", "%129", "%130", "%131", "%132", "%133");
 }

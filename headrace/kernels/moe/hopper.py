@@ -33,9 +33,10 @@ tokens: gpt-oss-20b 80, 193, 209, 303 in `coded` and 105, 119, 130, 172 here; De
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gather_kernel(
     x_ptr, order_ptr, ends_ptr, out_ptr, scales_ptr, x_stride, num_pairs, D: tl.constexpr, TOP_K: tl.constexpr,
-    X: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+    X: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, EVENS_FIRST: tl.constexpr, PDL: tl.constexpr
 ):
-    """Rows of x in the order of pairs; with GROUP in FP8, with a scale [D / GROUP, N] for each group."""
+    """Rows of x in the order of pairs; with GROUP in FP8, with a scale [D / GROUP, N] for each group. EVENS_FIRST: of
+    each 16 columns the even ones come first; D is then a multiple of 16."""
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     if row < tl.load(ends_ptr + X - 1):  # entries of pairs without an expert are arbitrary
@@ -48,17 +49,22 @@ def _gather_kernel(
             group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             tl.store(scales_ptr + group * num_pairs + row, scale, mask=group * GROUP < D)
             x = tl.reshape(groups / scale[:, None], [BLOCK])
+        if EVENS_FIRST:
+            x = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 16, 8, 2]), [0, 2, 1]), [BLOCK])
         tl.store(out_ptr + row.to(tl.int64) * D + column, x.to(out_ptr.dtype.element_ty), mask=column < D)
 
 
-def gather_rows(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Rows of x [T, D] in the order of pairs, [N, D]; those from the last end on are not written."""
-    out, _ = _gather(x, order, ends, top_k, is_fp8=False)
+def gather_rows(
+    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int, *, evens_first: bool
+) -> torch.Tensor:
+    """Rows of x [T, D] in the order of pairs, [N, D]; those from the last end on are not written. ``evens_first``: of
+    each 16 columns the even ones come first, as `sorted_rows.multiply` wants rows; D is a multiple of 16."""
+    out, _ = _gather(x, order, ends, top_k, is_fp8=False, evens_first=evens_first)
     return out
 
 
 def _gather(
-    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int, *, is_fp8: bool
+    x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, top_k: int, *, is_fp8: bool, evens_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `gather_rows`; in FP8, with a scale [ceil(D / 128), N] for each 128 of a row. Else the second is the first."""
     pairs, width = len(order), x.shape[1]
@@ -66,7 +72,7 @@ def _gather(
     scales = torch.empty((ceil_div(width, DEPTH), pairs), dtype=torch.float32, device=x.device) if is_fp8 else out
     _gather_kernel[(pairs, ceil_div(width, GATHER_BLOCK))](
         x, order, ends, out, scales, x.stride(0), pairs, D=width, TOP_K=top_k, X=len(ends), BLOCK=GATHER_BLOCK,
-        GROUP=DEPTH if is_fp8 else 0, PDL=True, num_warps=4, launch_pdl=True,
+        GROUP=DEPTH if is_fp8 else 0, EVENS_FIRST=evens_first, PDL=True, num_warps=4, launch_pdl=True,
     )
     return out, scales
 

@@ -1,7 +1,8 @@
 """Products of plain rows sorted by expert and experts in MXFP4 on Hopper, by own CUDA C++
 (``csrc/cuda/mxfp4_product.cu``), alone or with the gated activation.
 
-M rows sorted by expert, N outputs (a gate and its up count once), K inputs, X experts.
+M rows sorted by expert, N outputs (a gate and its up count once), K inputs, X experts. Of each 16 inputs of a row the
+even ones come first, then the odd ones, as a thread finds codes.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def multiply(
     gated: Gated = NOT_GATED,
 ) -> torch.Tensor:
     """Rows x [M, K] bfloat16 times those experts of the stacked weight [X * N, K] whose they are (``ends`` [X] of
-    `GROUP_PAIRS`), plus their bias, followed by the activation ``gated`` if it has a kind: [M, N] bfloat16. Rows from
-    the last end on are not written. K and N are multiples of 8."""
+    `GROUP_PAIRS`), plus their bias, followed by the activation ``gated`` if it has a kind: [M, N] bfloat16. Columns of
+    x, and of the result of an activation, are in the order above. Rows from the last end on are not written. K is a
+    multiple of 16, N of 8, with an activation of 16."""
     num_rows, outputs = len(x), weight.out_features // len(ends) // (2 if gated.kind else 1)
     out = torch.empty((num_rows, outputs), dtype=torch.bfloat16, device=x.device)
     if not num_rows:
