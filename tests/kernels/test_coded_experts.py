@@ -106,6 +106,16 @@ def test_experts_of_real_shapes(form: str, num_tokens: int, num_experts: int, to
     assert compare(form, sizes, CLAMPED, "cuda", torch.bfloat16, has_bias=True, run=run) < tolerance
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("width,inner", [(512, 288), (128, 64), (768, 1024)])
+def test_experts_of_small_shapes(num_tokens: int, width: int, inner: int):
+    """Where blocks have fewer steps than warps, or nothing to do."""
+    run = CODED_EXPERTS.choose(KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability()))
+    sizes = (num_tokens, 4, 2, width, inner)
+    assert compare("mxfp4", sizes, CLAMPED, "cuda", torch.bfloat16, has_bias=True, run=run) < 1e-2
+
+
 def test_few_tokens_run_in_triton_where_own_cuda_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -317,6 +317,7 @@ __device__ __forceinline__ float add_sums(
   float value = 0.f;
   const int begin = tile * work.each, end = begin + work.each, n = token / TOKENS;
   for (int warp = ((begin + 1) * WARPS - 1) / max(work.total, 1); warp < WARPS && begin_of(work, warp) < end; warp++) {
+    if (begin_of(work, warp) == begin_of(work, warp + 1)) continue;  // fewer steps than warps: it kept no sum
     const int nth = tile - begin_of(work, warp) / work.each;
     const int column = (DOWN ? n : n * 2 + side) * 8 + token % TOKENS;
     const float *slot = parts + (warp * call.slots + nth) * SLOT + column * 8 + row;
