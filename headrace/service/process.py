@@ -124,9 +124,8 @@ class EngineLoop:
     def _step(self, *, is_first: bool) -> None:
         began = time.monotonic()
         self._engine.launch()
-        # The device begins with some of many requests: to read all of them takes longer than a step.
-        while self._engine.waits_for_device and self._take_messages(0):
-            self._engine.launch()
+        if self._engine.waits_for_device:  # what is read now costs the device no time; `step` launches what it allows
+            self._take_messages(0)
         outputs = self._engine.step()
         now = time.monotonic()
         if is_first:
@@ -146,13 +145,13 @@ class EngineLoop:
     def _take_messages(self, wait_ms: int) -> bool:
         """Receive and apply messages, waiting ``wait_ms`` for the first: some, or all that have arrived while the
         device is busy. Returns whether there were any."""
-        messages = received = self._channel.receive(wait_ms)
-        while True:
+        received = self._channel.receive(wait_ms)
+        has_messages = bool(received)
+        while received:
             for message in received:
                 self._take(message)
-            if not received or not self._engine.waits_for_device:
-                return bool(messages)
-            received = self._channel.receive(0)
+            received = self._channel.receive(0) if self._engine.waits_for_device else []
+        return has_messages
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, EngineRequest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeExecutor, continuation, engine_over
+from fakes import FakeExecutor, FakePending, continuation, engine_over
 
 from headrace.base.config import engine_config
 from headrace.base.messages import Call, EngineRequest, FromEngine, Outputs, ToEngine
@@ -20,9 +20,9 @@ class Client:
 
     is_open = True
 
-    def __init__(self, prompts: list[list[int]], executor: FakeExecutor, *, is_slow: bool):
+    def __init__(self, prompts: list[list[int]], executor: FakeExecutor, *, is_slow: bool, length: int = LENGTH):
         self._left = [
-            EngineRequest(str(nth), prompt, SamplingSpec(), StopSpec(max_tokens=LENGTH))
+            EngineRequest(str(nth), prompt, SamplingSpec(), StopSpec(max_tokens=length))
             for nth, prompt in enumerate(prompts)
         ]
         self.tokens: dict[str, list[int]] = {request.request_id: [] for request in self._left}
@@ -51,6 +51,19 @@ def test_a_long_step_takes_in_what_arrives(depth: int, is_slow: bool):
     # One at a time between steps, or all but the first behind the plans that were launched without them.
     assert sizes[:depth] == [1] * depth
     assert sizes[depth] == (len(prompts) if is_slow else 2)
+
+
+def test_what_is_read_beside_a_step_is_launched_behind_it(monkeypatch: pytest.MonkeyPatch):
+    """Where another plan may be in flight, and nothing was there to plan."""
+    executor, events = FakeExecutor(engine_config(overlap_depth=2)), list[str]()
+    execute, result = FakeExecutor.execute, FakePending.result
+    monkeypatch.setattr(
+        FakeExecutor, "execute", lambda self, plan: (events.append(f"{len(plan.rows)} rows"), execute(self, plan))[1]
+    )
+    monkeypatch.setattr(FakePending, "result", lambda self: (events.append("result"), result(self))[1])
+    client = Client([[1], [2], [3], [4]], executor, is_slow=True, length=1)
+    EngineLoop(engine_over(executor), client).run()
+    assert events[:3] == ["1 rows", "3 rows", "result"]
 
 
 def test_a_batch_is_prepared_while_the_device_computes(monkeypatch: pytest.MonkeyPatch):
