@@ -141,6 +141,16 @@ def cache_compiled(make: Callable[P, T]) -> Callable[P, T]:
     return find
 
 
+@contextmanager
+def fallback(instead: str) -> Iterator[None]:
+    """Leaves the body where a kernel that it makes cannot be compiled or loaded, also by a driver that lacks a function
+    for it. A warning then says what runs ``instead``."""
+    try:
+        yield
+    except (CudaSourceError, OSError, AttributeError) as error:
+        logger.warning("%s: %s", instead, error)
+
+
 def _open_nvrtc() -> ctypes.CDLL:
     """NVRTC of the nvidia packages that torch installs, or the system's. Raises `OSError` if there is none."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
@@ -272,6 +282,12 @@ DEPENDENT = _LaunchAttribute(6, 0, 1)
 """``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``"""
 
 
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream of a device, in a tenth of the time that `torch.cuda.current_stream` takes.
+    """
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
 class CudaKernel:
     """A kernel of a cubin, loaded into torch's current context for the life of the process, and the most dynamic shared
     memory that a launch takes, in bytes. Usable on the device that was current when it was made. Of code that is
@@ -299,10 +315,9 @@ class CudaKernel:
         if not self._is_loaded:
             return
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = c_void_p(torch._C._cuda_getCurrentRawStream(self._device))  # a tenth of what a `Stream` takes
         config = _LaunchConfig(
-            (programs, 1, 1), (threads, 1, 1), self.shared_bytes if shared_bytes is None else shared_bytes, stream,
-            ctypes.pointer(DEPENDENT), int(is_dependent),
+            (programs, 1, 1), (threads, 1, 1), self.shared_bytes if shared_bytes is None else shared_bytes,
+            current_stream(self._device), ctypes.pointer(DEPENDENT), int(is_dependent),
         )
         call_driver("cuLaunchKernelEx", byref(config), self._function, places, None)
 

@@ -18,6 +18,7 @@ from typing import Any
 import cudnn
 import torch
 
+from headrace.kernels.cuda_source import current_stream
 from headrace.kernels.late import note_compiled
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class SdpaGraph:
 
     def run(self, tensors: dict[int, torch.Tensor], workspace: torch.Tensor) -> None:
         """Launch on torch's current stream; ``tensors`` by the names above."""
-        cudnn.set_stream(handle=self._handle, stream=torch._C._cuda_getCurrentRawStream(self._device))
+        cudnn.set_stream(handle=self._handle, stream=current_stream(self._device))
         self._graph.execute(tensors, workspace, handle=self._handle)
 
 

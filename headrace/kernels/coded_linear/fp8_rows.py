@@ -8,7 +8,6 @@ M rows of x, O outputs, K inputs.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,18 +20,16 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
-    CudaSourceError,
     cache_compiled,
     compile_source,
     count_sms,
     describe_boxes,
+    fallback,
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
-
-logger = logging.getLogger(__name__)
 
 BLOCK, TILE = 128, 64
 """As in the source: inputs of a block, rows of the weight in a tile."""
@@ -161,12 +158,10 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
 @cache_compiled
 def _can_group(columns: int, shape: Shape, has_tables: bool, device: torch.device) -> bool:
     """Whether the kernel compiles; if not, with a warning."""
-    try:
+    with fallback("grouped products of few rows run in Triton"):
         find_kernel(columns, shape, 0, False, has_tables, device)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("grouped products of few rows run in Triton: %s", error)
-        return False
-    return True
+        return True
+    return False
 
 
 def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:

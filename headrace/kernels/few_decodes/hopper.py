@@ -7,7 +7,6 @@ T tokens, H heads, K kv heads, G = H / K, E head dim, P pages.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -15,10 +14,8 @@ import torch
 
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import DecodeStep
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.few_decodes import Rotation
-
-logger = logging.getLogger(__name__)
 
 WARPS, RING_BYTES, MOST_GROUP = 4, 16 << 10, 16
 """As in the source; a warp's ring does not depend on the head dim."""
@@ -87,14 +84,11 @@ def list_macros(rotation: Rotation, page_size: int, head: Head, cluster: int) ->
 @cache_compiled
 def _find_kernel(macros: tuple[str, ...], shared_bytes: int, cluster: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails, or where no cluster fits."""
-    try:
-        with torch.cuda.device(device):
-            code = compile_source("few_decodes", ("-arch=sm_90a", "-std=c++17", *macros))
-            kernel = CudaKernel(code, "few_decodes", shared_bytes)
-            return kernel if kernel.count_clusters(cluster, 32 * WARPS) else None
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("rotation and attention of decodes take a kernel each: %s", error)
-        return None
+    with fallback("rotation and attention of decodes take a kernel each"), torch.cuda.device(device):
+        code = compile_source("few_decodes", ("-arch=sm_90a", "-std=c++17", *macros))
+        kernel = CudaKernel(code, "few_decodes", shared_bytes)
+        return kernel if kernel.count_clusters(cluster, 32 * WARPS) else None
+    return None
 
 
 def _takes(

@@ -5,16 +5,13 @@ M rows of x, F gated outputs, K inputs. Few rows and biases are passed on to `ho
 
 from __future__ import annotations
 
-import logging
 from ctypes import c_int
 from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.linear import hopper
-
-logger = logging.getLogger(__name__)
 
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
 """As in ``gated_product.cu``: tile rows and outputs, inputs per stage, stages, threads per block."""
@@ -33,12 +30,9 @@ BAND = 8
 def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
     options = ("-arch=sm_90a", "-std=c++17", *OPTIONS[activation], *(("-DFP16",) if dtype == torch.float16 else ()))
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("gated_product", options), "gated_product", SHARED_BYTES)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("gated products of many rows run as separate kernels: %s", error)
-        return None
+    with fallback("gated products of many rows run as separate kernels"), torch.cuda.device(device):
+        return CudaKernel(compile_source("gated_product", options), "gated_product", SHARED_BYTES)
+    return None
 
 
 @cache

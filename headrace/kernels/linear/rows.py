@@ -7,7 +7,6 @@ M rows of x, N outputs (a gate and its up count once), K inputs.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -17,17 +16,15 @@ import torch
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
-    CudaSourceError,
     cache_compiled,
     compile_source,
     count_sms,
+    fallback,
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.linear import Norm, norm_linear
 from headrace.kernels.rowwise.triton import GATES
-
-logger = logging.getLogger(__name__)
 
 WARPS, VECTOR = 8, 8
 """As in the source: warps that multiply, inputs of a vector."""
@@ -66,12 +63,9 @@ def find_kernel(rows: int, vectors: int, has_norm: bool, is_gated: bool, device:
     """The kernel, compiled (a fifth of a second) unless cached; None, with a warning, where that fails."""
     macros = {"ROWS": rows, "VECS": vectors, "NORM": int(has_norm), "GATED": int(is_gated), "WARPS": WARPS}
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("plain_rows", options), "plain_rows", MOST_BYTES)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("products of few rows run as Triton kernels: %s", error)
-        return None
+    with fallback("products of few rows run as Triton kernels"), torch.cuda.device(device):
+        return CudaKernel(compile_source("plain_rows", options), "plain_rows", MOST_BYTES)
+    return None
 
 
 @dataclass(frozen=True)

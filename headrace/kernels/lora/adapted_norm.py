@@ -6,17 +6,14 @@ T rows, D hidden size, I inputs of the first product, C ranks of all parts of th
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
-
-logger = logging.getLogger(__name__)
 
 WARPS, CLUSTER, ROWS, WIDTH = 8, 8, 16, 64
 """As in the source: warps of a program, programs and rows of a cluster, columns of a group."""
@@ -44,12 +41,9 @@ def _find_kernel(ranks: int, columns: int, groups: int, device: torch.device) ->
         "-arch=sm_90a", "-std=c++17", f"-DRANKS={ranks}", f"-DCOLUMNS={columns}", f"-DGROUPS={groups}"
     )
     numbers = WARPS * ROWS * max(columns, ranks) + ROWS * (ranks + columns + WARPS + 2) + ROWS * ranks // 2
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("adapted_norm", options), "adapted_norm", 4 * numbers)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("adapters take more kernels between products: %s", error)
-        return None
+    with fallback("adapters take more kernels between products"), torch.cuda.device(device):
+        return CudaKernel(compile_source("adapted_norm", options), "adapted_norm", 4 * numbers)
+    return None
 
 
 def adapted_norm(

@@ -8,7 +8,6 @@ T tokens, k choices, D hidden size, F expert intermediate size.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -19,18 +18,16 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
-    CudaSourceError,
     cache_compiled,
     compile_source,
     count_sms,
+    fallback,
     keep_apart,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
 from headrace.kernels.once import cache_once
 from headrace.kernels.rowwise.triton import GATES
-
-logger = logging.getLogger(__name__)
 
 MOST_SOURCE_TOKENS, MOST_PAIRS, EIGHT, UNIT = 8, 64, 8, 128
 """As in the source; rows or columns of an instruction, and inputs of a row that a quad of threads reads at a time."""
@@ -179,13 +176,11 @@ AnyForm = Form | fp8_few.Form
 @cache_compiled
 def _can_compile(gate_up: AnyForm, down: AnyForm, device: torch.device) -> bool:
     """Whether both kernels can be compiled and loaded; if not, with a warning."""
-    try:
+    with fallback("experts of few tokens run in Triton"):
         for form in (gate_up, down):
             form.load(device)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("experts of few tokens run in Triton: %s", error)
-        return False
-    return True
+        return True
+    return False
 
 
 @cache_once

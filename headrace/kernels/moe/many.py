@@ -6,7 +6,6 @@ T tokens, k choices, X experts, D hidden size, F expert intermediate size.
 
 from __future__ import annotations
 
-import logging
 from itertools import product
 
 import torch
@@ -16,11 +15,9 @@ from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
 from headrace.kernels.coded_linear.hopper import Gated
-from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
+from headrace.kernels.cuda_source import cache_compiled, fallback
 from headrace.kernels.moe import CodedStack, Gate, hopper, is_few, sorted_rows
 from headrace.kernels.moe.triton import group_pairs, sum_pairs
-
-logger = logging.getLogger(__name__)
 
 FP8_TILE = wide.Tile(256)
 LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24
@@ -65,13 +62,11 @@ def _can_compile(device: torch.device, num_experts: int, code: Code, gate: str) 
     """Whether own CUDA C++ can be compiled and loaded; if not, with a warning. For MXFP4, compiles all that steps of
     any size need: those of a start are small or the largest, and no request may wait for a compiler."""
     wanted = product(MXFP4_ROWS, ("", gate)) if code is Code.E2M1 else [PROBE]
-    try:
+    with fallback("experts of many tokens run in Triton, or dequantised"):
         for rows, kind in wanted:
             sorted_rows.find_kernel(_tile_of(rows), kind, num_experts, device)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("experts of many tokens run in Triton, or dequantised: %s", error)
-        return False
-    return True
+        return True
+    return False
 
 
 def run_experts(

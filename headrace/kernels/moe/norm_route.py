@@ -7,20 +7,17 @@ T tokens, D hidden size, S partial sums, X experts, k choices.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Unpack
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.moe import RouteShape
 from headrace.kernels.moe.reference import LEAST_SUM
 from headrace.kernels.moe.triton import SCORES
-
-logger = logging.getLogger(__name__)
 
 CLUSTER, WARPS, EIGHT = 8, 8, 8
 """As in the source: blocks of a token, warps of a block; numbers in 16 bytes."""
@@ -59,12 +56,9 @@ def _find_kernel(
         "-arch=sm_90a", "-std=c++17", f"-DEXPERTS={num_experts}", f"-DCHUNKS={chunks}", f"-DSCORE={score}",
         f"-DRENORMALISE={int(renormalise)}",
     )
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("norm_route", options), "norm_route", shared_bytes)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("norms before experts, routers and choices take a kernel each: %s", error)
-        return None
+    with fallback("norms before experts, routers and choices take a kernel each"), torch.cuda.device(device):
+        return CudaKernel(compile_source("norm_route", options), "norm_route", shared_bytes)
+    return None
 
 
 def _takes(

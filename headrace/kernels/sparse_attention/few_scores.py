@@ -6,17 +6,14 @@ T tokens, H index heads, N entries.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_uint64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import EntryView, Queries, indexer, paired_scores
-
-logger = logging.getLogger(__name__)
 
 DIMS, KEYS, THREADS = 128, 128, 256
 """As in the source: dims of a key, keys that a block scores at a time, its threads."""
@@ -46,13 +43,10 @@ class _Call(ctypes.Structure):
 def find_kernel(num_heads: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
     major, minor = torch.cuda.get_device_capability(device)
-    try:
-        with torch.cuda.device(device):
-            options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DHEADS={num_heads}")
-            return CudaKernel(compile_source("index_scores", options), "index_scores", 0)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("few index scores are computed in Triton: %s", error)
-        return None
+    with fallback("few index scores are computed in Triton"), torch.cuda.device(device):
+        options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DHEADS={num_heads}")
+        return CudaKernel(compile_source("index_scores", options), "index_scores", 0)
+    return None
 
 
 def takes(queries: Queries, weights: torch.Tensor, keys: Slots) -> bool:

@@ -7,17 +7,14 @@ T tokens, H heads, E head dim (512), K splits.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_uint64, c_void_p
 from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import Queries, SeenSlots, triton
-
-logger = logging.getLogger(__name__)
 
 HEADS, SLOTS, THREADS = 64, 64, 384
 """As in ``sparse_attention.cu``: heads of a block, slots that it multiplies at a time, its threads."""
@@ -56,12 +53,9 @@ class _Call(ctypes.Structure):
 @cache_compiled
 def find_kernel(device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("sparse_attention", OPTIONS), "attend_slots", SHARED_BYTES)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("sparse attention runs in Triton: %s", error)
-        return None
+    with fallback("sparse attention runs in Triton"), torch.cuda.device(device):
+        return CudaKernel(compile_source("sparse_attention", OPTIONS), "attend_slots", SHARED_BYTES)
+    return None
 
 
 @cache

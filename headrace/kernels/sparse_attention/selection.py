@@ -6,15 +6,12 @@ T tokens, N entries.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_int, c_uint64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.sparse_attention import EntryView, indexer
-
-logger = logging.getLogger(__name__)
 
 MOST_HELD = 4096
 """Scores of a row that ``select_short`` holds in registers: 8 for each of its 512 threads."""
@@ -36,13 +33,10 @@ def find_kernels(device: torch.device) -> dict[str, CudaKernel] | None:
     """All kernels by entry point, compiled unless cached, so that none is loaded while a graph is captured; None, with
     a warning, where that fails."""
     major, minor = torch.cuda.get_device_capability(device)
-    try:
-        with torch.cuda.device(device):
-            code = compile_source("select_entries", (f"-arch=sm_{major}{minor}", "-std=c++17"))
-            return {entry: CudaKernel(code, entry, 0) for entry in KERNELS}
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("entries are selected in Triton: %s", error)
-        return None
+    with fallback("entries are selected in Triton"), torch.cuda.device(device):
+        code = compile_source("select_entries", (f"-arch=sm_{major}{minor}", "-std=c++17"))
+        return {entry: CudaKernel(code, entry, 0) for entry in KERNELS}
+    return None
 
 
 def select_entries(

@@ -6,17 +6,14 @@ T tokens, S streams, D hidden size, K splits, W = (2 + S) S weights of a token.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, triton
-
-logger = logging.getLogger(__name__)
 
 WORKERS, ROW, VECTOR, TOKENS, COLUMNS = 256, 32, 8, 16, 32
 """As in the source: threads that sum streams (32 more make the weights), floats of a row of sums, values that a thread
@@ -63,12 +60,9 @@ def find_kernel(entry: str, device: torch.device, **constants: int) -> CudaKerne
     """A kernel of the source, compiled (a second) unless cached; None, with a warning, where that fails."""
     defines = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "VECTORS": 2} | constants
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("streams", options), entry, 0)
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("hyper-connections are computed by Triton kernels: %s", error)
-        return None
+    with fallback("hyper-connections are computed by Triton kernels"), torch.cuda.device(device):
+        return CudaKernel(compile_source("streams", options), entry, 0)
+    return None
 
 
 def find_kernels(width: int, tile: Tile, device: torch.device, *, writes: bool) -> tuple[CudaKernel, CudaKernel] | None:

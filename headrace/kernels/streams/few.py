@@ -7,16 +7,13 @@ T tokens, S streams, D hidden size, W = (2 + S) S weights of a token.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, CudaSourceError, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
-
-logger = logging.getLogger(__name__)
 
 CLUSTER = 16
 """Blocks that have the columns of a token."""
@@ -60,13 +57,10 @@ def find_kernel(width: int, tile: int, device: torch.device, *, writes: bool) ->
     }
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
     shared_bytes = 4 * 24 * 4 * width // CLUSTER
-    try:
-        with torch.cuda.device(device):
-            kernel = CudaKernel(compile_source("streams_few", options), "pass_streams", shared_bytes)
-            return kernel if kernel.count_clusters(CLUSTER, width // CLUSTER + 32) else None
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("hyper-connections of few tokens take two kernels: %s", error)
-        return None
+    with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
+        kernel = CudaKernel(compile_source("streams_few", options), "pass_streams", shared_bytes)
+        return kernel if kernel.count_clusters(CLUSTER, width // CLUSTER + 32) else None
+    return None
 
 
 def can_run(streams: torch.Tensor) -> bool:
