@@ -28,7 +28,7 @@ from headrace.execution.proposing import ChainGraph, FollowGraph, Proposer
 from headrace.execution.sampling import GreedyHead
 from headrace.execution.step import Step, StepFeature, StepShape
 from headrace.execution.upload import Upload
-from headrace.kernels.attention import PrefixGroups, count_packed
+from headrace.kernels.attention import LONG_CONTEXT, PrefixGroups, count_packed
 from headrace.kernels.verify import DECODE_INPUTS, DecodeInputs
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.model import ServedModel
@@ -38,9 +38,9 @@ MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of decodes whose time is measured at the start where drafts are made: by these it is decided how many pay."""
 NUM_REPLAYS = 5
 """Times that a captured step is run to measure it."""
-MAX_DECODE_LEN, FEW_DECODES = 4096, 64
+FEW_DECODES = 64
 """Attention captured for dynamic lengths does not split a decode's keys among programs (no split-KV). That is too slow
-for steps with fewer than ``FEW_DECODES`` decodes of which one has more than ``MAX_DECODE_LEN`` keys."""
+for steps with fewer than ``FEW_DECODES`` decodes of which one has more than `LONG_CONTEXT` keys."""
 
 
 def find_bounds(inputs: InputBuilder, num_decodes: int) -> list[int]:
@@ -318,7 +318,7 @@ class MixedGraphPath:
     def find(self, shape: StepShape) -> MixedGraph | None:
         """The graph for a step of this shape; None where a graph would be slower or none is large enough."""
         decodes = shape.ends[: shape.num_decodes]
-        has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > MAX_DECODE_LEN
+        has_few_long = 0 < len(decodes) < FEW_DECODES and int(decodes.max()) > LONG_CONTEXT
         # A capture without a drafter has room for as many requests as there are rows; with drafts there may be more.
         has_room = len(shape.rows) <= self._inputs.max_requests
         if int(shape.lengths.max()) > MAX_SPAN or has_few_long or not has_room:

@@ -12,7 +12,7 @@ from attention_cases import Case, Problem, make_problem
 
 pytest.importorskip("triton")
 
-from headrace.kernels.attention import hopper
+from headrace.kernels.attention import HOPPER_ROWS, hopper
 from headrace.kernels.attention import prefill as in_triton
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.prefill import plan_open_prefill, plan_prefill
@@ -56,7 +56,7 @@ def attend(
     """What the kernel writes into a tensor of `ALONE`, and what it leaves in the plan's claims."""
     inputs, params, geometry = problem.inputs, problem.params, problem.geometry
     group = geometry.num_heads // geometry.num_kv_heads
-    tile = hopper.prefill_tile(geometry.head_dim, rows or hopper.ROWS[geometry.head_dim][-1])
+    tile = hopper.prefill_tile(geometry.head_dim, rows or HOPPER_ROWS[geometry.head_dim][-1])
     plan = (
         plan_open_prefill(inputs.query_start, problem.q.shape[0] + 9, group=group, tile=tile) if is_open
         else plan_prefill(inputs.query_start, inputs.query_lens_cpu, first=first, group=group, tile=tile)
@@ -84,7 +84,7 @@ HALF_TYPES = [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype,tolerance", HALF_TYPES)
-@pytest.mark.parametrize("name,rows", [(name, rows) for name, c in CASES.items() for rows in hopper.ROWS[c.head_dim]])
+@pytest.mark.parametrize("name,rows", [(name, rows) for name, c in CASES.items() for rows in HOPPER_ROWS[c.head_dim]])
 def test_values(name, rows, dtype, tolerance, on_hopper):
     problem = make_problem(CASES[name], "cuda", dtype)
     out, claims = attend(problem, rows=rows)

@@ -1,6 +1,7 @@
 """Raw attention kernels, called by the backends in ``layers/attention``; which one serves a model is chosen there.
 
-Here is what a kernel for decodes that begin alike is told of them: `PrefixGroups`.
+Here is what others must know of kernels without importing Triton, and what a kernel for decodes that begin alike is
+told of them: `PrefixGroups`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+LONG_CONTEXT = 4096
+"""Keys of a decode from which on it takes too long that one program reads them all, beside decodes of few."""
+HOPPER_ROWS = {64: (128, 192), 128: (128,)}
+"""Of a tile of chunks on Hopper, by the head dims that its kernel takes: query heads times tokens, in steps of few
+tiles and in others. All query heads of a kv head are in one."""
+HOPPER_LEAST_PAGE = 8
+"""Tokens of a page, at least; see `hopper`."""
 PREFIX_STEP = 64
 """Keys in common come in multiples of so many; no tile of a kernel has more."""
 LEAST_MEMBERS = 4

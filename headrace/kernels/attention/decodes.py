@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.attention import LONG_CONTEXT
 from headrace.kernels.attention.blocks import (
     MASKED,
     Head,
@@ -53,9 +54,9 @@ SPLIT_RULES = {128: (SplitRule(0.25, 1, 9), SplitRule(1, 2, 7), SplitRule(2, 4, 
 more requests need more programs to balance a long one. Measured on an H200; none was slower than one program per
 request and head."""
 OTHER_RULES = (SplitRule(1.5, 3, 5),)
-MANY_REQUESTS, LONG_CONTEXT = 33, 4096
+MANY_REQUESTS = 33
 LONG_RULES = (SplitRule(3.5, 4, 5), SplitRule(7.5, 8, 5))
-"""For more than ``MANY_REQUESTS`` of which one may have more than ``LONG_CONTEXT`` keys: a program that reads them by
+"""For more than ``MANY_REQUESTS`` of which one may have more than `LONG_CONTEXT` keys: a program that reads them by
 itself ends long after all others."""
 MOST_PROGRAMS = 8
 """The largest ``programs`` of a rule: `DecodeWorkspace` has a slot for each."""

@@ -7,35 +7,30 @@ T tokens, R requests, H heads, K kv heads, E head dim, P pages.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
+from headrace.kernels.attention import HOPPER_LEAST_PAGE, HOPPER_ROWS
 from headrace.kernels.attention.blocks import Head, Tile
 from headrace.kernels.attention.prefill import PrefillPlan
 from headrace.kernels.cuda_source import (
     CudaKernel,
-    CudaSourceError,
     cache_compiled,
     compile_source,
     count_sms,
     describe_boxes,
+    fallback,
 )
 from headrace.kernels.launch import ceil_div
-
-logger = logging.getLogger(__name__)
 
 KEYS, SLOTS, SLOT_BYTES = 128, 16, 32
 """As in the source: keys of a block, slots of tiles and their size."""
 STAGES = {64: 4, 128: 2}
 """Of the rings of keys and of values, by head dim; as in the source."""
-ROWS = {64: (128, 192), 128: (128,)}
-"""Of a tile, by head dim, 64 a warpgroup: in steps of few tiles, and in others."""
 FEW_TILES = 2
 """For each multiprocessor: fewer of the largest, and smaller ones end sooner. On an H200, 64 dims with a window of 128:
 512 tokens 11.7 us against 14.6, 2,048 tokens 35.8 against 35.2, 8,192 124.6 against 113.0."""
-LEAST_PAGE = 8
 NO_WINDOW = 1 << 30
 """More than any context."""
 
@@ -56,13 +51,13 @@ class _Call(ctypes.Structure):
 
 
 def prefill_tile(head_dim: int, rows: int) -> Tile:
-    """What a program takes at once, for `plan_prefill`; one of `ROWS`."""
+    """What a program takes at once, for `plan_prefill`; one of `HOPPER_ROWS`."""
     return Tile(rows, KEYS, rows // 16 + 4, STAGES[head_dim])
 
 
 def choose_tile(head_dim: int, group: int, num_kv_heads: int, num_tokens: int, num_sms: int) -> Tile:
     """The tile that is best for chunks of so many tokens together."""
-    few, many = ROWS[head_dim][0], ROWS[head_dim][-1]
+    few, many = HOPPER_ROWS[head_dim][0], HOPPER_ROWS[head_dim][-1]
     num_tiles = ceil_div(num_tokens, many // group) * num_kv_heads
     return prefill_tile(head_dim, few if num_tiles < FEW_TILES * num_sms else many)
 
@@ -83,25 +78,22 @@ def find_kernel(
         "-arch=sm_90a", "-std=c++17", f"-DE={head_dim}", f"-DGROUPS={rows // 64}",
         *(("-DFP16",) if dtype == torch.float16 else ()), *(("-DSOFTCAP",) if has_softcap else ()),
     )
-    try:
-        with torch.cuda.device(device):
-            return CudaKernel(compile_source("prefill", options), "prefill", count_shared_bytes(head_dim, rows))
-    except (CudaSourceError, OSError, AttributeError) as error:
-        logger.warning("attention of chunks takes Triton's kernel: %s", error)
-        return None
+    with fallback("attention of chunks takes Triton's kernel"), torch.cuda.device(device):
+        return CudaKernel(compile_source("prefill", options), "prefill", count_shared_bytes(head_dim, rows))
+    return None
 
 
 def is_compiled(head_dim: int, dtype: torch.dtype, has_softcap: bool, device: torch.device) -> bool:
-    """Whether there are kernels for all `ROWS`: a dry run of any step then compiles those of others."""
-    return all(find_kernel(head_dim, rows, dtype, has_softcap, device) is not None for rows in ROWS[head_dim])
+    """Whether there are kernels for all `HOPPER_ROWS`: a dry run of any step then compiles those of others."""
+    return all(find_kernel(head_dim, rows, dtype, has_softcap, device) is not None for rows in HOPPER_ROWS[head_dim])
 
 
 def takes(q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], head: Head) -> bool:
     """Whether `prefill` can read tensors of these types and strides, which have the shapes of its contract."""
     _, page_size, kv_heads, head_dim = pages[0].shape
     return (
-        head_dim in ROWS and q.dtype in (torch.bfloat16, torch.float16) and q.is_contiguous() and head.scale > 0
-        and page_size >= LEAST_PAGE and page_size & (page_size - 1) == 0
+        head_dim in HOPPER_ROWS and q.dtype in (torch.bfloat16, torch.float16) and q.is_contiguous() and head.scale > 0
+        and page_size >= HOPPER_LEAST_PAGE and page_size & (page_size - 1) == 0
         and all(
             x.dtype == q.dtype and x.shape == pages[0].shape and x.stride()[1:] == (kv_heads * head_dim, head_dim, 1)
             and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in pages

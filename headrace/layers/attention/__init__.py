@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from headrace.kernels.attention import HOPPER_LEAST_PAGE, HOPPER_ROWS
 from headrace.layers.attention.contract import ATTENTION_BACKENDS, AttentionGeometry
 
 HALF_TYPES = ("float16", "bfloat16")
 FLOAT8 = "float8_e4m3fn"
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-HOPPER, HOPPER_HEAD_DIMS, HOPPER_GROUP, HOPPER_PAGE = (9, 0), (64, 128), 128, 8
-"""Of the kernel for chunks on Hopper: its compute capability, head dims, most query heads of a kv head, least page."""
+HOPPER = (9, 0)
+"""Its compute capability."""
 
 
 def reason_against_cpu(geometry: AttentionGeometry) -> str | None:
@@ -89,12 +90,13 @@ def reason_against_hopper(geometry: AttentionGeometry) -> str | None:
         return reason
     if geometry.capability != HOPPER:
         return "is made for compute capability 9.0"
-    if geometry.head_dim not in HOPPER_HEAD_DIMS or geometry.value_dim != geometry.head_dim:
-        return f"takes head dims {', '.join(map(str, HOPPER_HEAD_DIMS))}, keys and values alike"
-    if geometry.num_heads // geometry.num_kv_heads > HOPPER_GROUP:
-        return f"takes up to {HOPPER_GROUP} query heads of a kv head"
-    if geometry.page_size < HOPPER_PAGE or geometry.page_size & (geometry.page_size - 1):
-        return f"takes pages of {HOPPER_PAGE} tokens or more, powers of two"
+    if geometry.head_dim not in HOPPER_ROWS or geometry.value_dim != geometry.head_dim:
+        return f"takes head dims {', '.join(map(str, HOPPER_ROWS))}, keys and values alike"
+    most_heads = min(HOPPER_ROWS[geometry.head_dim])
+    if geometry.num_heads // geometry.num_kv_heads > most_heads:
+        return f"takes up to {most_heads} query heads of a kv head"
+    if geometry.page_size < HOPPER_LEAST_PAGE or geometry.page_size & (geometry.page_size - 1):
+        return f"takes pages of {HOPPER_LEAST_PAGE} tokens or more, powers of two"
     return None
 
 

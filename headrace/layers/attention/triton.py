@@ -8,14 +8,9 @@ from typing import Self
 
 import torch
 
+from headrace.kernels.attention import LONG_CONTEXT
 from headrace.kernels.attention.blocks import Head, Tile, block_dim, find_block_bytes
-from headrace.kernels.attention.decodes import (
-    LONG_CONTEXT,
-    MANY_REQUESTS,
-    DecodeStep,
-    DecodeWorkspace,
-    decode,
-)
+from headrace.kernels.attention.decodes import MANY_REQUESTS, DecodeStep, DecodeWorkspace, decode
 from headrace.kernels.attention.prefill import (
     PrefillPlan,
     plan_open_prefill,
