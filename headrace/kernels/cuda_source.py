@@ -351,6 +351,11 @@ class CudaKernel:
         return describe_boxes(matrix, (rows, columns))
 
 
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """For a pointer of a kernel's arguments: null for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def describe_boxes(tensor: torch.Tensor, box: tuple[int, ...]) -> ctypes.Array[ctypes.c_char]:
     """A TMA tensor map of a strided tensor of two to five dimensions of 16-bit numbers or bytes. The last dimension of
     a ``box`` is 64 or 128 bytes, swizzled by as many, or 32; strides of the others are multiples of 16 bytes. Elements

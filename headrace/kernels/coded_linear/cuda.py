@@ -15,7 +15,7 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, count_sms
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, address_of, cache_compiled, compile_source, count_sms
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -133,8 +133,8 @@ def launch(
     shape = shape or choose_shape(weight)
     outputs = weight.out_features // (2 if gate[0] else 1)
     call = _Call(
-        x=x.data_ptr(), bias=_address(bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
-        scales=weight.scales.data_ptr(), zeros=_address(weight.zeros), x_stride=x.stride(0),
+        x=x.data_ptr(), bias=address_of(bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
+        scales=weight.scales.data_ptr(), zeros=address_of(weight.zeros), x_stride=x.stride(0),
         row_bytes=weight.codes.stride(0), rows=rows, outputs=outputs, inputs=inputs,
         table=weight.scales.shape[1] // (4 if weight.has_powers else 1), shared=weight.rows,
         padded=form.pad(inputs), gate=gate[0], limit=gate[1], alpha=gate[2], up_offset=gate[3],
@@ -148,10 +148,6 @@ def launch(
         shared_bytes=count_shared_bytes(form, rows, inputs, shape),
     )
     return out
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def count_shared_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:

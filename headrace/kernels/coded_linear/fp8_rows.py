@@ -20,6 +20,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
+    address_of,
     cache_compiled,
     compile_source,
     count_sms,
@@ -131,15 +132,13 @@ def launch(
     tiles = ceil_div(outputs, TILE // 2 if gate else TILE)
     shape = shape or choose_shape(tiles, inputs, rows)
     call = _Call(
-        x=x.data_ptr(), bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(),
+        x=x.data_ptr(), bias=address_of(bias), out=out.data_ptr(),
         scales=weight.scales.data_ptr(), x_stride=x.stride(0), group=group[0],
         group_stride=group[1], rows=rows, outputs=outputs, inputs=inputs,
         table=weight.scales.shape[1], shared=weight.rows, chunks=count_chunks(inputs, shape),
     )
     if before is not None:
-        call.residual, call.residual_stride = before.residual.data_ptr(), before.residual.stride(0)
-        call.norm, call.total = before.norm.weight.data_ptr(), before.total.data_ptr()
-        call.eps, call.offset = before.norm.eps, before.norm.offset
+        before.describe(call)
     programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, count_sms(x.device))
     kernel = find_kernel(columns, shape, gate, before is not None, weight.num_groups > 1, x.device)
     kernel.launch(

@@ -17,6 +17,7 @@ from headrace.kernels.coded_linear.hopper import GATES, NOT_GATED, Gated
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
+    address_of,
     cache_compiled,
     compile_source,
     count_sms,
@@ -109,8 +110,8 @@ def _launch(
     if not num_rows:
         return
     call = _Call(
-        x_scales=rows.scales.data_ptr(), scales=weight.scales.data_ptr(), bias=_address(bias), ends=_address(ends),
-        out=out.data_ptr(), out_scales=_address(scales), rows=num_rows, outputs=outputs, inputs=rows.codes.shape[1],
+        x_scales=rows.scales.data_ptr(), scales=weight.scales.data_ptr(), bias=address_of(bias), ends=address_of(ends),
+        out=out.data_ptr(), out_scales=address_of(scales), rows=num_rows, outputs=outputs, inputs=rows.codes.shape[1],
         groups=weight.scales.shape[1], limit=gated.limit, alpha=gated.alpha, up_offset=gated.up_offset,
     )
     # one for a tile, or the most that any sorting needs: one partly filled tile an expert
@@ -125,10 +126,6 @@ def _launch(
         describe_weight(weight.codes, tile.outputs // tile.cluster, DEPTH, outputs if gated.kind else 0), call,
         is_dependent=True,
     )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def describe_weight(

@@ -18,6 +18,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
+    address_of,
     cache_compiled,
     compile_source,
     count_sms,
@@ -113,8 +114,8 @@ class Product(NamedTuple):
     def launch(self, x: torch.Tensor, ids: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
         weight, is_down = self.weight, self.form.is_down
         call = _Call(
-            x=x.data_ptr(), bias=_address(self.bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
-            scales=weight.scales.data_ptr(), ids=ids.data_ptr(), factors=_address(self.factors), x_stride=x.stride(0),
+            x=x.data_ptr(), bias=address_of(self.bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
+            scales=weight.scales.data_ptr(), ids=ids.data_ptr(), factors=address_of(self.factors), x_stride=x.stride(0),
             row_bytes=weight.codes.stride(0), tokens=self.num_tokens, top_k=self.top_k, inputs=weight.in_features,
             outputs=self.outputs, rows_each=self.outputs * (1 if is_down else 2),
             table=weight.scales.shape[1] // 4, x_pitch=self.x_pitch, slots=self.slots, gate=GATES[gate.kind],
@@ -186,10 +187,6 @@ def _can_compile(gate_up: AnyForm, down: AnyForm, device: torch.device) -> bool:
 @cache_once
 def _find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

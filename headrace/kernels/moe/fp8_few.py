@@ -14,7 +14,14 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_boxes, keep_apart
+from headrace.kernels.cuda_source import (
+    CudaKernel,
+    address_of,
+    cache_compiled,
+    compile_source,
+    describe_boxes,
+    keep_apart,
+)
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.moe import CodedStack, Gate
 from headrace.kernels.rowwise.triton import GATES
@@ -125,8 +132,8 @@ class Product(NamedTuple):
     def launch(self, x: torch.Tensor, ids: torch.Tensor, gate: Gate, out: torch.Tensor) -> None:
         weight = self.weight
         call = _Call(
-            x=x.data_ptr(), bias=_address(self.bias), out=out.data_ptr(), scales=weight.scales.data_ptr(),
-            ids=ids.data_ptr(), factors=_address(self.factors), x_stride=x.stride(0), tokens=self.num_tokens,
+            x=x.data_ptr(), bias=address_of(self.bias), out=out.data_ptr(), scales=weight.scales.data_ptr(),
+            ids=ids.data_ptr(), factors=address_of(self.factors), x_stride=x.stride(0), tokens=self.num_tokens,
             top_k=self.top_k, inputs=weight.in_features, outputs=self.outputs, rows_each=self.rows_each,
             table=weight.scales.shape[1], shared=weight.rows, x_blocks=self.x_blocks, gate=GATES[gate.kind],
             limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset,
@@ -136,10 +143,6 @@ class Product(NamedTuple):
             self.num_clusters * shape.splits, 128 * shape.groups + 32, box, call, is_dependent=True,
             shared_bytes=keep_apart(self.shared_bytes),
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def takes(codes: DeviceCodes) -> bool:

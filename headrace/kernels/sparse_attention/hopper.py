@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, address_of, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import Queries, SeenSlots, triton
 
@@ -73,7 +73,7 @@ def _describe(seen: SeenSlots | None) -> _Seen:
     assert seen.numbers.is_contiguous()
     return _Seen(
         values.data_ptr(), scales.data_ptr(), values.stride(0), seen.numbers.data_ptr(), seen.counts.data_ptr(),
-        None if seen.rows is None else seen.rows.data_ptr(), seen.numbers.shape[1], seen.slots.per_page,
+        address_of(seen.rows), seen.numbers.shape[1], seen.slots.per_page,
     )
 
 
