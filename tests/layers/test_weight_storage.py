@@ -244,6 +244,7 @@ def test_blocks_of_stacked_experts(plain_part: str | None):
     model = torch.nn.Module()
     model.experts = make_experts(24)
     expanded, whole = [], {}
+
     def stack(name: str, rows: int, width: int) -> torch.Tensor:
         flat = make_blocks(torch.randn(3 * rows, width))
         whole[name] = flat.make_plain().unflatten(0, (3, rows))

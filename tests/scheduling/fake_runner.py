@@ -141,7 +141,6 @@ class FakeTiers:
                 self.kv[move.group][target, offset] = print_
         return Arrival(move.ticket, failed)
 
-
     def _end_storing(self, move: PageMove, failed: set[int]) -> Arrival:
         storage, host = self.storage[move.group], self.host[move.group]
         for index, key in enumerate(move.keys):

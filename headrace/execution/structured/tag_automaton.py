@@ -208,7 +208,6 @@ class TagAutomaton:
                 ]
         return first
 
-
     def _check_markers(self, markers: list[str]) -> None:
         """Refuse markers that cannot be found by their bytes alone: empty ones, special tokens, and any that contains
         another, which would end first."""

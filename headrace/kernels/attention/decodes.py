@@ -81,6 +81,7 @@ def plan_splits(
                 return slots, split
     return num_requests, tile
 
+
 @triton.jit
 def _combine(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, request, head, base, num_used, K: tl.constexpr, G: tl.constexpr,
@@ -235,6 +236,7 @@ def _decode_kernel(
                     BLOCK_EV, CHUNK
                 )
                 tl.store(counters_ptr + tile, 0)  # ready for the next launch, also under graph replay
+
 
 @dataclass(frozen=True)
 class DecodeWorkspace:

@@ -34,6 +34,7 @@ def prefill_tile(width: int, element_size: int, block_bytes: int = LARGE_BLOCK) 
     # 128 wide: 32 KiB of queries + 5 * 32 KiB; 256 wide: 64 KiB + 2 * 64 KiB
     return Tile(128, 64, 8, 5) if width <= 128 else Tile(128, 64, 8, 2)
 
+
 @triton.jit(do_not_specialize=["first", "num_requests", "capacity", "tokens"])
 def _plan_prefill_kernel(
     query_start_ptr, blocks_ptr, first, num_requests, capacity, tokens, LEAST: tl.constexpr, BLOCK_R: tl.constexpr
@@ -137,6 +138,7 @@ def _prefill_kernel(
             out_ptr + q_row * EV + dim_v[None, :], out.to(out_ptr.dtype.element_ty),
             mask=valid[:, None] & (dim_v < EV)[None, :]
         )
+
 
 @dataclass(frozen=True)
 class PrefillPlan:

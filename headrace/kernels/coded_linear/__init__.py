@@ -202,6 +202,7 @@ CODED_LINEAR.add(
     priority=5, doc="dequantises by an own kernel, then torch's GEMM",
 )
 
+
 def _reason_against_gluon(query: KernelQuery) -> str | None:
     shape = query.shape
     if query.capability[0] != 9:
@@ -266,7 +267,6 @@ GROUPED_CODED.add(
     supports=_also(_reason_against_dependent, _reason_against_groups), priority=15,
     doc="the same, with dependent launch",
 )
-
 
 
 def _reason_against_group_tiles(query: KernelQuery) -> str | None:

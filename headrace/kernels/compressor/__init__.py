@@ -71,6 +71,7 @@ STORE_STATE = Operation("compressor state kernel")
 """``store_state(projected [T, 2W] float32, state: StatePages, rows [T] int64)``: write each token's values and gate
 logits to the row of that number (page * rows of a page + row); tokens may share a row only in the null page."""
 
+
 class RowNorm(NamedTuple):
     """Rows ``x`` [T, L], which may be strided, to be RMS-normalised with the ``weight`` [L] and ``eps``."""
 

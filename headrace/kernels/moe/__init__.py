@@ -38,6 +38,7 @@ token chooses the ``top_k`` experts of highest score plus choice bias, in any or
 group's rank is the sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias, divided
 by their sum when ``renormalise``, times ``scale``. Ties are broken arbitrarily. """
 
+
 class Gate(NamedTuple):
     """A gated activation: ``silu``, ``gelu_tanh``, or ``clamped`` with the numbers of `CLAMPED_SWIGLU`."""
 

@@ -393,9 +393,6 @@ def _plain_name(model: str | os.PathLike[str]) -> str:
     return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
-
-
-
 def _template_options(template: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
     """Variables for the chat template; those with arguments of `LLM.chat` are refused."""
     if template is not None and not isinstance(template, str):

@@ -36,7 +36,6 @@ class One(msgspec.Struct, tag_field="type", tag="one"):
     text: str
 
 
-
 class Two(msgspec.Struct, tag_field="type", tag="two"):
     items: list[Any] | None = None
 
