@@ -29,7 +29,8 @@ from headrace.execution.adapters import AdapterStore, count_startup_bytes, read_
 from headrace.execution.assembly import Assembly, check_names
 from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
-from headrace.execution.loading import LoadedModel, Progress, read_facts
+from headrace.execution.facts import read_facts
+from headrace.execution.loading import LoadedModel, Progress
 from headrace.execution.profiling import Profiler
 from headrace.execution.result import PendingSample
 from headrace.execution.runner import Runner

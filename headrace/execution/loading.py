@@ -1,4 +1,4 @@
-"""`load_model`: from a model's name to a built model with its weights; `read_facts`: what other processes are told.
+"""`load_model`: from a model's name to a built model with its weights.
 
 Refuses: pools and page counts. Architectures are known to the catalog alone.
 """
@@ -15,11 +15,9 @@ import msgspec
 import torch
 from torch import nn
 
-from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec, group_layers
+from headrace.base.cache import CacheGroup, CacheSpec, group_layers
 from headrace.base.config import LEAST_CONTEXT, EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, RequestError
-from headrace.base.media_facts import MediaFacts
-from headrace.base.messages import FamilyParsers, ModelFacts
 from headrace.base.quantization import AS_PLAIN, AS_STORED, GROUPED, GROUPED_METHODS
 from headrace.execution.device import is_out_of_memory, resolve_dtypes
 from headrace.kernels.coded_linear.choice import CodedChoice
@@ -46,14 +44,12 @@ from headrace.layers.quantization.storage import (
     store_fastest,
 )
 from headrace.layers.spec import DecoderSpec
-from headrace.memory.plan import base_group
 from headrace.memory.pools import POOLS
 from headrace.models.catalog import find_family
 from headrace.models.checkpoint import has_blocks, open_weights, weigh_layers
-from headrace.models.config_fields import Fields, explain_errors
+from headrace.models.config_fields import explain_errors
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
-from headrace.models.generation import read_sampling_defaults
 from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
 from headrace.models.source import ModelSource, resolve_source
 from headrace.models.weights.dummy import fill_dummy_weights, read_initializer_range
@@ -364,7 +360,7 @@ def choose_schemes(
 ) -> SchemeChain:
     """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice.
     ``keeps_blocks``: as in `Build`. Layers on a GPU can keep codes too, though no blocks."""
-    stated = {} if model.load_format == "dummy" else Fields(source.config).section("quantization_config")
+    stated = {} if model.load_format == "dummy" else source.quantization
     wanted, stored = model.quantization or "", str(stated.get("quant_method") or "")
     is_kept = wanted in ("", AS_STORED, stored)  # naming the checkpoint's own form changes nothing
     return chain_schemes(SchemeQuery(
@@ -393,7 +389,7 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
     """Whether most products will take weights with a scale per group, and round their inputs by groups, which costs
     less than activations in bfloat16 do. Rounding by rows costs far more than either."""
     if model.quantization in (None, AS_STORED):
-        method = Fields(source.config).section("quantization_config").get("quant_method")
+        method = source.quantization.get("quant_method")
         has_groups = is_mostly_blocks(source.gguf_tensors) or method in GROUPED_METHODS
         return has_groups and keeps_blocks(source, model, device, torch.float32, progress)
     return model.quantization in GROUPED
@@ -401,19 +397,19 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
 
 @torch.no_grad()
 def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
+    form = find_form(source.quantization) if config.model.quantization in (None, AS_STORED) else None
     if config.model.load_format == "dummy":
         progress("filling in random weights", 0.1)
-        form = find_form(Fields(source.config).section("quantization_config"))
         can_store = build.device.type == "cuda" or can_store_blocks(build.device, build.dtype, waits=False)
-        is_coded = form is not None and can_store and config.model.quantization in (None, AS_STORED)
-        storing = Storing(model, form) if is_coded and form is not None else None
-        store = None if storing is None else storing.store
-        fill_dummy_weights(model, config.model.seed, std=read_initializer_range(source.config), store=store)
-        if storing is not None:
+        std = read_initializer_range(source.config)
+        if form is None or not can_store:
+            fill_dummy_weights(model, config.model.seed, std=std)
+        else:
+            storing = Storing(model, form)
+            fill_dummy_weights(model, config.model.seed, std=std, store=storing.store)
             storing.finish()
         return
-    form = find_form(Fields(source.config).section("quantization_config"))
-    if form is not None and config.model.quantization in (None, AS_STORED):
+    if form is not None:
         progress("choosing kernels", 0.1)
         prepare_products(model, form, CodedChoice())
     tensors = open_weights(
@@ -457,43 +453,3 @@ def _embedding_head(plan: PoolingPlan, build: Build) -> EmbeddingHead:
             find_targets(module, {"linear.weight": "weight", "linear.bias": "bias"}), read_safetensors(files)
         )
     return head
-
-
-def read_facts(loaded: LoadedModel, layout: CacheLayout, device: str, config: ModelConfig) -> ModelFacts:
-    """Facts of a loaded model under a layout."""
-    sampling = read_sampling_defaults(loaded.source, config)
-    tokens = (base_group(layout.groups).num_pages - 1) * layout.page_size if layout.groups else 0
-    return ModelFacts(
-        model=loaded.source.name, architecture=loaded.source.architecture, family=loaded.family.name,
-        dtype=str(loaded.dtype).removeprefix("torch."), device=device, max_model_len=layout.max_model_len,
-        vocab_size=loaded.vocab_size, eos_ids=read_eos_ids(loaded.source, loaded.vocab_size),
-        num_parameters=loaded.count_all_parameters(), page_size=layout.page_size, num_kv_tokens=tokens,
-        default_sampling={name: default.value for name, default in sampling.items()},
-        sampling_sources={name: default.source for name, default in sampling.items()},
-        parsers=FamilyParsers(loaded.family.tool_parser, loaded.family.reasoning_parser),
-        pooling=loaded.pooling.facts(loaded.spec.hidden_size) if loaded.pooling else None,
-        media=_read_media(loaded),
-    )
-
-
-def _read_media(loaded: LoadedModel) -> MediaFacts | None:
-    media = loaded.family.media
-    # what an older config.json says of decoding is in generation_config.json today
-    stated = {name: value for name, value in loaded.source.config.items() if value is not None}
-    facts = None if media is None else media.facts({**loaded.source.generation_config, **stated})
-    if facts is None or loaded.model.media is None:
-        return facts
-    return msgspec.structs.replace(
-        facts, element_bytes=loaded.dtype.itemsize, num_pieces=loaded.model.media.num_pieces
-    )
-
-
-def read_eos_ids(source: ModelSource, vocab_size: int) -> list[int]:
-    """End-of-text ids of generation_config.json and config.json, each once."""
-    found: list[int] = []
-    for config in (source.generation_config, source.config, source.config.get("text_config") or {}):
-        stated = config.get("eos_token_id")
-        found.extend(stated if isinstance(stated, list) else [] if stated is None else [stated])
-    if any(type(token) is not int for token in found):
-        raise ConfigError(f"eos_token_id must be a token id or a list of them, got {found}", param="eos_token_id")
-    return [token for token in dict.fromkeys(found) if 0 <= token < vocab_size]

@@ -26,7 +26,6 @@ from headrace.kernels.precompile import compile_ahead
 from headrace.layers.build import Build
 from headrace.layers.quantization.coded import Storing, find_form
 from headrace.layers.quantization.storage import EncodedWeight, find_storable
-from headrace.models.config_fields import Fields
 from headrace.models.source import ModelSource, resolve_source
 from headrace.parallel.cut import has_memory
 from headrace.parallel.ranks import Ranks
@@ -70,8 +69,7 @@ def _has_known_form(source: ModelSource) -> bool:
     """Whether it is known how the weights will be stored."""
     if source.kind == "gguf":
         return False
-    stated = Fields(source.config).section("quantization_config")
-    return not stated or find_form(stated) is not None
+    return not source.quantization or find_form(source.quantization) is not None
 
 
 def run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> None:
@@ -115,7 +113,7 @@ def lend_weights(
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, nn.Buffer(lend(buffer), persistent=False))
             module.leave_as_it_is()
-    form = find_form(Fields(source.config).section("quantization_config"))
+    form = find_form(source.quantization)
     if form is not None:
         storing = Storing(model, form, shares=True)
         for weight in find_storable(model):

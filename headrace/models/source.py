@@ -17,7 +17,7 @@ from typing import Any
 from headrace.base.config import ModelConfig
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.catalog import find_gguf_family
-from headrace.models.config_fields import explain_errors
+from headrace.models.config_fields import Fields, explain_errors
 from headrace.models.finding import Found, find_model
 from headrace.models.weights.gguf_file import CONSTANT_TENSORS, GgufTensor, read_floats, read_gguf_header
 
@@ -52,6 +52,11 @@ class ModelSource:
     @property
     def architecture(self) -> str:
         return self.config["architectures"][0]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The ``quantization_config``; empty where there is none. Raises `ConfigError` for anything but an object."""
+        return Fields(self.config).section("quantization_config")
 
     @property
     def folder(self) -> Path:
