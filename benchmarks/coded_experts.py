@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.cuda_kernels import time_calls
 from benchmarks.roofline import BANDWIDTH
-from headrace.kernels.coded_linear.choice import time_on_gpu
 from headrace.kernels.coded_linear.codes import CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.expand import expand
@@ -24,6 +23,7 @@ from headrace.kernels.moe import Gate, coded, coded_few
 from headrace.kernels.moe.coded import Tile
 from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
+from headrace.kernels.timing import time_on_gpu
 
 SHAPES: dict[str, tuple[Callable[[torch.Tensor], CodedMatrix], int, int, int, int]] = {
     "gpt-oss-20b MXFP4": (quantise_fp4, 32, 4, 2880, 2880),

@@ -27,12 +27,12 @@ from headrace.kernels.coded_linear.choice import (
     find_solutions,
     make_plan,
     measure,
-    time_chain,
 )
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
 from headrace.kernels.coded_linear.reference import dequantise
+from headrace.kernels.timing import time_chain
 
 BF16 = torch.bfloat16
 TOLERANCE = {"scaled_mm": 6e-2, "scaled_mm_blocks": 6e-2, "triton_fp8_blocks": 6e-2}
@@ -53,6 +53,8 @@ FORMS: dict[str, Callable[[torch.Tensor], CodedMatrix]] = {
     "int8 group 128": partial(quantise_integer, bits=8, group=128),
     "mxfp4": quantise_fp4, "nvfp4": quantise_nvfp4,
 }
+
+
 def check(name: str, weight: DeviceCodes, rows: int) -> float:
     """The error of a solution, relative to the product of the dequantised weight in float64."""
     x = torch.randn(rows, weight.in_features, device="cuda", dtype=BF16)

@@ -30,6 +30,7 @@ from headrace.kernels.linear import Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import is_dry_run, precompile
+from headrace.kernels.timing import Timer, time_chain
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,14 +45,9 @@ MEMORY_WORTH = 0.6
 """How much slower than plain weights codes may be on the average for the memory that they save, times its share: who
 loads 4 bits wants room for keys and values, and fast decoding, which are lost together where weights are dequantised.
 One of 4 bits is kept from about 0.56 times as fast on, one of 8 bits from 0.7, and one that saves nothing from 1.0."""
-CHAIN_BYTES, MOST_COPIES, CHAIN_CALLS, CHAIN_ROWS = 128 << 20, 32, 8, 256
+CHAIN_BYTES, MOST_COPIES, CHAIN_ROWS = 128 << 20, 32, 256
 """Products of up to `CHAIN_ROWS` rows are measured in a captured chain over copies of the weight of so many bytes
-together, at least two and at most `MOST_COPIES`, with at least so many calls."""
-REPEATS = 5
-FLUSH_BYTES = 128 << 20
-FLUSHES = 8
-"""So much is written so many times before a measurement of a single call: nothing is then read from the GPU's cache,
-and the GPU is busy for some 250 us while the host launches."""
+together, at least two and at most `MOST_COPIES`; others by themselves."""
 PLAIN = "plain"
 MOST_ERROR = 0.08
 """Of a solution's results, relative to those of the plain weight: two roundings to 8-bit floats give 0.04."""
@@ -65,8 +61,6 @@ Shape = tuple[int, int]
 """Outputs and inputs."""
 Times = dict[int, dict[str, float]]
 """Seconds by number of rows and by solution; `PLAIN` for the weight in the model's dtype."""
-Timer = Callable[[list[Callable[[], Any]]], float]
-"""Measures calls of the same product with copies of a weight, one after the other: seconds of one."""
 
 
 @dataclass(frozen=True)
@@ -413,68 +407,6 @@ def warm_up(weight: DeviceCodes, plan: Plan, dtype: torch.dtype) -> bool:
         logger.warning("coded products are measured again, as what was chosen before fails: %s", error)
         return False
     return True
-
-
-def time_chain(calls: list[Callable[[], Any]]) -> float:
-    """Seconds of a call on the current GPU, the least of `REPEATS`, in a captured graph of calls one after the other,
-    as a step replays them: kernels overlap where they can, and no weight is in the cache if the calls' are too many
-    for it. A single call is measured by itself."""
-    if len(calls) == 1:
-        return time_on_gpu(calls[0])
-    repeats = -(-CHAIN_CALLS // len(calls))
-
-    def run_all() -> None:
-        for call in calls * repeats:
-            call()
-
-    calls[0]()
-    run = _capture(run_all)
-    run()
-    return _time(run, lambda: None) / (repeats * len(calls))
-
-
-def time_on_gpu(call: Callable[[], Any]) -> float:
-    """Seconds of a call on the current GPU, the least of `REPEATS`, with a cold cache, as a captured graph replays it:
-    without the host's time for launches. What cannot be captured is launched while the GPU is busy with writing."""
-    call()
-    run = _capture(call)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def prepare() -> None:
-        for _ in range(FLUSHES):
-            flush.zero_()
-
-    return _time(run, prepare)
-
-
-def _time(run: Callable[[], Any], prepare: Callable[[], None]) -> float:
-    """Seconds of ``run`` after ``prepare`` on the current GPU."""
-    least = math.inf
-    for _ in range(REPEATS):
-        prepare()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        least = min(least, start.elapsed_time(end) / 1e3)
-    return least
-
-
-def _capture(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a graph's replay; itself if it cannot be captured."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                call()
-            finally:
-                graph.capture_end()
-    except RuntimeError:
-        return call
-    return graph.replay
 
 
 def _describe_device(device: torch.device) -> str:

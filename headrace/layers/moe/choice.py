@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from headrace.base import env
-from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults, time_on_gpu
+from headrace.kernels.coded_linear.choice import MOST_ERROR, find_faults
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.moe import CODED_EXPERTS, MANY_CODED_EXPERTS, MOST_CODED_PAIRS_EACH, RUN_EXPERTS, is_few
 from headrace.kernels.operation import KernelQuery, choose_fused
 from headrace.kernels.precompile import is_dry_run, precompile
+from headrace.kernels.timing import time_on_gpu
 from headrace.layers.moe.layer import MoeMlp
 
 logger = logging.getLogger(__name__)
