@@ -69,7 +69,7 @@ def spawn_engine(
     if builder == ENGINE_BUILDER:
         arguments += ["--imports", ENGINE_IMPORTS]
     spawned = SpawnedEngine(*spawn_process(ENGINE_MODULE, ["--builder", builder, *arguments], board))
-    from headrace.service.transport import frame  # takes a moment, in which the process starts
+    from headrace.service.framing import frame  # takes a moment, in which the process starts
 
     # At once: it starts its workers when it knows of them, while this process still imports.
     with contextlib.suppress(OSError):  # it has ended already, as its exit code will tell

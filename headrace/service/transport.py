@@ -1,6 +1,5 @@
-"""The channel between client and engine process: a Unix socket pair that carries the msgpack messages of base/messages,
-each with a length prefix (uint32, little-endian). The first message to the engine is its configuration. Behind a
-request with media come the bytes of these, which are never encoded, and read into the memory that they stay in.
+"""The channel between client and engine process: a Unix socket pair that carries the messages of base/messages, in the
+frames of `framing`. The first message to the engine is its configuration.
 
 Refuses: deciding anything about the messages. Sockets are read and written by the engine's own thread and the client's
 event loop: a thread or task between would have to be woken for every step, on cores that the engine computes on.
@@ -12,40 +11,25 @@ import asyncio
 import os
 import select
 import socket
-import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
-from headrace.base.messages import (
-    EngineRequest,
-    FromEngine,
-    Outputs,
-    RequestOutput,
-    ToEngine,
-    WithData,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-)
+from headrace.base.messages import EngineRequest, FromEngine, ToEngine, WithData, decode_from_engine, encode
+from headrace.service.framing import LENGTH, READ_BYTES, Frames, RequestFrames, frame
+from headrace.service.joining import join_messages
 
-LENGTH = struct.Struct("<I")
 MAX_CONFIG_BYTES = 1 << 20
-READ_BYTES = 1 << 18
-"""Of a read. One call takes no more messages, so that a flood of them cannot hold up a step: it is some 30 prompts of
-2,000 tokens, 6 ms."""
 MAX_READS = 2
 """The most reads of media in a call, whose pages are touched for the first time."""
 PIECE_BYTES = 1 << 17
 """Of media, written at a time: less than a socket takes, as the event loop copies what it does not take."""
-LARGE_BYTES = 1 << 16
-"""Of media; see `_allocate`."""
 
 LAST_WORDS_S = 1.0
 """How long a closing engine waits until its last messages are written."""
@@ -54,143 +38,8 @@ decode_config = msgspec.msgpack.Decoder(EngineConfig).decode
 """Made here, before there are threads: msgspec keeps what it knows of a type in the type, also while it is still
 finding that out, and a second thread that decodes the same type then crashes the process."""
 
-Message = TypeVar("Message")
-
 USER_TIMEOUT_MS = 10_000
 """How long sent bytes may stay unacknowledged: a host that lost its power is then given up."""
-
-
-def frame(message: Any) -> bytes:
-    """A message with its length prefix."""
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
-
-
-class Frames(Generic[Message]):
-    """Splits a byte stream into messages. Lengths are not bounded: both ends are our own processes."""
-
-    def __init__(self, decode: Callable[[bytearray], Message]):
-        self._decode = decode
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Add received bytes; returns the messages that they complete."""
-        rest, messages, begin = self._rest, [], 0
-        rest += data
-        while len(rest) - begin >= LENGTH.size:
-            end = begin + LENGTH.size + LENGTH.unpack_from(rest, begin)[0]
-            if end > len(rest):
-                break
-            messages.append(self._decode(rest[begin + LENGTH.size : end]))
-            begin = end
-            if isinstance(messages[-1], WithData):  # no message follows
-                break
-        del rest[:begin]
-        return messages
-
-    def take_rest(self) -> bytearray:
-        """Received bytes that belong to no message yet."""
-        rest, self._rest = self._rest, bytearray()
-        return rest
-
-
-class Buffers:
-    """Memory that bytes of known ``sizes`` are read into, one after the other."""
-
-    def __init__(self, sizes: Sequence[int]):
-        self._views = [_allocate(size) for size in sizes]
-        self._left = deque(view for view in self._views if len(view))
-
-    @property
-    def room(self) -> memoryview | None:
-        """Where the next bytes belong; None when all are there."""
-        return self._left[0] if self._left else None
-
-    def advance(self, count: int) -> None:
-        """So many bytes were written to `room`."""
-        rest = self._left[0][count:]
-        if len(rest):
-            self._left[0] = rest
-        else:
-            self._left.popleft()
-
-    def fill(self, data: bytes | bytearray) -> memoryview:
-        """Copy bytes that were read elsewhere; returns those that are left over."""
-        rest = memoryview(data)
-        while len(rest) and (room := self.room) is not None:
-            count = min(len(rest), len(room))
-            room[:count] = rest[:count]
-            self.advance(count)
-            rest = rest[count:]
-        return rest
-
-    @property
-    def data(self) -> list[Any]:
-        """What was read, read-only: a `memoryview` for each size."""
-        return [view.toreadonly() for view in self._views]
-
-
-def read_all(line: socket.socket, sizes: Sequence[int]) -> list[Any]:
-    """Read so many bytes each from a blocking socket, as `Buffers.data`; `ConnectionResetError` if it ends before."""
-    buffers = Buffers(sizes)
-    while (room := buffers.room) is not None:
-        count = line.recv_into(room)
-        if not count:
-            raise ConnectionResetError("the other end is closed")
-        buffers.advance(count)
-    return buffers.data
-
-
-def _allocate(size: int) -> memoryview:
-    """Memory that is not filled with zeros, which would take as long as reading."""
-    if size < LARGE_BYTES:
-        return memoryview(bytearray(size))
-    import numpy as np  # here, as it takes a while, and few have media
-
-    return np.empty(size, np.uint8).data
-
-
-class RequestFrames:
-    """Splits what an engine receives into messages: `Frames`, and the data behind requests with media."""
-
-    def __init__(self) -> None:
-        self._frames: Frames[ToEngine | WithData] = Frames(decode_to_engine)
-        self._request: WithData | None = None  # whose data are being read
-        self._buffers = Buffers([])
-
-    @property
-    def room(self) -> memoryview | None:
-        """Where the next bytes are to be read to, without a copy; None for `feed`."""
-        return self._buffers.room
-
-    def advance(self, count: int) -> list[ToEngine]:
-        """So many bytes were read to `room`; returns the message that they complete."""
-        if count:
-            self._buffers.advance(count)
-        return self._take_whole()
-
-    def feed(self, data: bytes) -> list[ToEngine]:
-        """Add received bytes; returns the messages that they complete."""
-        found: list[ToEngine] = []
-        while True:
-            for message in self._frames.feed(data):
-                if isinstance(message, WithData):
-                    self._request, self._buffers = message, Buffers(message.sizes)
-                else:
-                    found.append(message)
-            if self._request is None:
-                return found
-            data = bytes(self._buffers.fill(self._frames.take_rest()))
-            found += self._take_whole()
-            if self._request is not None:
-                return found
-
-    def _take_whole(self) -> list[ToEngine]:
-        if self._request is None or self._buffers.room is not None:
-            return []
-        whole, self._request = self._request.join(self._buffers.data), None
-        self._buffers = Buffers([])
-        return [whole]
 
 
 class EngineChannel:
@@ -411,49 +260,3 @@ class ClientChannel(asyncio.Protocol):
         if error is not None and not isinstance(error, OSError):
             self.failure.set_result(error)
         self.ended.set_result(None)
-
-
-def join_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Merge consecutive outputs of one request, oldest first: tokens and logprobs are concatenated, the end and the
-    pooled result are the last one's. A single output is returned as it is, not copied."""
-    if len(outputs) == 1:
-        return outputs[0]
-    first, last = outputs[0], outputs[-1]
-    return RequestOutput(
-        last.request_id, [token for output in outputs for token in output.token_ids], last.finish,
-        max(output.num_cached_tokens for output in outputs),
-        [entry for output in outputs for entry in output.logprobs or ()] or None,
-        [entry for output in outputs for entry in output.prompt_logprobs or ()] or None, last.pooled,
-        first.queued_s if first.queued_s is not None else last.queued_s,
-        sum(output.num_draft_tokens for output in outputs), sum(output.num_accepted_tokens for output in outputs),
-    )
-
-
-def join_messages(messages: Sequence[FromEngine]) -> list[FromEngine]:
-    """Messages in their order; `Outputs` with no other message between them are merged into one."""
-    joined: list[FromEngine] = []
-    steps: list[Outputs] = []
-    for message in messages:
-        if isinstance(message, Outputs):
-            steps.append(message)
-        else:
-            joined += [*_join_steps(steps), message]
-            steps = []
-    return joined + _join_steps(steps)
-
-
-def _join_steps(steps: list[Outputs]) -> list[FromEngine]:
-    if len(steps) < 2:
-        return [*steps]
-    # One list of outputs per request, in the order of first outputs. Keyed by more than the id: a client may use the
-    # id of a finished request again, and its outputs must not be merged with those of the earlier request.
-    lives: list[list[RequestOutput]] = []
-    latest: dict[str, list[RequestOutput]] = {}
-    for output in (output for step in steps for output in step.outputs):
-        life = latest.get(output.request_id)
-        if life is None or life[-1].finish is not None:
-            life = latest[output.request_id] = []
-            lives.append(life)
-        life.append(output)
-    stats = next((step.stats for step in reversed(steps) if step.stats is not None), None)
-    return [Outputs([join_outputs(life) for life in lives], stats)]

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.base.messages import Finish, RequestOutput
 from headrace.base.step import TokenLogprobs
-from headrace.service.transport import join_outputs
+from headrace.service.joining import join_outputs
 
 
 def entry(token: int) -> TokenLogprobs:

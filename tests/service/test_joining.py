@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.base.messages import EngineStats, Finish, Outputs, Reply, RequestOutput
 from headrace.base.step import TokenLogprobs
-from headrace.service.transport import join_messages
+from headrace.service.joining import join_messages
 
 NAMES = ("a", "b", "c")
 

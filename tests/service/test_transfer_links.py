@@ -30,11 +30,11 @@ from headrace.base.transfer import (
     digest_prompt,
 )
 from headrace.memory.transfer.contract import Copy, Region
+from headrace.service.framing import frame
 from headrace.service.transfer import fetching, offering
 from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
 from headrace.service.transfer.wire import LENGTH, PeerLine
-from headrace.service.transport import frame
 
 
 @pytest.fixture(autouse=True)

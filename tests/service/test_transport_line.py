@@ -31,15 +31,9 @@ from headrace.base.messages import (
     decode_to_engine,
 )
 from headrace.base.sampling import SamplingSpec, StopSpec
-from headrace.service import transport
-from headrace.service.transport import (
-    MAX_CONFIG_BYTES,
-    ClientChannel,
-    EngineChannel,
-    Frames,
-    RequestFrames,
-    frame,
-)
+from headrace.service import framing
+from headrace.service.framing import Frames, RequestFrames, frame
+from headrace.service.transport import MAX_CONFIG_BYTES, ClientChannel, EngineChannel
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -136,14 +130,14 @@ async def test_media_are_neither_encoded_nor_copied_at_the_engine(pair: Pair):
 async def test_memory_of_media_is_freed_with_their_request(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """Whether all of them came or their sender died before."""
     made: list[weakref.ref[Any]] = []
-    allocate = transport._allocate
+    allocate = framing._allocate
 
     def note(size: int) -> memoryview:
         view = allocate(size)
         made.append(weakref.ref(view.obj))
         return view
 
-    monkeypatch.setattr(transport, "_allocate", note)
+    monkeypatch.setattr(framing, "_allocate", note)
     client, engine = await ClientChannel.open(pair[0], lambda message: None), EngineChannel(pair[1])
     client.send(with_media(0, 2_000_000))
     client.send(with_media(1, 50_000_000))

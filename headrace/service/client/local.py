@@ -27,10 +27,10 @@ from headrace.service.bytecode import keep_bytecode
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
 from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import GenerationOutput
+from headrace.service.joining import join_outputs
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.stages import Stages
 from headrace.service.tokenization import Tokenizer
-from headrace.service.transport import join_outputs
 
 if TYPE_CHECKING:
     from headrace.service.engine import Engine

@@ -19,6 +19,7 @@ from headrace.base.errors import HeadraceError, MediaError
 from headrace.base.messages import ErrorInfo
 from headrace.base.registry import load_target
 from headrace.base.spawn import continue_when_orphaned
+from headrace.service.framing import read_all
 from headrace.service.media.wire import (
     LENGTH,
     Failed,
@@ -30,7 +31,7 @@ from headrace.service.media.wire import (
     frame,
     pack_item,
 )
-from headrace.service.transport import engine_line, read_all
+from headrace.service.transport import engine_line
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 from headrace.base.errors import HeadraceError, MediaError, QueueFull
 from headrace.base.spawn import spawn_process
 from headrace.service.ending import ProcessWatch
+from headrace.service.framing import read_all
 from headrace.service.media.wire import (
     LENGTH,
     Failed,
@@ -33,7 +34,6 @@ from headrace.service.media.wire import (
     frame,
     pack_job,
 )
-from headrace.service.transport import read_all
 
 T = TypeVar("T")
 R = TypeVar("R")

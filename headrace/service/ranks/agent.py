@@ -22,6 +22,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError, ModelError
 from headrace.base.messages import ErrorInfo
 from headrace.base.spawn import start_process
+from headrace.service.framing import READ_BYTES, Frames, frame
 from headrace.service.ranks.heartbeats import BEAT_S, Silence
 from headrace.service.ranks.launch import Children
 from headrace.service.ranks.nodes import shared_options
@@ -44,7 +45,7 @@ from headrace.service.ranks.wire import (
     read_token,
 )
 from headrace.service.ranks.worker import WORKER_MODULE
-from headrace.service.transport import READ_BYTES, Frames, frame, prepare_line
+from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
 

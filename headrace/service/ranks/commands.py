@@ -1,7 +1,7 @@
 """What rank 0 sends to workers and what they answer, as msgspec records.
 
 An `Assignment` comes first, over the worker's socket; then every `Command` over the ring, to all workers alike. Replies
-come over the socket. On the socket each message has a length prefix, as in service/transport. `Shared` is an argument
+come over the socket. On the socket each message has a length prefix, as in service/framing. `Shared` is an argument
 of the process, as its numbers mean something on its machine alone.
 """
 

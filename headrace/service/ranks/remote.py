@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
 from headrace.base.messages import Place
+from headrace.service.framing import READ_BYTES, Frames, frame
 from headrace.service.ranks.heartbeats import BEAT_S
 from headrace.service.ranks.ring import WRITE_TIMEOUT_S
 from headrace.service.ranks.wire import (
@@ -38,7 +39,7 @@ from headrace.service.ranks.wire import (
     admit,
     decode_from_agent,
 )
-from headrace.service.transport import READ_BYTES, Frames, frame, prepare_line
+from headrace.service.transport import prepare_line
 
 logger = logging.getLogger(__name__)
 

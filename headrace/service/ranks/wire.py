@@ -1,7 +1,7 @@
 """The connection between rank 0 and the agents of other hosts: who may open one, and what goes over it.
 
 Both ends prove that they know the token: each makes a number that the other authenticates with HMAC-SHA256. What
-follows is not encrypted. Records of msgspec, each with a length prefix as in service/transport; lengths are bounded
+follows is not encrypted. Records of msgspec, each with a length prefix as in service/framing; lengths are bounded
 until the other end is known.
 """
 
@@ -21,7 +21,7 @@ from headrace.base import VERSION
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import ErrorInfo, Place
-from headrace.service.transport import LENGTH, frame
+from headrace.service.framing import LENGTH, frame
 
 MAX_BYTES = 1 << 18
 """Of a message of an end that has not proved itself."""

@@ -31,6 +31,7 @@ from headrace.base.spawn import continue_when_orphaned
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.ending import die_with_parent, leave
 from headrace.service.executor import Executor, Progress
+from headrace.service.framing import LENGTH, frame
 from headrace.service.ranks.commands import (
     Acquire,
     Assignment,
@@ -57,7 +58,7 @@ from headrace.service.ranks.commands import (
 )
 from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
 from headrace.service.ranks.ring import SPIN_CPU_S, SPIN_GPU_S, RingReader
-from headrace.service.transport import LENGTH, engine_line, frame
+from headrace.service.transport import engine_line
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from headrace.base.messages import ErrorInfo, Starting, encode
 from headrace.base.step import Arrival
 from headrace.service.ending import end_with
 from headrace.service.executor import Progress
+from headrace.service.framing import READ_BYTES, Frames, frame
 from headrace.service.ranks.commands import (
     Assignment,
     Close,
@@ -36,7 +37,6 @@ from headrace.service.ranks.commands import (
 )
 from headrace.service.ranks.heartbeats import BEAT_S, Silence
 from headrace.service.ranks.launch import CLOSE_S, LOOPBACK, Host, Launcher, WorkerHandle
-from headrace.service.transport import READ_BYTES, Frames, frame
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ from headrace.base.transfer import (
 from headrace.memory.transfer.contract import AnyRegion, Region, create_backend
 from headrace.memory.transfer.device_region import DeviceRegion
 from headrace.service.ending import ProcessWatch, leave
+from headrace.service.framing import Frames, frame
 from headrace.service.transfer.fetching import Fetches
 from headrace.service.transfer.offering import Offers
 from headrace.service.transfer.wire import BEAT_S
-from headrace.service.transport import Frames, engine_line, frame
+from headrace.service.transport import engine_line
 
 logger = logging.getLogger(__name__)
 

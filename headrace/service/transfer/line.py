@@ -18,7 +18,7 @@ from headrace.base.spawn import spawn_process
 from headrace.base.transfer import AgentOptions, FromAgent, Listening, ToAgent, decode_from_agent
 from headrace.memory.transfer.contract import AnyRegion, Region
 from headrace.memory.transfer.device_region import DeviceRegion
-from headrace.service.transport import READ_BYTES, Frames, frame
+from headrace.service.framing import READ_BYTES, Frames, frame
 
 logger = logging.getLogger(__name__)
 

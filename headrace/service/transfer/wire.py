@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from headrace.base.errors import TransferFailed
 from headrace.base.transfer import Span
 from headrace.memory.transfer.contract import AnyRegion
-from headrace.service.transport import LENGTH, frame
+from headrace.service.framing import LENGTH, frame
 
 Message = TypeVar("Message")
 Result = TypeVar("Result")
