@@ -244,3 +244,20 @@ except HeadraceError as error:
     assert said.count("told of 3 tokens, length") == 2, "by two models"
     assert said.count("step hook 'acme_faulty' is switched off: step_planned raised OSError: its own fault") == 2
     assert "plug-in package 'acme_failing' failed to start: KeyError: 'nothing there'" in said
+
+
+@pytest.mark.parametrize("config", [LLAMA, V4], ids=["llama", "deepseek_v4"])
+def test_counting_parameters_imports_no_compiler(config: dict):
+    """Ranks build the whole model on the meta device to count it; torch's own compiler takes seconds to import."""
+    found = json.loads(run_python(f"""
+import json, sys, torch
+from headrace.layers.build import Build
+from headrace.layers.quantization.storage import count_elements
+from headrace.models.catalog import find_family
+family = find_family({config["architectures"][0]!r})
+spec = family.read_config({config!r})
+builds = [Build(torch.device(device), torch.float32, 64) for device in ("cpu", "meta")]
+counts = [count_elements(family.build_model(spec, build)) for build in builds]
+print(json.dumps([counts, sorted({{"torch._dynamo", "sympy"}} & set(sys.modules))]))
+"""))
+    assert found == [[found[0][0]] * 2, []] and found[0][0] > 0

@@ -34,8 +34,9 @@ class HashRouter(nn.Module):
         self.logits = FloatLinear(build, hidden_size, spec.num_experts)
         chosen = HASH_ROUTE.choose(build.query(num_experts=spec.num_experts, top_k=spec.top_k))
         self._route = partial(chosen, score=spec.score, renormalise=spec.renormalise, scale=spec.scale)
-        ids = torch.arange(vocab_size, device=build.device)[:, None] + torch.arange(spec.top_k, device=build.device)
-        self.table = nn.Buffer(ids % spec.num_experts, persistent=False)
+        # made on the CPU: on the meta device, where parameters are counted, `arange` imports torch's compiler
+        ids = torch.arange(vocab_size)[:, None] + torch.arange(spec.top_k)
+        self.table = nn.Buffer((ids % spec.num_experts).to(build.device), persistent=False)
         self._num_experts = spec.num_experts
 
     @property
