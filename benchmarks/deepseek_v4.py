@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.kernels.compile_workers import start_early
+from headrace.kernels.early import start_early
 from headrace.service.bytecode import keep_bytecode
 
 FLASH = Path(__file__).parent / "models" / "deepseek-v4-flash" / "config.json"

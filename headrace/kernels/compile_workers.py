@@ -46,9 +46,6 @@ MOST_WORKERS = 24
 LEAST_CORES = 4
 """With fewer, loading torch again costs more than it gains."""
 
-DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
-"""There is one of these where there is an NVIDIA GPU; found without torch."""
-
 Scalar = bool | int | float | str | None
 
 
@@ -242,14 +239,6 @@ def find_workers() -> CompileWorkers | None:
     """The processes that compile for this one; None where they would gain nothing."""
     count = count_workers()
     return CompileWorkers(count, env.cache_dir() / "compile_workers") if count else None
-
-
-def start_early() -> None:
-    """Start the processes at the first start on a machine with a GPU. Called before torch is imported, which each of
-    them does for seconds: they are ready when the first kernels are found."""
-    workers = find_workers()
-    if workers is not None and not workers.were_started and any(path.exists() for path in DRIVER_FILES):
-        workers.start()
 
 
 def count_workers() -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
@@ -326,9 +327,16 @@ def _marker_of(about: str, device: torch.device) -> Path:
     """A file in Triton's cache folder, so that it disappears with the compiled kernels."""
     import triton
 
-    facts = (triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about)
-    digest = hashlib.sha256("\n".join(facts).encode())
-    # any change of a kernel's source makes a new marker
+    facts = (
+        triton.__version__, torch.__version__, str(torch.cuda.get_device_capability(device)), about, _digest_sources()
+    )
+    return _marker_folder() / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+@cache
+def _digest_sources() -> str:
+    """Any change of a kernel's source makes new markers. Read once: a start asks for a dozen."""
+    digest = hashlib.sha256()
     for path in sorted([*Path(__file__).parent.rglob("*.py"), *CUDA_FOLDER.glob("*.cu*")]):
         digest.update(path.read_bytes())
-    return _marker_folder() / digest.hexdigest()[:32]
+    return digest.hexdigest()

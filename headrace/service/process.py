@@ -42,7 +42,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.spawn import continue_when_orphaned
-from headrace.kernels.compile_workers import start_early
+from headrace.kernels.early import start_early
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
 from headrace.service.ending import LAST_WORD, die_with_parent, leave

@@ -7,14 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from headrace.kernels import compile_workers, cuda_source
+from headrace.kernels import compile_workers, cuda_source, early
 from headrace.kernels.compile_workers import CompileWorkers
 
 HANGS = """
@@ -116,15 +118,16 @@ def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_the
         return None, None
 
     workers = CompileWorkers(1, tmp_path / "workers")
-    monkeypatch.setattr(compile_workers, "find_workers", lambda: workers)
+    monkeypatch.setattr(early, "find_workers", lambda: workers)
+    monkeypatch.setattr(early, "_initialise", lambda: None)
     monkeypatch.setattr(compile_workers, "_start", pretend)
-    monkeypatch.setattr(compile_workers, "DRIVER_FILES", (tmp_path / "driver",))
-    compile_workers.start_early()
+    monkeypatch.setattr(early, "DRIVER_FILES", (tmp_path / "driver",))
+    early.start_early()
     assert not started, "there is no GPU"
     (tmp_path / "driver").touch()
-    compile_workers.start_early()
+    early.start_early()
     assert len(started) == 1
-    compile_workers.start_early()
+    early.start_early()
     assert len(started) == 1, "kernels were compiled here before"
     code = "import headrace.service.ranks.starting, headrace.service.process, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -209,3 +212,23 @@ def test_own_cuda_runs_where_it_cannot_be_cached(
     monkeypatch.setattr(cuda_source, "_compile", lambda *_: pytest.fail("it is cached"))
     assert cuda_source.compile_source("streams", ("-arch=sm_90a",)) == b"code"
     assert [path.suffix for path in (tmp_path / "other" / "cuda").iterdir()] == [".cubin"]
+
+
+
+@pytest.mark.parametrize("code", [0, 100])
+def test_the_driver_is_initialised_beside_imports(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(early, "DRIVER_FILES", (tmp_path / "driver",))
+    monkeypatch.setattr(early, "ctypes", Mock(CDLL=lambda name: Mock(cuInit=lambda flags: calls.append(flags) or code)))
+    assert not early.open_driver() and not calls, "there is no GPU"
+    (tmp_path / "driver").touch()
+    assert early.open_driver()
+    for thread in threading.enumerate():
+        if thread.name == "cuda-driver":
+            thread.join(10)
+    assert calls == [0]
+
+
+def test_a_driver_that_cannot_be_opened_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "DRIVER", str(tmp_path / "nothing.so"))
+    early._initialise()

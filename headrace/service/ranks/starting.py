@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from headrace.base.config import EngineConfig
 from headrace.base.errors import HeadraceError
-from headrace.kernels.compile_workers import start_early
+from headrace.kernels.early import start_early
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress

@@ -28,6 +28,7 @@ from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.messages import ErrorInfo, Starting
 from headrace.base.registry import load_target
 from headrace.base.spawn import continue_when_orphaned
+from headrace.kernels.early import open_driver
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.ending import die_with_parent, leave
 from headrace.service.executor import Executor, Progress
@@ -213,6 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     die_with_parent(line.await_end, parent)
     gc.disable()  # while starting, as in the engine process: a collection would also make all ranks wait
+    open_driver()
     try:
         with keep_bytecode():
             # takes seconds; the assignment comes when rank 0 has imported as much
