@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.grammar import Grammar
-from headrace.execution.structured.json_automaton import JsonAutomaton, follow_string, read_schema
+from headrace.execution.structured.json_automaton import JsonAutomaton, follow_string
+from headrace.execution.structured.json_values import read_schema
 from headrace.execution.structured.lazy_dfa import Automaton, NotReadError, Reach
 from headrace.execution.structured.regex_automaton import RegexAutomaton
 from headrace.execution.structured.structural_tag import modernise
