@@ -1,0 +1,170 @@
+"""The items of ``/v1/responses`` converted to the messages of a `ChatRequest`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from headrace.base.errors import RequestError, UnsupportedFeature
+from headrace.serving.http.protocol import responses as wire
+from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.media import ContentPart, ImageUrl, PlacedImage, TextPart
+from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
+from headrace.serving.http.protocol.tools import (
+    AllowedSet,
+    AllowedTools,
+    CallRecord,
+    FunctionCall,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+
+T = TypeVar("T")
+LOGPROBS = "message.output_text.logprobs"
+
+
+def _required(value: T | None, param: str) -> T:
+    if value is None:
+        raise RequestError(f"{param} is required", param=param)
+    return value
+
+
+def _text(content: str | list[wire.InputPart], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        _required(part.refusal if part.type == "refusal" else part.text, f"{param}[{i}].text")
+        for i, part in enumerate(content)
+    )
+
+
+def _content(content: str | list[wire.InputPart] | None, param: str) -> str | list[ContentPart]:
+    """The content of a message or of a result: a text, or parts if there are images among them."""
+    if content is None:
+        raise RequestError(f"{param} is required", param=param)
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content, param)
+    return [
+        _image(part, f"{param}[{i}]") if part.type == "input_image"
+        else TextPart(text=_required(part.refusal if part.type == "refusal" else part.text, f"{param}[{i}].text"))
+        for i, part in enumerate(content)
+    ]
+
+
+def _image(part: wire.InputPart, where: str) -> PlacedImage:
+    if part.file_id is not None:
+        raise UnsupportedFeature(
+            f"{where}.file_id: files are not stored; send the image as image_url", param=f"{where}.file_id"
+        )
+    url = _required(part.image_url, f"{where}.image_url")
+    return PlacedImage(image_url=ImageUrl(url=url, detail=part.detail), param=f"{where}.image_url")
+
+
+class MessageList:
+    """Joins items to messages: consecutive reasoning, text and calls of the assistant become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+
+    def add(self, item: wire.InputItem, where: str) -> None:
+        """Add the next item."""
+        match item.type:
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                text = _text(item.content or item.summary or "", f"{where}.content")
+                # Reasoning comes before the text and calls of its message, so it begins a new one.
+                self._assistant(is_new=True).reasoning_content = text or None
+            case "function_call":
+                self._add_call(item, where)
+            case "function_call_output":
+                output = _content(item.output, f"{where}.output")
+                call_id = _required(item.call_id, f"{where}.call_id")
+                self.messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=output))
+
+    def _assistant(self, *, is_new: bool) -> ChatMessage:
+        if is_new or not self.messages or self.messages[-1].role != "assistant":
+            self.messages.append(ChatMessage(role="assistant"))
+        return self.messages[-1]
+
+    def _add_message(self, item: wire.InputItem, where: str) -> None:
+        if item.role is None:
+            raise RequestError(f"{where}.role is required", param=f"{where}.role")
+        content = _content(item.content, f"{where}.content")
+        if item.role != "assistant":
+            self.messages.append(ChatMessage(role=item.role, content=content))
+            return
+        last = self._assistant(is_new=False)
+        # text after text or calls is the next message of the assistant
+        if last.content is not None or last.tool_calls:
+            last = self._assistant(is_new=True)
+        last.content = content
+
+    def _add_call(self, item: wire.InputItem, where: str) -> None:
+        function = FunctionCall(
+            name=_required(item.name, f"{where}.name"), arguments=_required(item.arguments, f"{where}.arguments")
+        )
+        call = CallRecord(id=_required(item.call_id, f"{where}.call_id"), type="function", function=function)
+        message = self._assistant(is_new=False)
+        message.tool_calls = [*(message.tool_calls or ()), call]
+
+
+def _convert_format(given: wire.TextFormat) -> ResponseFormat:
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    if given.schema is None:
+        raise RequestError("text.format.schema is required", param="text.format.schema")
+    schema = JsonSchemaFormat(schema=given.schema, name=given.name, strict=given.strict)
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def _convert_choice(
+    choice: ToolChoice | wire.NamedFunction | wire.AllowedFunctions | None
+) -> ToolChoice | NamedTool | AllowedTools | None:
+    if isinstance(choice, wire.NamedFunction):
+        return _named_tool(choice)
+    if isinstance(choice, wire.AllowedFunctions):
+        tools = [_named_tool(function) for function in choice.tools]
+        return AllowedTools(allowed_tools=AllowedSet(mode=choice.mode, tools=tools))
+    return choice
+
+
+def _named_tool(function: wire.NamedFunction) -> NamedTool:
+    return NamedTool(function=FunctionName(name=function.name))
+
+
+def input_items(body: wire.ResponsesRequest) -> list[wire.InputItem]:
+    """The items of a request; a text is a message of the user."""
+    return [wire.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputItem] = ()) -> ChatRequest:
+    """The chat request of ``body`` after ``history``. Raises `RequestError` for items that lack a field."""
+    items = MessageList()
+    if body.instructions:
+        items.messages.append(ChatMessage(role="system", content=body.instructions))
+    for item in history:
+        items.add(item, "previous_response_id")
+    for index, item in enumerate(input_items(body)):
+        items.add(item, f"input[{index}]")
+    chat = ChatRequest(
+        messages=items.messages, model=body.model, stream=body.stream, max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature, top_p=body.top_p, parallel_tool_calls=body.parallel_tool_calls,
+    )
+    if body.tools:
+        chat.tools = [Tool(type="function", function=FunctionTool(
+            name=t.name, description=t.description, parameters=t.parameters, strict=t.strict,
+        )) for t in body.tools]
+    for name in wire.ResponseExtensions.__struct_fields__:
+        setattr(chat, name, getattr(body, name))
+    chat.tool_choice = _convert_choice(body.tool_choice)
+    if body.top_logprobs or LOGPROBS in (body.include or ()):
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs
+    if body.reasoning is not None:
+        chat.reasoning_effort = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        chat.response_format = _convert_format(body.text.format)
+    return chat
