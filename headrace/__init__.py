@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from headrace.base.adapters import LoRARequest
     from headrace.base.grammar import Grammar
     from headrace.base.sampling import SamplingParams
-    from headrace.serving.offline.llm import LLM, AsyncLLM
+    from headrace.serving.offline.async_llm import AsyncLLM
+    from headrace.serving.offline.llm import LLM
 
 _HOMES = {
     "LLM": "headrace.serving.offline.llm",
-    "AsyncLLM": "headrace.serving.offline.llm",
+    "AsyncLLM": "headrace.serving.offline.async_llm",
     "SamplingParams": "headrace.base.sampling",
     "LoRARequest": "headrace.base.adapters",
     "Grammar": "headrace.base.grammar",

@@ -25,14 +25,16 @@ from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.client.replica import Supervision
 from headrace.service.client.replicated import ReplicatedClient
+from headrace.serving.offline import async_llm
 from headrace.serving.offline import llm as offline
-from headrace.serving.offline.llm import LLM, AsyncLLM
+from headrace.serving.offline.async_llm import AsyncLLM
+from headrace.serving.offline.llm import LLM
 
 
 @pytest.fixture(autouse=True)
 def over_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
-    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
+    monkeypatch.setattr(async_llm, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ from headrace.base.sampling import SamplingParams
 from headrace.service.client.client import EngineClient
 from headrace.service.client.local import LocalClient
 from headrace.service.client.replica import Supervision
+from headrace.serving.offline import async_llm
 from headrace.serving.offline import llm as offline
-from headrace.serving.offline.llm import LLM, AsyncLLM
+from headrace.serving.offline.async_llm import AsyncLLM
+from headrace.serving.offline.llm import LLM
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% "
@@ -32,7 +34,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 def folder(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder with one token a byte; token i is the i-th symbol of the byte-level alphabet."""
     monkeypatch.setattr(offline, "LocalClient", partial(LocalClient, builder=BUILDER))
-    monkeypatch.setattr(offline, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
+    monkeypatch.setattr(async_llm, "EngineClient", partial(EngineClient, supervision=Supervision(builder=BUILDER)))
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

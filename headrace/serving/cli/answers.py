@@ -14,7 +14,7 @@ from headrace.serving.cli.options import SamplingOptions
 from headrace.serving.http_client import EventSplitter, HttpClient, HttpResponse
 
 if TYPE_CHECKING:
-    from headrace.serving.offline.llm import AsyncLLM
+    from headrace.serving.offline.async_llm import AsyncLLM
 
 Messages = list[dict[str, str]]
 

@@ -152,7 +152,7 @@ async def _join(invocation: Invocation) -> ServerModel:
 
 
 async def _start(invocation: Invocation, console: Console) -> LocalModel:
-    from headrace.serving.offline.llm import AsyncLLM  # half a second, which joining a server need not cost
+    from headrace.serving.offline.async_llm import AsyncLLM  # half a second, which joining a server need not cost
 
     engine = invocation.given_in(ENGINE)
     name = engine.pop("model", None) or invocation.section("model").model

@@ -1,51 +1,45 @@
-"""`LLM` and `AsyncLLM`: Headrace as a Python library, with vLLM's interface. Importing this does not import torch.
+"""`LLM`: Headrace as a Python library, with vLLM's interface. Importing this does not import torch.
 
-`LLM` runs the engine in the caller's process and thread, or where several devices are asked for in processes of their
-own; `AsyncLLM` starts engine processes.
+The engine runs in the caller's process and thread, or where several devices are asked for in processes of their own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
-
-from msgspec.structs import replace
 
 from headrace.base import env
 from headrace.base.adapters import AdapterInfo, LoRARequest
 from headrace.base.config import engine_config
-from headrace.base.errors import EngineUnavailable, HeadraceError, RequestError
+from headrace.base.errors import RequestError
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.base.pooling import PoolingFacts, unpack_floats
-from headrace.base.sampling import SamplingParams
-from headrace.service.client.adapters import AdapterCatalog
-from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job
 from headrace.service.client.local import LocalClient
 from headrace.service.client.media import MediaPrompt, place_items
-from headrace.service.client.outputs import Collector, GenerationOutput, first_error, pooled_of
+from headrace.service.client.outputs import GenerationOutput, first_error, pooled_of
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput, activate, plan_scores, shorten
-from headrace.service.client.prompts import RequestTags, require_tokenizer
+from headrace.service.client.prompts import require_tokenizer
 from headrace.service.client.replicated import ReplicatedClient
-from headrace.service.parsing.choice import AUTO, Formats, formats_of
-from headrace.service.parsing.forcing import confine_output
+from headrace.service.parsing.choice import AUTO, formats_of
 from headrace.service.parsing.message import ParsedMessage, parse_output
 from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization import Tokenizer
 from headrace.serving.offline.adapters import LoRARequests, OfflineAdapters
 from headrace.serving.offline.media import OfflineMedia, WithMedia, split_messages
-from headrace.serving.offline.prompts import Message, Plain, Prompt, read_conversations, read_prompt, read_prompts
-
-OWN_VARIABLES = frozenset(
-    {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
+from headrace.serving.offline.params import (
+    Params,
+    call_unless_forked,
+    find_callable_tools,
+    name_of,
+    prepare_calls,
+    read_template_options,
+    spread_params,
 )
-"""Names that ``chat_template_kwargs`` may not set: they are arguments of `render_with_tools`."""
-
-Params = SamplingParams | Sequence[SamplingParams] | None
+from headrace.serving.offline.prompts import Message, Plain, Prompt, read_conversations, read_prompts
 
 
 class Running(TypedDict, total=False):
@@ -70,7 +64,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         # before torch is imported, which happens while the engine is built
         env.set_passive_waiting()
-        config = engine_config(model=_plain_name(model), **options)
+        config = engine_config(model=name_of(model), **options)
         parallel, nodes = config.parallel, config.nodes
         has_one_device = parallel.data_parallel_size == parallel.num_ranks == nodes.nnodes == 1
         self._client: LocalClient | ReplicatedClient = (
@@ -79,7 +73,7 @@ class LLM:
         self.adapters = OfflineAdapters(self._client)
         """The LoRA adapters: `OfflineAdapters.unload`, and what the engine says of them."""
         self._media = OfflineMedia(config)
-        weakref.finalize(self, _in_this_process, os.getpid(), self._client.close)
+        weakref.finalize(self, call_unless_forked, os.getpid(), self._client.close)
 
     def __enter__(self) -> LLM:
         return self
@@ -111,7 +105,7 @@ class LLM:
         model stays usable. ``lora_request``: the adapter of all prompts, or a list with one or None for each.
         """
         chosen = read_prompts(prompts, prompt_token_ids)
-        params = _params_for_each(sampling_params, len(chosen), self.facts)
+        params = spread_params(sampling_params, len(chosen), self.facts)
         # A generator: `LocalClient.run` prepares later prompts while the first ones run.
         adapters = self.adapters.choose(lora_request, len(chosen))
         jobs = (
@@ -135,7 +129,7 @@ class LLM:
         ``tools`` are functions in OpenAI's form; `parse` extracts their calls from the outputs. ``tool_choice`` is
         "auto", "required", or the name of a tool that must be called; a grammar enforces it."""
         conversations, media = zip(*map(split_messages, read_conversations(messages)), strict=True)
-        options = _template_options(chat_template, chat_template_kwargs)
+        options = read_template_options(chat_template, chat_template_kwargs)
         tokenizer = require_tokenizer(self.tokenizer)
         formats = formats_of(tokenizer, self.facts)
         texts = [
@@ -146,11 +140,11 @@ class LLM:
             )
             for conversation in conversations
         ]
-        params = _params_for_each(sampling_params, len(texts), self.facts)
+        params = spread_params(sampling_params, len(texts), self.facts)
         if tools:
-            callable_tools = _callable_tools(tools, tool_choice)
+            callable_tools = find_callable_tools(tools, tool_choice)
             params = [
-                _prepare_calls(p, formats, callable_tools, text, tool_choice)
+                prepare_calls(p, formats, callable_tools, text, tool_choice)
                 for p, text in zip(params, texts, strict=True)
             ]
         prompts: list[Any] = [
@@ -276,174 +270,6 @@ class LLM:
         if errors == "raise":
             _raise_first_error(outputs)
         return outputs
-
-
-class AsyncLLM:
-    """A model in an engine process, for asyncio programs. Options are those of `LLM`. Use it as ``async with``, or
-    let the first `generate` start it and call `close`. Not thread-safe: it belongs to the event loop that started
-    it."""
-
-    def __init__(self, model: str | os.PathLike[str], **options: Any):
-        config = engine_config(model=_plain_name(model), **options)
-        self._client, self._media = EngineClient(config), OfflineMedia(config)
-        self.adapters = AdapterCatalog(self._client)
-        """The LoRA adapters: loading and unloading them."""
-        self._starting: asyncio.Task[None] | None = None
-        weakref.finalize(self, _in_this_process, os.getpid(), self._client.end_soon)
-
-    async def __aenter__(self) -> AsyncLLM:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        """Facts of the model; None until started."""
-        return self._client.facts
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None until started."""
-        return self._client.tokenizer
-
-    async def start(self) -> None:
-        """Start the engine process and wait until it is ready; does nothing if it is started. Raises
-        `EngineUnavailable` in another event loop than the one that started it."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start(), name="engine-start")
-        if self._starting.get_loop() is not asyncio.get_running_loop():
-            raise EngineUnavailable(
-                "this AsyncLLM was started in another event loop: use it in that one alone (one asyncio.run for all "
-                "calls), or create an AsyncLLM in each"
-            )
-        # Shielded: callers share the task, and cancelling one of them must not cancel the start for the others.
-        await asyncio.shield(self._starting)
-
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-        priority: int = 0, lora_request: LoRARequest | None = None,
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        """Complete one prompt; yields the whole output so far whenever it grows. Leaving the loop or cancelling it
-        aborts the request. Raises typed errors, also for failures midway. ``lora_request``: the adapter to use, which
-        is loaded unless it is."""
-        await self.start()
-        adapter = await self.adapters.make_ready(lora_request)
-        plain, facts = read_prompt(prompt), self._client.facts
-        assert facts is not None  # known once started
-        (params,) = _params_for_each(sampling_params, 1, facts)
-        given: str | list[int] | MediaPrompt
-        if isinstance(plain, WithMedia):
-            items = await asyncio.to_thread(self._media.prepare, plain.values, facts)
-            given = place_items(plain.plain, items, self._client.tokenizer, facts)
-        else:
-            given = plain
-        tags = RequestTags(adapter=adapter)
-        stream = self._client.submit(given, params, request_id=request_id, priority=priority, tags=tags)
-        text = plain if isinstance(plain, str) else None
-        collector = Collector(stream.request_id, text, stream.prompt_token_ids, params.n)
-        # Closed at once when the caller leaves the loop; the garbage collector would abort the request later.
-        async with contextlib.aclosing(aiter(stream)) as deltas:
-            async for delta in deltas:
-                collector.add(delta)
-                if delta.error is not None:
-                    raise delta.error.to_error()
-                # a copy: the collector goes on changing its own
-                yield collector.snapshot()
-
-    async def abort(self, request_id: str) -> None:
-        """Abort a request; its iterator ends with ``finish_reason`` ``abort``."""
-        await self._client.abort(request_id)
-
-    async def stats(self) -> EngineStats:
-        """Counters and gauges of the engine."""
-        return await self._client.stats()
-
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; False if running requests hold pages."""
-        return await self._client.reset_prefix_cache()
-
-    async def close(self) -> None:
-        """Stop the engine process; requests in flight fail."""
-        await self._client.close()
-
-    async def _start(self) -> None:
-        await self._client.start()
-        try:
-            await self._client.wait_ready()
-        except HeadraceError:
-            await self._client.close()
-            raise
-
-
-def default_params(facts: ModelFacts) -> SamplingParams:
-    """The model's default sampling parameters."""
-    defaults: dict[str, Any] = dict(facts.default_sampling)
-    return SamplingParams(**defaults)
-
-
-def _in_this_process(pid: int, end: Callable[[], None]) -> None:
-    """Call ``end`` unless this is a fork of the process ``pid``, to which the engine belongs."""
-    if os.getpid() == pid:
-        end()
-
-
-def _plain_name(model: str | os.PathLike[str]) -> str:
-    return os.fspath(model) if isinstance(model, os.PathLike) else model
-
-
-def _template_options(template: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables for the chat template; those with arguments of `LLM.chat` are refused."""
-    if template is not None and not isinstance(template, str):
-        raise RequestError(f"chat_template is Jinja text, got {type(template).__name__}", param="chat_template")
-    if not isinstance(options or {}, dict):
-        raise RequestError(
-            f"chat_template_kwargs is an object, got {type(options).__name__}", param="chat_template_kwargs"
-        )
-    wrong = [name for name in options or {} if not isinstance(name, str) or name in OWN_VARIABLES]
-    if wrong:
-        raise RequestError(f"chat_template_kwargs cannot set {wrong[0]!r}", param="chat_template_kwargs")
-    return dict(options or {})
-
-
-def _params_for_each(params: Params, count: int, facts: ModelFacts) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default_params(facts)] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError(
-            f"sampling_params is a SamplingParams or a list of them, got {params!r:.80}", param="sampling_params"
-        )
-    if len(params) != count:
-        raise RequestError(f"sampling_params has {len(params)} entries for {count} prompts", param="sampling_params")
-    return list(params)
-
-
-def _callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, Any]]:
-    if choice in ("auto", "required"):
-        return tools
-    named = [tool for tool in tools if tool["function"]["name"] == choice]
-    if not named:
-        raise RequestError(
-            f"tool_choice must be 'auto', 'required' or the name of one of the tools, got {choice!r}",
-            param="tool_choice"
-        )
-    return named
-
-
-def _prepare_calls(
-    params: SamplingParams, formats: Formats, tools: list[dict[str, Any]], prompt: str, choice: str
-) -> SamplingParams:
-    """``params`` for an output with tool calls: special tokens that mark calls and reasoning stay visible for the
-    parser, and a grammar enforces ``choice``. ``tools`` are those that may be called."""
-    params = (
-        params if params.keep_special_tokens
-        else replace(params, keep_special_tokens=formats.visible_texts(has_tools=True))
-    )
-    grammar = confine_output(
-        formats, params.grammar, tools, prompt, is_parallel=choice in ("auto", "required"), is_forced=choice != "auto"
-    )
-    return replace(params, grammar=grammar)
 
 
 def _raise_first_error(outputs: list[GenerationOutput]) -> None:
