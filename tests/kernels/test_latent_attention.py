@@ -146,3 +146,14 @@ def test_what_is_taken():
         ({"values_in_keys": False}, "values"), ({"value_dim": 576}, "512"), ({"kv_dtype": "float32"}, "float32"),
     ):
         assert named in str(reason_against_latents(replace(geometry, **changed)))
+
+
+def test_nothing_is_combined_that_was_not_split():
+    """By a dry run, which may launch the second kernel alone, over memory that holds anything."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with what nobody expects
+    try:
+        assert torch.empty(1, dtype=torch.int32).item() != 0
+        workspace = LatentWorkspace.allocate(3, 4, 16, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert workspace.shares.shape == (12, 2) and not workspace.shares.any()

@@ -306,7 +306,8 @@ class LatentWorkspace:
         partial, stats = (
             torch.empty(slots * num_heads * width, dtype=torch.float32, device=device) for width in (value_dim, 2)
         )
-        return cls(partial, stats, torch.empty((slots, 2), dtype=torch.int32, device=device))
+        # Zeros: a dry run (`headrace.kernels.precompile`) may combine what no kernel has split.
+        return cls(partial, stats, torch.zeros((slots, 2), dtype=torch.int32, device=device))
 
 
 def decode_latents(
