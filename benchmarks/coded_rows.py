@@ -1,6 +1,6 @@
 """Own CUDA C++ products of few rows in codes, by block shape, on one GPU: ``python -m benchmarks.coded_rows [--forms
-REGEX] [--rows 1 2 8]``; of tens to hundreds of rows with 4-bit integers in tiles, beside bfloat16 and dequantising:
-``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 64 128 256``.
+REGEX] [--rows 1 2 8]``; of integers in tiles, and with tens to hundreds of rows beside bfloat16 and dequantising:
+``python -m benchmarks.coded_rows --tiles --forms 'int4 group 128' --rows 1 2 4 64 128 256``.
 
 Weights of Llama-3.1-8B, many copies in turn, so that none is read from the L2: microseconds of a product in a captured
 chain and its share of the memory's rate, for each shape of block; a whole layer, with norms and activation fused or
@@ -13,6 +13,7 @@ import argparse
 import re
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks.coded_experts import draw
 from benchmarks.cuda_kernels import MODELS, products, time_calls
 from benchmarks.quantized_gpu import FORMS
-from headrace.kernels.coded_linear import cuda, expand, tiled_many
+from headrace.kernels.coded_linear import cuda, expand, tiled_many, tiles
 from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
 from headrace.kernels.linear import Norm
@@ -34,13 +35,14 @@ WEIGHT_BYTES = 400 << 20
 BLOCKS = [
     Shape(*numbers) for numbers in ((8, 3, 2), (16, 1, 4), (8, 2, 4), (8, 2, 2), (16, 1, 2), (4, 6, 2), (4, 4, 4))
 ]
+TILE_BLOCKS = [tiles.Shape(*numbers) for numbers in ((8, 32), (8, 16), (16, 32), (4, 32), (8, 64))]
 PRODUCTS = ("gate_up", "down", "qkv", "out")
 SILU = (1, 0.0, 0.0, 0.0)
 
 
-def name_shape(shape: Shape) -> str:
+def name_shape(shape: Shape | tiles.Shape) -> str:
     """Its numbers, in order."""
-    return f"{shape.warps}/{shape.blocks}/{shape.depth}"
+    return "/".join(str(number) for number in vars(shape).values())
 
 
 def show(title: str, times: dict[str, float], num_bytes: float) -> None:
@@ -107,25 +109,29 @@ def run_tiles(form: str, rows: list[int]) -> None:
             show(title, times, weights[0].num_bytes)
 
 
-def run_layer(form: str, rows: int) -> None:
-    """All products of a layer in turn."""
+def run_layer(form: str, rows: int, *, is_tiled: bool = False) -> None:
+    """All products of a layer in turn, with the norms and without; of integers in tiles, with the norms."""
     shapes = products(next(model for model in MODELS if model.name == "llama8b"))
     layers = [{name: draw(FORMS[form], *shapes[name]) for name in shapes if name != "head"} for _ in range(8)]
+    if is_tiled:
+        layers = [{name: weight.tile() for name, weight in layer.items()} for layer in layers]
+    launch, gate = (tiles.launch, SILU[0]) if is_tiled else (cuda.launch, SILU)
     width, qkv_width, inner = shapes["qkv"][1], shapes["qkv"][0], shapes["down"][1]
     x, stream = (torch.randn(rows, width, device=DEVICE).to(BF16) for _ in range(2))
     qkv, mid = (torch.empty(rows, size, device=DEVICE, dtype=BF16) for size in (qkv_width, inner))
     addition = Addition(stream, Norm(torch.rand(width, device=DEVICE).to(BF16), 1e-5), torch.empty_like(x))
 
-    def run(weights: dict[str, DeviceCodes], shape: Shape, before: Addition | None) -> None:
-        cuda.launch(x, weights["qkv"], None, qkv, shape=shape, before=before)
-        cuda.launch(qkv[:, :width], weights["out"], None, x, shape=shape)
-        cuda.launch(x, weights["gate_up"], None, mid, shape=shape, before=before, gate=SILU)
-        cuda.launch(mid, weights["down"], None, x, shape=shape)
+    def run(weights: dict[str, DeviceCodes], shape: Any, before: Addition | None) -> None:
+        launch(x, weights["qkv"], None, qkv, shape=shape, before=before)
+        launch(qkv[:, :width], weights["out"], None, x, shape=shape)
+        launch(x, weights["gate_up"], None, mid, shape=shape, before=before, gate=gate)
+        launch(mid, weights["down"], None, x, shape=shape)
 
+    ways = product(TILE_BLOCKS, (addition,)) if is_tiled else product(BLOCKS, (None, addition))
     times = {
         name_shape(shape) + (" norms" if before else ""): time_calls(
             [partial(run, weights, shape, before) for weights in layers]
-        ) for shape, before in product(BLOCKS, (None, addition))
+        ) for shape, before in ways
     }
     show(f"layer   {form:16}{rows} rows", times, sum(weight.num_bytes for weight in layers[0].values()))
 
@@ -134,13 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forms", default=".")
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 8])
-    parser.add_argument("--tiles", action="store_true", help="tens to hundreds of rows, 4-bit integers in tiles")
+    parser.add_argument("--tiles", action="store_true", help="integers in tiles")
     options = parser.parse_args()
     for form in FORMS:
         if not re.search(options.forms, form):
             continue
-        if options.tiles and form.startswith("int4"):
-            run_tiles(form, options.rows)
+        if options.tiles and form.startswith("int"):
+            few = [rows for rows in options.rows if rows <= 8]
+            for rows in few:
+                run_layer(form, rows, is_tiled=True)
+            if form.startswith("int4"):
+                run_tiles(form, [rows for rows in options.rows if rows not in few])
         elif not options.tiles and form != "nvfp4":
             run_products(form, options.rows)
             run_layer(form, 1)

@@ -148,8 +148,9 @@ def test_own_tiled_products_fit_shared_memory(kind: str):
         weight = make(kind, 16, 81920 // rows // 1024 * 1024)[0]
         assert "cuda_tiles" in find_solutions(query(weight), rows)
         form = tiles.describe_form(weight)
-        fixed = tiles.count_fixed_bytes(form, rows, weight.in_features, tiles.SHAPE)
-        stages, stage = tiles.count_stages(form, fixed, tiles.SHAPE, 1 << 30)
+        shape = tiles.choose_shape(form, rows, weight.in_features)
+        fixed = tiles.count_fixed_bytes(form, rows, weight.in_features, shape)
+        stages, stage = tiles.count_stages(form, fixed, shape, 1 << 30)
         assert rows * weight.in_features * 2 < fixed + stages * stage <= tiles.MOST_BYTES
 
 

@@ -6,9 +6,14 @@
 // eight rows together, so that a part of them is one piece of memory. A block computes 16 outputs at a time. One warp
 // copies CHUNK units of both eights into a ring in shared memory, as far ahead as the ring is long, and begins before
 // the previous kernel has ended, where that leaves room. The others share the units of a chunk and add up their sums in a
-// fixed order. Codes become bfloat16 in registers and are the left operand of mma.m16n8k16, rows of x the right one.
-// Which inputs a thread holds does not matter as long as both operands agree, so that a thread reads 16 bytes at a time,
-// and x is put into shared memory in the order in which codes come out of a word.
+// fixed order.
+//
+// Codes are the left operand of mma.m16n8k32 for integers as they come out of a word: no code is converted. Numbers of x
+// become integers q of 15 bits times a power of two for each quantum, the inputs of a scale within a unit, and these two
+// digits of 8 bits, 256 * high + low, which are two columns of the right operand. So numbers of bfloat16 from a 64th of
+// the largest of a quantum on are multiplied exactly, and others are wrong by at most 2**-14 of the largest; sums of a
+// quantum are exact. Which inputs a thread holds does not matter as long as both operands agree, so that a thread reads
+// 16 bytes at a time.
 //
 // Compiled by NVRTC for bfloat16 x. Macros: CODE 0 unsigned 4 bits, 3 int8, 4 uint8; PAIRS 1: scales are
 // pairs of float16, with zero points, else float32; GROUP: inputs of a scale, 0: all; WARPS that multiply;
@@ -17,22 +22,18 @@
 #include "numbers.cuh"
 #include "hopper.cuh"
 
-constexpr bool SHORT = CODE == 0, CORRECTS = CODE == 3 || PAIRS;  // subtracts a multiple of the sum of x
+constexpr bool SHORT = CODE == 0;
 constexpr int UNIT = SHORT ? 128 : 64, PLANES = SHORT ? 2 : 1;
 constexpr int PIECE = GROUP == 32 ? 8 : 16, HALVES = 16 / PIECE;  // bytes that a thread reads at a time
 constexpr int GROUPS = GROUP == 0 || GROUP >= UNIT ? 1 : UNIT / GROUP;  // scales of a unit
-constexpr int QUANTUM = UNIT / GROUPS;                     // inputs whose sum is kept
+constexpr int QUANTUM = UNIT / GROUPS;                     // inputs of x that share a power of two
 constexpr int EACH = GROUP > UNIT ? GROUP / UNIT : 1;      // units that share a scale
 constexpr int THREADS = 32 * WARPS, RED = 20;              // that multiply; floats of a column of partial sums
 constexpr int CODE_BYTES = CHUNK * 512, TABLE_BYTES = GROUP ? CHUNK * GROUPS / EACH * 32 : 0;  // of eight rows
 constexpr int STAGE = 2 * (CODE_BYTES + TABLE_BYTES);
-constexpr float BASE = CODE == 3 ? 128.f : 0.f;            // what decoded codes are more than the code
-constexpr int CHAINS = SHORT && GROUPS == 1 ? 4 : 2;       // of sums of a unit: products of one wait for one another
-// A code at the end of a bfloat16, of which it is a part of the mantissa and the last bit of the exponent, is its number
-// times 2**-133, and 16 times as much four bits further. Numbers of x are multiplied by 2**64, or by 2**60 for codes in
-// the high half of a byte, so that products are normal numbers; sums are so small until the end.
-constexpr float X_LIFT = 18446744073709551616.f, HIGH_X_LIFT = 1152921504606846976.f;
-constexpr float LIFT = 590295810358705651712.f;            // 2**69
+// Codes in the high half of a byte count 16 times, so sums do, by SHIFT bits, and quanta undo it.
+constexpr int SHIFT = SHORT ? 4 : 0;
+constexpr uint32 X_EXPONENT = 13;                          // the largest number of a quantum becomes 2**13 to 2**14
 constexpr int BUFFERS = 2;                                 // of sums of tiles
 constexpr int EACH_WARP = CHUNK > WARPS ? CHUNK / WARPS : 1;  // units of a chunk
 
@@ -42,7 +43,7 @@ struct Call {
   const char *codes;
   const uint32 *scales;
   int64 x_stride, residual_stride;
-  int rows, outputs, inputs, padded, stages;  // padded: bytes of a row of x in shared memory; stages of the ring
+  int rows, outputs, inputs, padded, stages;  // padded: bytes of a row's digits in shared memory; stages of the ring
   int gate;  // 0 none, 1 silu, 2 gelu_tanh; the weight then has `outputs` rows of gate, then of up
   float eps, offset;
 };
@@ -50,23 +51,85 @@ struct Call {
 // All threads that multiply.
 __device__ __forceinline__ void synchronise() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// A word of codes to two pairs of bfloat16: inputs 0 and 2, 1 and 3; times 2**-133, or 16 * 2**-133 of the high plane.
-__device__ __forceinline__ void decode(uint32 word, int plane, uint32 &even, uint32 &odd) {
-  if (SHORT) {
-    const uint32 mask = plane ? 0x00F000F0u : 0x000F000Fu;
-    even = word & mask, odd = (word >> 8) & mask;
-  } else {
-    const uint32 flip = CODE == 3 ? 0x00800080u : 0u;
-    even = (word ^ flip) & 0x00FF00FFu, odd = ((word >> 8) ^ flip) & 0x00FF00FFu;
-  }
+// sum [16, 8] += codes [16, 32] times digits [32, 8].
+__device__ __forceinline__ void multiply(
+    int *sum, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint32 b0, uint32 b1) {
+#define MULTIPLY(TYPE)                                                                              \
+  asm("mma.sync.aligned.m16n8k32.row.col.s32." TYPE ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+      "{%8, %9}, {%0, %1, %2, %3};"                                                                 \
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])                                      \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+  if (CODE == 3)
+    MULTIPLY("s8");
+  else
+    MULTIPLY("u8");
+#undef MULTIPLY
 }
 
-// x (or, with a norm, x plus the residual, times the norm's weight) to shared memory: of each four inputs 0, 2, 1, 3.
-// `sums` [M, quanta] of them; `squares` [M, WARPS]. Rows are `width` inputs long there. A thread has as many loads on
-// their way as BATCH.
+// Four codes of a word as bytes; those of the high plane count 16 times.
+__device__ __forceinline__ uint32 pick(uint32 word, int plane) {
+  return SHORT ? word & (plane ? 0xF0F0F0F0u : 0x0F0F0F0Fu) : word;
+}
+
+// A quantum of x is told in a word: its power of two as the sign and exponent of a float, and in the mantissa, plus 2**22,
+// the sum of its integers. An infinity or a NaN in x makes it a NaN.
+__device__ __forceinline__ uint32 tell_quantum(uint32 exponent, int sum) {
+  const uint32 power = exponent >= 255 ? 255 : exponent - X_EXPONENT - SHIFT;
+  return power << 23 | uint32(sum + (1 << 22));
+}
+__device__ __forceinline__ float power_of(uint32 quantum) {
+  const uint32 bits = quantum & 0x7F800000u;
+  return __uint_as_float(bits == 0x7F800000u ? 0x7FC00000u : bits);
+}
+__device__ __forceinline__ float sum_of(uint32 quantum) {  // times 2**SHIFT
+  constexpr float ONES = 8388608.f + 4194304.f, UNITS = float(1 << SHIFT);
+  return (__uint_as_float(quantum & 0x7FFFFFu | 0x4B000000u) - ONES) * UNITS;
+}
+
+// Eight numbers of x, of one row, as digits to shared memory, and what tells their quantum, of which the first lane of
+// those that share it writes. All lanes of the quantum take part.
+__device__ __forceinline__ void put_digits(
+    const uint32 *v, char *high, char *low, uint32 *quantum, bool is_there) {
+  constexpr float MAGIC = 12582912.f;  // 1.5 * 2**23: the sum's last bits are the rounded integer
+  uint32 most = __vmaxu2(__vmaxu2(v[0] & 0x7FFF7FFFu, v[1] & 0x7FFF7FFFu),
+                         __vmaxu2(v[2] & 0x7FFF7FFFu, v[3] & 0x7FFF7FFFu));
+  most = max(most >> 16, most & 0xFFFF);
+#pragma unroll
+  for (int step = QUANTUM / 16; step; step >>= 1) most = max(most, __shfl_xor_sync(~0u, most, step));
+  const uint32 exponent = max(most >> 7, X_EXPONENT + SHIFT + 1);
+  const float lift = __uint_as_float((254 + X_EXPONENT - min(exponent, 254u)) << 23);
+  uint32 bits[8], packed[4];
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float first = __fmaf_rn(widen(v[j] & 0xFFFF), lift, MAGIC);
+    const float second = __fmaf_rn(__uint_as_float(v[j] & 0xFFFF0000u), lift, MAGIC);
+    bits[2 * j] = __float_as_uint(first), bits[2 * j + 1] = __float_as_uint(second);
+    if (PAIRS) sum += (first - MAGIC) + (second - MAGIC);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const uint32 *b = bits + 4 * j;
+    packed[j] = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
+    // low digits are from -128 on: the high ones are rounded
+    packed[2 + j] = __byte_perm(__byte_perm(b[0] + 128, b[1] + 128, 0x0051),
+                                __byte_perm(b[2] + 128, b[3] + 128, 0x0051), 0x5410);
+  }
+  if (PAIRS) {
+#pragma unroll
+    for (int step = QUANTUM / 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+  }
+  if (!is_there) return;
+  *(uint2 *)low = {packed[0], packed[1]};
+  *(uint2 *)high = {packed[2], packed[3]};
+  if (threadIdx.x % (QUANTUM / 8) == 0) *quantum = tell_quantum(exponent, int(sum));
+}
+
+// x (or, with a norm, x plus the residual, times the norm's weight) to shared memory as digits. `quanta` [M, quanta] tells
+// of them; `squares` [M, WARPS]. Rows are `width` inputs long there. A thread has as many loads on their way as BATCH.
 template <bool NORM, int BATCH>
-__device__ __forceinline__ void stage_rows(const Call &call, char *x, float *sums, float *squares, int width) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quanta = width / QUANTUM;
+__device__ __forceinline__ void stage_rows(const Call &call, char *x, uint32 *quanta, float *squares, int width) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int m = 0; m < call.rows; m++) {
     float square = 0.f;
     for (int first = threadIdx.x * 8; first - lane * 8 < width; first += BATCH * THREADS * 8) {
@@ -89,35 +152,18 @@ __device__ __forceinline__ void stage_rows(const Call &call, char *x, float *sum
         if (at - lane * 8 >= width) break;
         uint32 v[4] = {values[i].x, values[i].y, values[i].z, values[i].w}, r[4], w[4];
         if (NORM) *(uint4 *)r = residuals[i], *(uint4 *)w = weights[i];
-        float sum = 0.f;
-        const float lift = SHORT && at / 64 % 2 ? HIGH_X_LIFT : X_LIFT;
+        if (NORM) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          float low = widen(v[j]), high = __uint_as_float(v[j] & 0xffff0000u);
-          if (NORM) {
-            v[j] = narrow(low + widen(r[j]), high + __uint_as_float(r[j] & 0xffff0000u));
-            r[j] = v[j];
-            low = widen(v[j]), high = __uint_as_float(v[j] & 0xffff0000u);
+          for (int j = 0; j < 4; j++) {
+            r[j] = narrow(widen(v[j]) + widen(r[j]), widen_high(v[j]) + widen_high(r[j]));
+            const float low = widen(r[j]), high = widen_high(r[j]);
             square += low * low + high * high;
-            v[j] = narrow(low * (widen(w[j]) + call.offset),
-                          high * (__uint_as_float(w[j] & 0xffff0000u) + call.offset));
-            low = widen(v[j]), high = __uint_as_float(v[j] & 0xffff0000u);
+            v[j] = narrow(low * (widen(w[j]) + call.offset), high * (widen_high(w[j]) + call.offset));
           }
-          if (CORRECTS) sum += low + high;
-          v[j] = narrow(low * lift, high * lift);
+          if (blockIdx.x == 0 && at < call.inputs) *(uint4 *)(call.total + int64(m) * call.inputs + at) = *(uint4 *)r;
         }
-        if (NORM && blockIdx.x == 0 && at < call.inputs)
-          *(uint4 *)(call.total + int64(m) * call.inputs + at) = *(uint4 *)r;
-        if (at < width) {
-          uint4 put = {__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
-                       __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632)};
-          *(uint4 *)(x + m * call.padded + at * 2) = put;
-        }
-        if (CORRECTS) {
-#pragma unroll
-          for (int step = QUANTUM / 16; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
-          if (at < width && lane % (QUANTUM / 8) == 0) sums[m * quanta + at / QUANTUM] = sum * (1.f / LIFT);
-        }
+        char *high = x + 2 * m * call.padded + at;
+        put_digits(v, high, high + call.padded, quanta + (m * width + at) / QUANTUM, at < width);
       }
     }
     if (NORM) {
@@ -133,8 +179,9 @@ struct Place {  // of a thread; and sizes of the whole call
   int units, chunks, tiles, tile_shift;
   uint32 full, empty;  // barriers of the ring's stages
   uint32 added, read;  // barriers of the buffers of sums
-  const char *ring, *x;  // in shared memory, like the sums of quanta of x, squares for the norm, and partial sums
-  float *sums, *squares, *parts;
+  const char *ring, *x;  // in shared memory, like what tells of quanta of x, squares for the norm, and partial sums
+  uint32 *quanta;
+  float *squares, *parts;
 };
 
 __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
@@ -150,8 +197,8 @@ __device__ __forceinline__ Place find_place(const Call &call, char *memory) {
   p.full = shared_address(memory), p.empty = p.full + 8 * call.stages;
   p.added = p.full + 16 * call.stages, p.read = p.added + 8 * BUFFERS;
   p.x = memory + 16 * (call.stages + BUFFERS);
-  p.sums = (float *)(p.x + call.rows * call.padded);
-  p.squares = p.sums + (CORRECTS ? call.rows * p.units * GROUPS : 0);
+  p.quanta = (uint32 *)(p.x + 2 * call.rows * call.padded);
+  p.squares = (float *)(p.quanta + call.rows * p.units * GROUPS);
   p.parts = p.squares + (call.norm ? call.rows * WARPS : 0);  // [BUFFERS, WARPS, rows, RED]
   return p;
 }
@@ -187,11 +234,16 @@ __device__ __forceinline__ void produce(const Call &call, const Place &p) {
   }
 }
 
-// `total` plus the products of a unit, whose codes lie at `codes` and whose scales at `scales` for this thread's rows.
+// `total` plus the products of a unit, whose codes lie at `codes` and whose scales at `scales` for this thread's rows. Of
+// each four rows of x, TILES of them, a thread has the sums of one, with both of its rows of the weight.
+template <int TILES>
 __device__ __forceinline__ void add_unit(
-    float *total, const char *codes, const uint32 *scales, const uint32 *whole, const Call &call, const Place &p,
+    float (*total)[2], const char *codes, const uint32 *scales, const uint32 *whole, const Call &call, const Place &p,
     int unit) {
-  const char *x = p.x + min(p.quad, call.rows - 1) * call.padded + (unit * UNIT + p.part * PIECE) * 2;
+  const char *x[TILES];
+#pragma unroll
+  for (int n = 0; n < TILES; n++)
+    x[n] = p.x + min(n * 8 + p.quad, 2 * call.rows - 1) * call.padded + unit * UNIT + p.part * PIECE;
   uint32 own[2][4];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -204,41 +256,50 @@ __device__ __forceinline__ void add_unit(
         *(uint2 *)&own[i][2 * h] = *(const uint2 *)from;
     }
   }
-  float sum[CHAINS][4] = {};
+  int sum[TILES][PLANES][4] = {};
 #pragma unroll
   for (int plane = 0; plane < PLANES; plane++) {
+    uint32 b[TILES][4];
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
+    for (int n = 0; n < TILES; n++) {
 #pragma unroll
-      for (int pair = 0; pair < PIECE / 8; pair++) {
-        const uint4 b = *(const uint4 *)(x + (plane * 64 + h * 32 + pair * 8) * 2);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          uint32 a[4];
-          const int word = h * (PIECE / 4) + pair * 2 + j;
-          decode(own[0][word], plane, a[0], a[2]);
-          decode(own[1][word], plane, a[1], a[3]);
-          multiply(sum[(plane * 2 + j) % CHAINS], a[0], a[1], a[2], a[3], j ? b.z : b.x, j ? b.w : b.y);
-        }
+      for (int h = 0; h < HALVES; h++) {
+        const char *from = x[n] + plane * 64 + h * 32;
+        if (PIECE == 16)
+          *(uint4 *)b[n] = *(const uint4 *)from;
+        else
+          *(uint2 *)&b[n][2 * h] = *(const uint2 *)from;
       }
-      const bool ends = GROUPS > PLANES || (h == HALVES - 1 && (GROUPS == PLANES || plane == PLANES - 1));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int n = 0; n < TILES; n++)
+        multiply(sum[n][plane], pick(own[0][2 * h], plane), pick(own[1][2 * h], plane), pick(own[0][2 * h + 1], plane),
+                 pick(own[1][2 * h + 1], plane), b[n][2 * h], b[n][2 * h + 1]);
+      const bool ends = GROUPS > PLANES || (h == 1 && (GROUPS == PLANES || plane == PLANES - 1));
       if (!ends) continue;
       const int group = GROUPS == 1 ? 0 : plane * (GROUPS / PLANES) + (GROUPS == PLANES ? 0 : h);
-      float x_sums[2] = {0.f, 0.f};
-#pragma unroll
-      for (int c = 0; c < 2; c++)
-        if (CORRECTS) x_sums[c] = p.sums[(min(p.part * 2 + c, call.rows - 1) * p.units + unit) * GROUPS + group];
+      float scale[2], zero[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint32 word = GROUP ? scales[i * (TABLE_BYTES / 4) + group * 8] : whole[i];
-        const float scale = PAIRS ? half_of(word, false) : __uint_as_float(word);
-        const float zero = BASE + (PAIRS ? half_of(word, true) : 0.f);
+        scale[i] = PAIRS ? half_of(word, false) : __uint_as_float(word);
+        zero[i] = PAIRS ? half_of(word, true) : 0.f;
+      }
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          float all = sum[0][2 * i + c] + sum[1][2 * i + c];
-          if (CHAINS == 4) all += sum[CHAINS - 2][2 * i + c] + sum[CHAINS - 1][2 * i + c];
-          total[2 * i + c] += scale * (CORRECTS ? all - zero * x_sums[c] : all);
-          sum[0][2 * i + c] = sum[1][2 * i + c] = 0.f;
+      for (int n = 0; n < TILES; n++) {
+        const uint32 quantum = p.quanta[(min(n * 4 + p.part, call.rows - 1) * p.units + unit) * GROUPS + group];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          int all = 0;
+#pragma unroll
+          for (int q = GROUPS == 1 ? 0 : plane; q <= plane; q++) {
+            all += ((sum[n][q][2 * i] << 8) + sum[n][q][2 * i + 1]) << (SHORT && q == 0 ? SHIFT : 0);
+            sum[n][q][2 * i] = sum[n][q][2 * i + 1] = 0;
+          }
+          const float value = PAIRS ? float(all) - zero[i] * sum_of(quantum) : float(all);
+          total[n][i] += scale[i] * power_of(quantum) * value;
         }
       }
     }
@@ -253,7 +314,7 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p, int til
   for (int at = lane; at < call.rows << p.tile_shift; at += 32) {
     const int m = at >> p.tile_shift, n = at - (m << p.tile_shift), output = (tile << p.tile_shift) + n;
     const float *from = p.parts + (buffer * WARPS * call.rows + m) * RED + n;
-    float value[2] = {0.f, 0.f}, factor = LIFT;
+    float value[2] = {0.f, 0.f}, factor = 1.f;
     if (call.norm) {
       float square = 0.f;
 #pragma unroll 8
@@ -276,12 +337,14 @@ __device__ __forceinline__ void finish(const Call &call, const Place &p, int til
   if (lane == 0) arrive(p.read + 8 * buffer);
 }
 
-// Multiply what `produce` copies. The warps take turns in finishing tiles, each after the next chunk.
+// Multiply what `produce` copies with up to 4 * TILES rows. The warps take turns in finishing tiles, each after the next
+// chunk.
+template <int TILES>
 __device__ __forceinline__ void consume(const Call &call, const Place &p) {
   uint32 slot = 0, parity = 0;
   int count = 0, pending = -1;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, count++) {
-    float total[4] = {0.f, 0.f, 0.f, 0.f};
+    float total[TILES][2] = {};
     uint32 whole[2] = {0, 0};
     if (GROUP == 0) {
 #pragma unroll
@@ -293,7 +356,7 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
       wait_for(p.full + 8 * slot, parity);
 #pragma unroll EACH_WARP
       for (int u = p.warp; u < here; u += WARPS)
-        add_unit(
+        add_unit<TILES>(
             total, stage + u * 512 + p.quad * 64 + p.part * PIECE,
             (const uint32 *)(stage + 2 * CODE_BYTES) + u * GROUPS / EACH * 8 + p.quad, whole, call, p, chunk * CHUNK + u);
       __syncwarp();
@@ -305,11 +368,9 @@ __device__ __forceinline__ void consume(const Call &call, const Place &p) {
     wait_for(p.read + 8 * buffer, count / BUFFERS & 1 ^ 1);
     float *own = p.parts + ((buffer * WARPS + p.warp) * call.rows) * RED;
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      if (p.part * 2 + c < call.rows) {
-        own[(p.part * 2 + c) * RED + p.quad] = total[c];
-        own[(p.part * 2 + c) * RED + p.quad + 8] = total[2 + c];
-      }
+    for (int n = 0; n < TILES; n++) {
+      const int m = n * 4 + p.part;
+      if (m < call.rows) own[m * RED + p.quad] = total[n][0], own[m * RED + p.quad + 8] = total[n][1];
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(p.added + 8 * buffer);
@@ -342,10 +403,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) tiled_rows(const C
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int width = p.units * UNIT;
     if (call.norm)
-      stage_rows<true, 2>(call, (char *)p.x, p.sums, p.squares, width);
+      stage_rows<true, 2>(call, (char *)p.x, p.quanta, p.squares, width);
     else
-      stage_rows<false, 7>(call, (char *)p.x, p.sums, p.squares, width);
+      stage_rows<false, 7>(call, (char *)p.x, p.quanta, p.squares, width);
     synchronise();
-    consume(call, p);
+    if (call.rows <= 4)
+      consume<1>(call, p);
+    else
+      consume<2>(call, p);
   }
 }
