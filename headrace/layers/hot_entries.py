@@ -16,7 +16,6 @@ import torch
 from headrace.kernels.hot_slots import NONE, Loads
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.sparse_attention import EntryView, SeenSlots
-from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, KvPages
 from headrace.memory.copies import to_device
 from headrace.memory.hot_pool import HotLayer
@@ -32,11 +31,14 @@ class _Staging:
 
 class HotEntries:
     """``view``: the step's, whose page table numbers entries as `read` takes them: of a decode from 0 on, of others by
-    their staged pages. Everything is computed on the device, in shapes that the host knows."""
+    their staged pages. ``list_entries`` is of `LIST_ENTRIES`. Everything is computed on the device, in shapes that the
+    host knows."""
 
-    def __init__(self, layer: HotLayer, inputs: AttentionInputs, view: EntryView):
+    def __init__(
+        self, layer: HotLayer, inputs: AttentionInputs, view: EntryView, list_entries: Callable[..., torch.Tensor]
+    ):
         assert inputs.rows is not None, "no step with dynamic lengths reads entries in host memory"
-        self._inputs, self._num_decodes = inputs, inputs.num_decodes
+        self._inputs, self._num_decodes, self._list = inputs, inputs.num_decodes, list_entries
         self._device = inputs.page_table.device
         self._staged: list[_Staging] = []
         local = torch.arange(inputs.page_table.shape[1], dtype=torch.int32, device=self._device).expand(
@@ -78,7 +80,7 @@ class HotEntries:
         `Slots` of a layer's tensors. What a span attends to is there until the next is asked for."""
         count, view = self._num_decodes, self.view
         if wanted is None and self._all is None:
-            self._all = list_entries(view, layer.per_page)  # [R, longest]
+            self._all = self._list(view.page_table, count=view.longest, per_page=layer.per_page)  # [R, longest]
         if count:
             decodes = slice(0, count)
             found = self._swap(layer, self._list_decodes() if wanted is None else wanted[decodes])

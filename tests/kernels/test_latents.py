@@ -119,5 +119,14 @@ def test_index_tensors_of_decodes(count: int, device: str):
             decodes.decode_entries(kv_lens, ratio=ratio), reference.decode_entries(kv_lens, ratio=ratio), strict=True
         )
         assert all(torch.equal(one, other) and one.dtype == torch.int64 for one, other in entries)
+    for length, per_page in ((0, 64), (3, 2), (1024, 64), (1025, 512)):  # up to and beyond the table
+        own, everyones = table, table[:1].expand(count, -1)
+        for pages in (own, everyones):
+            ours = decodes.list_entries(pages, count=length, per_page=per_page)
+            assert ours.dtype == torch.int64 and ours.shape == (count, length)
+            assert torch.equal(ours, reference.list_entries(pages, count=length, per_page=per_page))
+    assert reference.list_entries(table[:1], count=5, per_page=2)[0].tolist() == [
+        2 * int(table[0, at // 2]) + at % 2 for at in range(5)
+    ]
     numbers = reference.decode_state(table, kv_lens, ratio=128, block=128, ring=128, per_page=256)[1].tolist()
     assert numbers == [n // 128 - 1 if n % 128 == 0 else -1 for n in lens.tolist()]

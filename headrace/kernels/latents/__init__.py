@@ -56,6 +56,10 @@ DECODE_ENTRIES = Operation("decode entry kernel")
 """``decode_entries(kv_lens [R] int32, *, ratio) -> (requests [R] int64, visible [R] int64)``: the requests' own
 numbers, and how many whole windows of ``ratio`` tokens each has."""
 
+LIST_ENTRIES = Operation("entry list kernel")
+"""``list_entries(page_table [R, W] int32, *, count, per_page) -> [R, count] int64``: the slots of the first ``count``
+entries of each request, undefined beyond those that it has. Rows of the table may be one row, expanded."""
+
 DECODE_STATE = Operation("decode state kernel")
 """``decode_state(page_table [R, W] int32, kv_lens [R] int32, *, ratio, block, ring, per_page) -> (requests, windows,
 rows)``, [R] int64 each: the requests' own numbers; the window that ends with each one's last token, or -1; the row of
@@ -75,7 +79,8 @@ def reason_against_latents(query: KernelQuery) -> str | None:
 
 
 for _operation, _name in (
-    (DECODE_WINDOWS, "decode_windows"), (DECODE_ENTRIES, "decode_entries"), (DECODE_STATE, "decode_state")
+    (DECODE_WINDOWS, "decode_windows"), (DECODE_ENTRIES, "decode_entries"), (DECODE_STATE, "decode_state"),
+    (LIST_ENTRIES, "list_entries"),
 ):
     _operation.add("reference", f"headrace.kernels.latents.reference:{_name}", doc="plain torch")
     _operation.add_triton(f"headrace.kernels.latents.decodes:{_name}", doc="one kernel")

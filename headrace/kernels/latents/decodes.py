@@ -1,4 +1,4 @@
-"""Index tensors of steps of decodes in Triton, a kernel each: where plain torch takes some ten for each cache group.
+"""Index tensors of steps in Triton, a kernel each: where plain torch takes some ten for each cache group.
 
 R requests, W pages of a row of the page table.
 """
@@ -15,6 +15,8 @@ from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 
 REQUESTS = 64
 """Requests of a program of the kernels that write a number for each."""
+LISTED = 1024
+"""Slots of a program that lists them."""
 
 
 @triton.jit
@@ -111,6 +113,30 @@ def decode_state(
     return requests, windows, rows
 
 
-decode_windows_pdl, decode_entries_pdl, decode_state_pdl = (
-    partial(function, pdl=True) for function in (decode_windows, decode_entries, decode_state)
+@triton.jit(do_not_specialize=["count"])  # it grows with the longest context
+def _list_kernel(
+    table_ptr, slots_ptr, count, table_width, pages, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    request = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    slot = _find_slot(table_ptr, request, at, table_width, pages, at < count, S)
+    tl.store(slots_ptr + request * count + at, slot, mask=at < count)
+
+
+def list_entries(page_table: torch.Tensor, *, count: int, per_page: int, pdl: bool = False) -> torch.Tensor:
+    """See `LIST_ENTRIES`."""
+    requests, pages = page_table.shape
+    slots = torch.empty((requests, count), dtype=torch.int64, device=page_table.device)
+    assert page_table.stride(1) == 1
+    if slots.numel():
+        _list_kernel[(ceil_div(count, LISTED), requests)](
+            page_table, slots, count, page_table.stride(0), pages, S=per_page, BLOCK=LISTED, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
+        )
+    return slots
+
+
+decode_windows_pdl, decode_entries_pdl, decode_state_pdl, list_entries_pdl = (
+    partial(function, pdl=True) for function in (decode_windows, decode_entries, decode_state, list_entries)
 )

@@ -49,6 +49,13 @@ def decode_entries(kv_lens: torch.Tensor, *, ratio: int) -> tuple[torch.Tensor, 
     return torch.arange(len(kv_lens), device=kv_lens.device), visible
 
 
+def list_entries(page_table: torch.Tensor, *, count: int, per_page: int) -> torch.Tensor:
+    """See `LIST_ENTRIES`."""
+    requests = torch.arange(len(page_table), device=page_table.device)[:, None]
+    numbers = torch.arange(count, device=requests.device).expand(len(requests), -1)
+    return find_slots(page_table, requests.expand_as(numbers), numbers, per_page)
+
+
 def decode_state(
     page_table: torch.Tensor, kv_lens: torch.Tensor, *, ratio: int, block: int, ring: int, per_page: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

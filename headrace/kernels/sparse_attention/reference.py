@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.latents.reference import hadamard, rotate_last
+from headrace.kernels.latents.reference import hadamard, list_entries, rotate_last
 from headrace.kernels.latents.slots import Slots, find_slots, pack_keys, unpack_keys
 from headrace.kernels.sparse_attention import EntryView, Queries, SeenSlots
 
@@ -79,7 +79,7 @@ def index_scores(
     if keys.holds_keys:
         q = unpack_keys(*pack_keys(q @ hadamard(q.shape[-1], q.device)))
     weights = weights.float() * scale
-    slots, num_decodes = list_entries(view, keys.per_page), view.num_decodes
+    slots, num_decodes = list_entries(view.page_table, count=view.longest, per_page=keys.per_page), view.num_decodes
     scores = q.new_zeros(q.shape[0], view.longest)
     if num_decodes:
         decoded = keys.gather(slots[:num_decodes], torch.float32)  # [decodes, N, E]; decode t is request t
@@ -93,13 +93,6 @@ def index_scores(
             hits = torch.einsum("the,ne->thn", q[span], own).relu_()
             scores[span, :num_entries] = torch.einsum("thn,th->tn", hits, weights[span])
     return scores[tokens]
-
-
-def list_entries(view: EntryView, per_page: int) -> torch.Tensor:
-    """Slots [R, longest] int64 of every entry of each request, undefined beyond the request's own."""
-    requests = torch.arange(len(view.page_table), device=view.page_table.device)[:, None]
-    numbers = torch.arange(view.longest, device=requests.device).expand(len(requests), -1)
-    return find_slots(view.page_table, requests.expand_as(numbers), numbers, per_page)
 
 
 def select_entries(

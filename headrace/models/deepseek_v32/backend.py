@@ -9,9 +9,10 @@ import torch
 
 from headrace.base.cache import CacheSpec
 from headrace.base.step import MAX_DRAFTS
+from headrace.kernels.latents import LIST_ENTRIES
 from headrace.kernels.latents.slots import Slots
+from headrace.kernels.operation import KernelQuery
 from headrace.kernels.sparse_attention import EntryView, SeenSlots
-from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
 from headrace.layers.batch import GroupStep
 from headrace.layers.hot_entries import HotEntries
@@ -28,6 +29,8 @@ class RowsBackend(CacheBackend):
 
     def __init__(self, spec: CacheSpec, page_size: int, device: torch.device):
         self.page_size, self.device = page_size, device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        self._list = LIST_ENTRIES.choose(KernelQuery(device.type, "int64", capability))
         self.selected: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
         self._hot: HotEntries | None = None
@@ -56,7 +59,7 @@ class RowsBackend(CacheBackend):
     def open_hot(self, layer: HotLayer) -> HotEntries:
         """How latents in host memory are read in this step; ``selected`` are then numbers of its view."""
         if self._hot is None:
-            self._hot = HotEntries(layer, self._inputs, self.view)
+            self._hot = HotEntries(layer, self._inputs, self.view, self._list)
         return self._hot
 
     @staticmethod
@@ -71,5 +74,5 @@ class RowsBackend(CacheBackend):
         if self.selected is not None:
             return SeenSlots(slots, self.selected, self.view.visible)
         if self._all is None:
-            self._all = list_entries(self.view, self.page_size)
+            self._all = self._list(self.view.page_table, count=self.view.longest, per_page=self.page_size)
         return SeenSlots(slots, self._all, self.view.visible, self.view.requests)

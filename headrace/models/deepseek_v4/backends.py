@@ -14,11 +14,10 @@ import torch
 from headrace.base.cache import CacheSpec
 from headrace.base.step import MAX_DRAFTS
 from headrace.kernels.compressor import Windows
-from headrace.kernels.latents import DECODE_ENTRIES, DECODE_STATE, DECODE_WINDOWS
+from headrace.kernels.latents import DECODE_ENTRIES, DECODE_STATE, DECODE_WINDOWS, LIST_ENTRIES
 from headrace.kernels.latents.slots import find_slots
 from headrace.kernels.operation import KernelQuery, Operation
 from headrace.kernels.sparse_attention import EntryView
-from headrace.kernels.sparse_attention.reference import list_entries
 from headrace.layers.attention.contract import AttentionInputs, CacheBackend
 from headrace.layers.hot_entries import HotEntries
 from headrace.memory.hot_pool import HotLayer
@@ -49,7 +48,8 @@ class _Backend(CacheBackend):
         self.spec, self.page_size, self.device = spec, page_size, device
         self.per_page = slots_per_page(spec, page_size)  # slots, not tokens: fewer where entries are compressed
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self._decode = self.operation.choose(KernelQuery(device.type, "int64", capability))
+        query = KernelQuery(device.type, "int64", capability)
+        self._decode, self._list = self.operation.choose(query), LIST_ENTRIES.choose(query)
 
     def locate(self, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's request and position, [T] int64 each."""
@@ -116,7 +116,7 @@ class EntriesBackend(_Backend):
     def open_hot(self, layer: HotLayer) -> HotEntries:
         """How entries in host memory are read in this step; `view` and `list_all` number them so from now on."""
         if self._hot is None:
-            self._hot = HotEntries(layer, self._inputs, self.view)
+            self._hot = HotEntries(layer, self._inputs, self.view, self._list)
             self.view = self._hot.view
         return self._hot
 
@@ -129,7 +129,7 @@ class EntriesBackend(_Backend):
         """Slots [R, longest] int64 of every entry of each request, undefined beyond the request's own; made at the
         first call of a step."""
         if self._all is None:
-            self._all = list_entries(self.view, self.per_page)
+            self._all = self._list(self.view.page_table, count=self.view.longest, per_page=self.per_page)
         return self._all
 
 
