@@ -268,26 +268,28 @@ def check_media(items: Sequence[MediaItem], token_ids: Sequence[int], facts: Med
     covered: dict[int, int] = dict.fromkeys(facts.token_ids.values(), 0)
     end = 0
     for item in items:
-        place = item.place
-        token_id = facts.token_ids.get(place.kind)
+        token_id = facts.token_ids.get(item.place.kind)
         if token_id is None:
             raise RequestError(
-                f"this model takes no {place.kind}; it takes {', '.join(facts.kinds)}", param="media"
+                f"this model takes no {item.place.kind}; it takes {', '.join(facts.kinds)}", param="media"
             )
-        if len(place.digest) != DIGEST_BYTES or not place.runs:
-            raise RequestError("an item has no digest or no placeholders", param="media")
-        for values in item.arrays.values():
-            values.check()
-        _check_arrays(item, facts)
-        for offset, count in place.runs:
-            if count < 1 or offset < end or offset + count > len(token_ids):
-                raise RequestError("placeholders of media overlap or lie outside of the prompt", param="media")
-            if any(token != token_id for token in token_ids[offset : offset + count]):
-                raise RequestError(f"the prompt has no placeholders at {offset}", param="media")
-            end = offset + count
-        covered[token_id] += place.num_tokens
+        _check_item(item, facts)
+        end = _check_place(item.place, token_id, token_ids, end)
+        covered[token_id] += item.place.num_tokens
     if facts.speech is None:
         _check_others(covered, token_ids)
+
+
+def _check_place(place: MediaPlace, token_id: int, token_ids: Sequence[int], begin: int) -> int:
+    """Raise `RequestError` unless the placeholders of an item stand in the prompt, from ``begin`` on; returns where
+    they end."""
+    for offset, count in place.runs:
+        if count < 1 or offset < begin or offset + count > len(token_ids):
+            raise RequestError("placeholders of media overlap or lie outside of the prompt", param="media")
+        if any(token != token_id for token in token_ids[offset : offset + count]):
+            raise RequestError(f"the prompt has no placeholders at {offset}", param="media")
+        begin = offset + count
+    return begin
 
 
 def _check_others(covered: dict[int, int], token_ids: Sequence[int]) -> None:
@@ -301,8 +303,13 @@ def _check_others(covered: dict[int, int], token_ids: Sequence[int]) -> None:
             )
 
 
-def _check_arrays(item: MediaItem, facts: MediaFacts) -> None:
+def _check_item(item: MediaItem, facts: MediaFacts) -> None:
+    """Raise `RequestError` unless an item has what the model takes of its kind."""
     place, name = item.place, ARRAYS[item.place.kind]
+    if len(place.digest) != DIGEST_BYTES or not place.runs:
+        raise RequestError("an item has no digest or no placeholders", param="media")
+    for values in item.arrays.values():
+        values.check()
     layout = facts.frames if place.kind == "audio" else facts.pixels
     if not all(0 <= number <= MOST_NUMBER for number in place.numbers.values()):  # neither is a NaN
         raise RequestError(f"numbers of media are from 0 to {MOST_NUMBER:g}, got {place.numbers}", param="media")

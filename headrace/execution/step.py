@@ -57,6 +57,11 @@ class StepFeature(IntFlag):
 
 OF_LAST_STAGE = StepFeature.SAMPLING | StepFeature.GRAMMAR | StepFeature.PROMPT_LOGPROBS | StepFeature.POOLING
 """What only the last pipeline stage computes."""
+OF_FLAGS = {
+    IS_POOLED: StepFeature.POOLING, HAS_SECOND_TEXT: StepFeature.TEXT_PAIRS, HAS_ADAPTER: StepFeature.ADAPTERS,
+    HAS_ADAPTER_EXTRAS: StepFeature.ADAPTER_EXTRAS, HAS_ROPE_OFFSET: StepFeature.ROPE_OFFSETS,
+}
+"""What a step needs if any of its rows has a flag."""
 
 
 @dataclass(slots=True)
@@ -252,17 +257,11 @@ def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeat
     # Position 0 has no prompt logprob, and the last prompt token predicts output.
     if ((flags & WANTS_PROMPT_LOGPROBS > 0) & (rows.prompt_len_np[shape.rows] > shape.begins + 1)).any():
         features |= StepFeature.PROMPT_LOGPROBS
-    if (flags & IS_POOLED).any():
-        features |= StepFeature.POOLING
-    if (flags & HAS_SECOND_TEXT).any():
-        features |= StepFeature.TEXT_PAIRS
-    if (flags & HAS_ADAPTER).any():
-        features |= StepFeature.ADAPTERS
-    if (flags & HAS_ADAPTER_EXTRAS).any():
-        features |= StepFeature.ADAPTER_EXTRAS
+    stated = int(np.bitwise_or.reduce(flags))
+    for flag, feature in OF_FLAGS.items():
+        if stated & flag:
+            features |= feature
     with_media = np.flatnonzero(flags[shape.num_decodes :] & HAS_MEDIA) + shape.num_decodes
     if len(with_media) and (shape.begins[with_media] < rows.media_end_np[shape.rows[with_media]]).any():
         features |= StepFeature.MEDIA
-    if (flags & HAS_ROPE_OFFSET).any():
-        features |= StepFeature.ROPE_OFFSETS
     return features

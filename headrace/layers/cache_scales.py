@@ -86,16 +86,19 @@ def _scale(layer: Attention, keys: float, values: float) -> bool:
         if norm is not None:
             norm.weight.mul_(factor)
     for (linear, own), table in zip(owned, tables, strict=True):
-        weight = plain_weight(linear)
         if isinstance(linear.stored, CodedWeight) and table is not None:
             linear.stored.weight = replace(linear.stored.weight, scales=table)
-        elif weight is not None:
-            for part, factor in own:
-                weight[part].mul_(factor)
-    if layer.qkv.bias is not None:
-        for part, factor in rows:
-            layer.qkv.bias[part].mul_(factor)
+        else:
+            _multiply(plain_weight(linear), own)
+    _multiply(layer.qkv.bias, rows)
     return True
+
+
+def _multiply(tensor: torch.Tensor | None, rows: list[tuple[slice, float]]) -> None:
+    """Multiply some rows in place, if there is a tensor."""
+    if tensor is not None:
+        for part, factor in rows:
+            tensor[part].mul_(factor)
 
 
 def _scale_tables(linear: Linear, rows: list[tuple[slice, float]]) -> torch.Tensor | None:

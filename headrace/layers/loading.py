@@ -148,11 +148,8 @@ def fill_targets(
         "missing": [], "not expected": [], "given twice": [], "of the wrong shape": [], "stored as no floats": [],
     }
     for name, tensor in tensors:
-        target = targets.get(name)
-        if target is None and name in targets.elsewhere:
-            continue
-        if target is None:
-            if not name.endswith(harmless or ("\0",)):
+        if name not in targets:
+            if name not in targets.elsewhere and not name.endswith(harmless):
                 faults["not expected"].append(name)
             continue
         if name in filled:
@@ -160,17 +157,14 @@ def fill_targets(
             continue
         filled.add(name)
         tensor = targets.keep(name, tensor)
-        if tensor.shape != target.shape:
-            expected = targets.cuts[name].full_shape if name in targets.cuts else target.shape
-            faults["of the wrong shape"].append(f"{name} is {list(tensor.shape)}, not {list(expected)}")
-        elif target.is_floating_point() and not tensor.is_floating_point():
-            faults["stored as no floats"].append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}")
-        else:
-            if not name.endswith("bias") and _is_all_zero(tensor):
-                blank.append(name)
-            # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
-            if not targets.take_codes(name, tensor):
-                targets.fill(name, tensor)
+        if fault := _find_fault(targets, name, tensor):
+            faults[fault[0]].append(f"{name} is {fault[1]}")
+            continue
+        if not name.endswith("bias") and _is_all_zero(tensor):
+            blank.append(name)
+        # copied now: the tensor may be a view of a mapped file, valid only until the next one is requested
+        if not targets.take_codes(name, tensor):
+            targets.fill(name, tensor)
     for intake in targets.intakes.values():
         intake.finish()
     targets.choice.save()
@@ -181,6 +175,17 @@ def fill_targets(
             + "; ".join(_describe(fault, names) for fault, names in faults.items() if names)
         )
     _judge_blank(blank, sum(not name.endswith("bias") for name in filled))
+
+
+def _find_fault(targets: Targets, name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Why a target cannot take what it keeps of a tensor, and what the tensor is; None if it can."""
+    target = targets[name]
+    if tensor.shape != target.shape:
+        expected = targets.cuts[name].full_shape if name in targets.cuts else target.shape
+        return "of the wrong shape", f"{list(tensor.shape)}, not {list(expected)}"
+    if target.is_floating_point() and not tensor.is_floating_point():
+        return "stored as no floats", str(tensor.dtype).removeprefix("torch.")
+    return None
 
 
 def _is_all_zero(tensor: torch.Tensor) -> bool:
