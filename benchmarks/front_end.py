@@ -24,15 +24,9 @@ from typing import Any
 
 from benchmarks.cpu_servers import Server, gguf_of, run_server
 from headrace.base.cache import CacheGroup, CacheLayout, CacheSpec
-from headrace.base.config import (
-    EngineConfig,
-    OperationsConfig,
-    ServeConfig,
-    ServerConfig,
-    engine_config,
-    resolve_for_device,
-)
+from headrace.base.config import EngineConfig, ServeConfig, engine_config, resolve_for_device
 from headrace.base.messages import MemoryLine, ModelFacts
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.base.step import StepPlan, StepResult
 
 BUILDER = "benchmarks.front_end:build_idle_engine"

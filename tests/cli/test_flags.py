@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.config import ServerConfig, engine_config
+from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError
 from headrace.base.option import options_of
 from headrace.base.peer_options import ANSWERS
+from headrace.base.server_config import ServerConfig
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import build_parser, command_options, describe, parse_command, value_name
 from headrace.serving.cli.options import SamplingOptions

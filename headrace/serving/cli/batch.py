@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import ServerConfig
 from headrace.service.client.client import EngineClient
 from headrace.serving.batch import InsideClient, Tally, count_lines, open_output, read_items, run_batch
 from headrace.serving.cli.commands import ENGINE

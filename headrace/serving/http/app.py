@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from headrace.base.config import OperationsConfig, ServerConfig
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.openapi import document_handler
 from headrace.serving.http.pages import add_pages

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from headrace.base.config import AccessConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import AccessConfig
 from headrace.serving.http.transport.connection import BoundedHttp
 
 logger = logging.getLogger(__name__)

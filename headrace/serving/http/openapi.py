@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base import VERSION
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.protocol.errors import form_of
 from headrace.serving.http.reference import EXAMPLES, TAGS, describe_fields
 from headrace.serving.http.transport.endpoint import Endpoint, Handler

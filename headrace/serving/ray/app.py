@@ -10,17 +10,10 @@ from typing import Any
 import msgspec
 
 from headrace.base import env
-from headrace.base.config import (
-    ENGINE_SECTIONS,
-    SECTIONS,
-    EngineConfig,
-    OperationsConfig,
-    ServerConfig,
-    all_options,
-    build_sections,
-)
+from headrace.base.config import ENGINE_SECTIONS, SECTIONS, EngineConfig, all_options, build_sections
 from headrace.base.errors import ConfigError
 from headrace.base.option import OptionInfo, Section, option, options_of
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.service.cluster import ReplicaPlan, Resources, require_ray
 from headrace.serving.ray.engine import EngineReplica, EngineSetup
 from headrace.serving.ray.gateway import Gateway

@@ -12,8 +12,9 @@ import msgspec
 from starlette.types import Message
 
 from headrace.base import env
-from headrace.base.config import EngineConfig, OperationsConfig, ServerConfig
+from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.service.client.client import EngineClient
 from headrace.service.client.replica import Supervision
 from headrace.service.cluster import hand_over

@@ -10,9 +10,10 @@ import logging
 import msgspec
 
 from headrace.base import env
-from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.config import EngineConfig
 from headrace.base.errors import HeadraceError
 from headrace.base.messages import ErrorInfo
+from headrace.base.server_config import ServerConfig
 from headrace.service.client.client import EngineClient
 from headrace.service.cluster import hand_over
 from headrace.serving.batch import BatchLine, InsideClient, Item, run_batch

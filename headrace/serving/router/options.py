@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.base.config import AccessConfig
 from headrace.base.option import Section, option
+from headrace.base.server_config import AccessConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,11 @@ from typing import Any
 import msgspec
 
 from headrace.base import env
-from headrace.base.config import AccessConfig, OperationsConfig, ServeConfig, ServerConfig, all_options, flatten
+from headrace.base.config import ServeConfig, all_options, flatten
 from headrace.base.errors import ConfigError
 from headrace.base.kv_events import shift_endpoint
 from headrace.base.option import options_of
+from headrace.base.server_config import AccessConfig, OperationsConfig, ServerConfig
 from headrace.serving.http_client import loop_factory
 from headrace.serving.router.options import RouterOptions, WorkerOptions
 from headrace.serving.router.server import RouterServer

@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "http"))
 
 from fake_client import FakeClient, expected_text
 
-from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError, EngineUnavailable
+from headrace.base.server_config import ServerConfig
 from headrace.serving import batch as batch_lines
 from headrace.serving.batch import Completed, InsideClient, count_lines, open_output, read_items, run_batch
 from headrace.serving.http.app import create_app

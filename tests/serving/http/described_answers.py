@@ -15,8 +15,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from headrace.base.config import ServerConfig
 from headrace.base.pooling import PoolingFacts
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection]

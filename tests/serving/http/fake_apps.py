@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fake_client import FakeClient
 
-from headrace.base.config import OperationsConfig, ServerConfig
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.http.app import create_app
 
 try:  # whichever the installed openai package brings; the two have one interface

@@ -13,9 +13,10 @@ import sys
 
 from fake_client import FakeClient
 
-from headrace.base.config import ServeConfig, ServerConfig
+from headrace.base.config import ServeConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError, ModelError
 from headrace.base.messages import ErrorInfo
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.server import HttpServer
 
 

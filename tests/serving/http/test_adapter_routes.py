@@ -15,10 +15,11 @@ from fake_apps import http_for
 from fake_client import FakeClient
 
 from headrace.base.adapters import AdapterConfig, AdapterStats, LoadAdapter, LoRARequest, UnloadAdapter
-from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.config import EngineConfig
 from headrace.base.errors import AdapterError, ConfigError, Conflict
 from headrace.base.messages import EngineStats
 from headrace.base.pooling import PoolingFacts
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -8,8 +8,8 @@ import pytest
 from fake_apps import http_for
 from fake_client import FakeClient
 
-from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import ENDPOINTS, create_app
 from headrace.serving.http.transport.access import is_loopback
 

@@ -10,8 +10,8 @@ from fake_apps import http_for
 from fake_client import FakeClient
 
 from headrace.base.admin import DEVICE_PARTS, AcquireMemory, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
-from headrace.base.config import OperationsConfig
 from headrace.base.errors import Conflict, EngineAsleep, WeightError
+from headrace.base.server_config import OperationsConfig
 
 
 async def start_held(http) -> asyncio.Task:

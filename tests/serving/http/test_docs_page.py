@@ -11,7 +11,7 @@ from browser import open_page
 from fake_apps import httpx, live_server
 from fake_client import FakeClient
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import ENDPOINTS, create_app
 from headrace.serving.http.reference import EXAMPLES, TAGS
 

@@ -6,8 +6,8 @@ import pytest
 from fake_apps import http_for, httpx
 from fake_client import FakeClient
 
-from headrace.base.config import ServerConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 BODY = {"prompt": [1, 2], "max_tokens": 1}

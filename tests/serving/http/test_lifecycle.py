@@ -13,7 +13,7 @@ import sys
 import pytest
 from fake_apps import events_of, httpx, live_server
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 

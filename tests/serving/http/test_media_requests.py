@@ -11,9 +11,10 @@ from fake_apps import httpx
 from fake_client import FakeClient
 from media_desk import AUDIO, CAT, DOG, FACTS, IMAGE, VIDEO, Desk, b64, uri
 
-from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.config import EngineConfig
 from headrace.base.media_config import MediaConfig
 from headrace.base.pooling import PoolingFacts
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 

@@ -9,8 +9,8 @@ import msgspec
 from fake_apps import http_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.base.config import OperationsConfig
 from headrace.base.messages import EngineStats, SpeculationStats
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.metrics import Metrics
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"

@@ -10,7 +10,7 @@ import pytest
 from fake_apps import live_server
 from fake_client import BOS, FakeClient, expected_text
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 from headrace.serving.http.generation import run
 

@@ -14,7 +14,8 @@ from fake_apps import live_server
 from fake_client import FakeClient, expected_text
 
 from headrace.base.adapters import AdapterConfig
-from headrace.base.config import EngineConfig, ServerConfig
+from headrace.base.config import EngineConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 WIDTHS = (1280, 390)

@@ -18,7 +18,7 @@ from fake_apps import http_for, httpx, live_server
 from fake_client import FakeClient
 from test_page import IDLE, NAMED, WIDTHS, say
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 NOTICE = "document.querySelector('.notice:not([hidden])')"

@@ -8,7 +8,7 @@ from fake_apps import live_server
 from fake_client import FakeClient
 from media_desk import FACTS, Desk
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 NAMED = "document.getElementById('model')?.textContent === 'fake-model'"

@@ -12,7 +12,7 @@ from fake_client import FakeClient
 from markdown_it import MarkdownIt
 from test_page import IDLE, NAMED, say
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 
 REFERENCE = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])

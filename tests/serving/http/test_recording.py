@@ -18,8 +18,8 @@ from fake_apps import http_for
 from fake_client import FakeClient, expected_text
 from starlette.datastructures import Headers
 
-from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport import recording
 from headrace.serving.http.transport.recording import (
     MAX_KEPT_BODY,

@@ -13,8 +13,8 @@ from fake_client import FakeClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.cli.main import main
 from headrace.serving.http.app import create_app
 from headrace.serving.replay import (

@@ -23,8 +23,9 @@ from fake_apps import events_of, httpx
 from fake_client import FakeClient
 from rich.console import Console
 
-from headrace.base.config import ServeConfig, ServerConfig
+from headrace.base.config import ServeConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http import server
 from headrace.serving.http.listening import address_of, open_listener
 from headrace.serving.http.server import announce_ready, format_bytes, read_template, serve

@@ -12,12 +12,13 @@ from fake_apps import httpx
 from fake_client import FakeClient
 from starlette.requests import Request
 
-from headrace.base.config import EngineConfig, SchedulerConfig, ServerConfig
+from headrace.base.config import EngineConfig, SchedulerConfig
 from headrace.base.errors import Conflict, EngineUnavailable, MediaError, QueueFull, RequestError
 from headrace.base.media import MediaArray, MediaItem, MediaPlace
 from headrace.base.media_facts import MediaFacts, SpeechFacts, WindowFrames
 from headrace.base.messages import ErrorInfo
 from headrace.base.sampling import SamplingParams
+from headrace.base.server_config import ServerConfig
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta
 from headrace.service.media.wire import PreparedItem

@@ -22,8 +22,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.generation import context
 from headrace.serving.http.transport.metrics import Metrics, RequestTimer
 from headrace.serving.http.transport.tracing import Tracing, open_tracing
@@ -199,7 +199,7 @@ def test_without_the_extra_it_says_what_to_install_and_nothing_is_imported():
 import sys
 import headrace.serving.http.app
 assert not [m for m in sys.modules if m.startswith("opentelemetry.sdk") or m.startswith("opentelemetry.exporter")]
-from headrace.base.config import OperationsConfig
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.tracing import open_tracing
 sys.modules["opentelemetry.exporter.otlp.proto.http.trace_exporter"] = None
 try:

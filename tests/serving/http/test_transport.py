@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from fake_client import FakeClient, expected_text
 
-from headrace.base.config import ServerConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.http.app import create_app
 from headrace.serving.http.transport import connection, endpoint
 from headrace.serving.http.transport.connection import BoundedHttp

@@ -12,8 +12,8 @@ import pytest
 from fake_apps import http_for, live_server
 from fake_client import ByteTokenizer, FakeClient
 
-from headrace.base.config import ServerConfig
 from headrace.base.errors import RequestError
+from headrace.base.server_config import ServerConfig
 from headrace.service.tokenization.bounds import NO_BOUND
 from headrace.service.tokenization.pieces import Encoder, encode_pieces
 from headrace.serving.http.app import create_app

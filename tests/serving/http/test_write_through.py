@@ -10,7 +10,7 @@ import random
 import pytest
 from fake_client import FakeClient, expected_text
 
-from headrace.base.config import OperationsConfig, ServerConfig
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.serving.http.app import create_app
 from headrace.serving.http.transport.connection import EXTENSION, BodyWriter
 

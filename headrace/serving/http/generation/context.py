@@ -12,9 +12,9 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.base import VERSION
-from headrace.base.config import OperationsConfig, ServerConfig
 from headrace.base.errors import ConfigError, EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.parsing.choice import Formats, formats_of

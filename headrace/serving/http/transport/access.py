@@ -17,8 +17,8 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.config import AccessConfig
 from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
+from headrace.base.server_config import AccessConfig
 from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN
 from headrace.serving.http.transport.errors import (
     UnsupportedMediaType,

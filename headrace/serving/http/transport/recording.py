@@ -23,8 +23,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.connection import drop_writer
 from headrace.serving.http.transport.errors import path_of
 from headrace.serving.replay import NAME, NO_BODY, Record

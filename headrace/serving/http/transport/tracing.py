@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base import VERSION
-from headrace.base.config import OperationsConfig
 from headrace.base.errors import ConfigError
+from headrace.base.server_config import OperationsConfig
 from headrace.serving.http.transport.errors import method_of, path_of, route_of
 
 if TYPE_CHECKING:
