@@ -23,7 +23,7 @@ ARRAYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "inp
 """The names that processors give the arrays of pixels, and of frames."""
 LEVELS, NUM_LEVELS = "pixel_levels", 256
 """The name of what bytes of pixels stand for, float32 [channels, 256]; the channels divide dim 1 of the pixels."""
-IN_COMPANY = "in_company"
+BESIDE = "beside"
 """One of `MediaPlace.numbers`."""
 MOST_NUMBER = 1e6
 """Of `MediaPlace.numbers`, which positions are computed from."""
@@ -98,9 +98,9 @@ class MediaPlace(msgspec.Struct, frozen=True, array_like=True):
         return sum(count for _, count in self.runs)
 
     @property
-    def is_in_company(self) -> bool:
-        """Whether the prompt has media of the kind that ``MediaFacts.company`` names."""
-        return IN_COMPANY in self.numbers
+    def is_beside_other(self) -> bool:
+        """Whether the prompt has media of the kind that ``MediaFacts.beside`` names."""
+        return BESIDE in self.numbers
 
     @property
     def offset(self) -> int:
@@ -152,14 +152,14 @@ def digest_of(kind: str, settings: str, parts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def join_company(places: Sequence[MediaPlace], company: dict[str, str]) -> list[MediaPlace]:
+def mark_beside(places: Sequence[MediaPlace], beside: dict[str, str]) -> list[MediaPlace]:
     """The places of a prompt, of which those that are encoded otherwise beside others say so, also by their digests."""
     kinds, found = {place.kind for place in places}, []
     for place in places:
-        if company.get(place.kind) in kinds:
+        if beside.get(place.kind) in kinds:
             place = msgspec.structs.replace(
-                place, digest=digest_of(place.kind, IN_COMPANY, [place.digest]),
-                numbers={**place.numbers, IN_COMPANY: 1.0},
+                place, digest=digest_of(place.kind, BESIDE, [place.digest]),
+                numbers={**place.numbers, BESIDE: 1.0},
             )
         found.append(place)
     return found

@@ -222,7 +222,7 @@ class MediaFacts(msgspec.Struct, frozen=True):
     directions, so that a step must compute all of them together. ``pixels``: what its images and videos look like; an
     item that looks otherwise would fail the whole step that encodes it. ``frames``: the same of audio. ``speech``: of a
     model that writes sound down, whose prompts all begin with an item. ``is_alone``: an item is a prompt of its own, of
-    one placeholder, and the encoder's output its embedding. ``company``: kinds of which an item is encoded otherwise
+    one placeholder, and the encoder's output its embedding. ``beside``: kinds of which an item is encoded otherwise
     where the prompt also has one of another kind, with that kind. ``num_pieces``: in so many encoding can be divided,
     with steps of text between them; the model says how many."""
 
@@ -235,7 +235,7 @@ class MediaFacts(msgspec.Struct, frozen=True):
     frames: FrameLayout | None = None
     speech: SpeechFacts | None = None
     is_alone: bool = False
-    company: dict[str, str] = {}
+    beside: dict[str, str] = {}
     num_pieces: int = 1
 
     @property

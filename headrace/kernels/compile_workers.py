@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 60
 """After so long without a job a worker ends, and at once when the process that started it has."""
-DOOR = "socket"
-DOOR_SECONDS = 1.0
+SOCKET = "socket"
+SOCKET_SECONDS = 1.0
 """How long the process that starts them may take to open the socket."""
 JOB_SECONDS = 300
 """So does one whose job, or whose start, takes longer: whoever waits for it then compiles by itself."""
@@ -152,9 +152,9 @@ class CompileWorkers:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with _open_door(self._folder) as door:
+                with _open_socket(self._folder) as listener:
                     # they inherit the open file, and so hold the lock until the last of them has ended
-                    self._first, self._life = _start(self.count, lock.fileno(), door.fileno())
+                    self._first, self._life = _start(self.count, lock.fileno(), listener.fileno())
             return True
         except BlockingIOError:
             return self._find_door()
@@ -164,8 +164,8 @@ class CompileWorkers:
 
     def _find_door(self) -> bool:
         """Whether those that another process started can be reached, soon."""
-        until = time.monotonic() + DOOR_SECONDS
-        while not (self._folder / DOOR).exists():
+        until = time.monotonic() + SOCKET_SECONDS
+        while not (self._folder / SOCKET).exists():
             if time.monotonic() > until:
                 return False
             time.sleep(0.01)
@@ -183,7 +183,7 @@ class CompileWorkers:
     def ask(self, message: bytes) -> bytes:
         """Send a job and wait for the answer, one of `serve`; nothing from a process that ended. Raises `OSError`."""
         with socket.socket(socket.AF_UNIX) as line, _short_path(self._folder) as folder:
-            line.connect(f"{folder}/{DOOR}")
+            line.connect(f"{folder}/{SOCKET}")
             line.sendall(message + b"\n")
             with line.makefile("rb") as answers:
                 return answers.readline()
@@ -217,21 +217,21 @@ def _short_path(folder: Path) -> Iterator[str]:
         os.close(opened)
 
 
-def _open_door(folder: Path) -> socket.socket:
+def _open_socket(folder: Path) -> socket.socket:
     """The socket for jobs, anew. Only the user may connect."""
-    (folder / DOOR).unlink(missing_ok=True)
-    door = socket.socket(socket.AF_UNIX)
+    (folder / SOCKET).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
     try:
         with _short_path(folder) as short:
-            door.bind(f"{short}/new-{DOOR}")
-        (folder / f"new-{DOOR}").chmod(0o600)
-        door.listen(socket.SOMAXCONN)
-        door.setblocking(False)
-        (folder / f"new-{DOOR}").replace(folder / DOOR)  # from here on it is there for others
+            listener.bind(f"{short}/new-{SOCKET}")
+        (folder / f"new-{SOCKET}").chmod(0o600)
+        listener.listen(socket.SOMAXCONN)
+        listener.setblocking(False)
+        (folder / f"new-{SOCKET}").replace(folder / SOCKET)  # from here on it is there for others
     except OSError:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
 @cache
@@ -247,18 +247,18 @@ def count_workers() -> int:
     return min(MOST_WORKERS, cores - 2) if cores >= LEAST_CORES else 0
 
 
-def _start(count: int, lock: int, door: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start(count: int, lock: int, listener: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process that starts the others, and a socket: they end when that is closed."""
     life, theirs = socket.socketpair()
     # it finds modules where this process does, and none in the working folder
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_all; "
-        f"serve_all({count}, {door}, {theirs.fileno()})"
+        f"serve_all({count}, {listener}, {theirs.fileno()})"
     )
     with theirs:
         first = subprocess.Popen(
             [sys.executable, "-P", *_bytecode_options(), "-c", code], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(lock, door, theirs.fileno()),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(lock, listener, theirs.fileno()),
         )
     # it ends by itself, when nobody may be asking: no zombie shall stay
     Thread(target=first.wait, name="compile-workers", daemon=True).start()
@@ -271,18 +271,18 @@ def _bytecode_options() -> list[str]:
     return [*where, "-B"] if sys.dont_write_bytecode else where
 
 
-def serve_all(count: int, door: int, life: int) -> None:
+def serve_all(count: int, listener: int, life: int) -> None:
     """Import what every job needs, then `serve` in so many processes. Returns when all of them have ended."""
     signal.alarm(JOB_SECONDS)  # ends the process
     _import_compiler()
     gc.freeze()  # or collections would write to, and so copy, the memory that they share
-    for task in (_build_driver, *[lambda: serve(door, life)] * count):
+    for task in (_build_driver, *[lambda: serve(listener, life)] * count):
         if not os.fork():
             try:
                 task()
             finally:
                 os._exit(0)
-    os.close(door)  # when the last of them has ended, nobody waits for an answer
+    os.close(listener)  # when the last of them has ended, nobody waits for an answer
     signal.alarm(0)
     with suppress(ChildProcessError):
         while True:
@@ -312,13 +312,13 @@ def _build_driver() -> None:
         CudaUtils()
 
 
-def serve(door: int, life: int) -> None:
+def serve(listener: int, life: int) -> None:
     """Answer each line from those who connect to a socket, a job, by a line: ``done`` or ``failed``. Returns when
     ``life`` has come to its end."""
-    calls = socket.socket(fileno=door)
+    calls = socket.socket(fileno=listener)
     while True:
         signal.alarm(IDLE_SECONDS)
-        ready, _, _ = select.select([door, life], [], [])
+        ready, _, _ = select.select([listener, life], [], [])
         if life in ready:
             return
         try:

@@ -38,12 +38,12 @@ class StepLimit:
             return StepBudget(tokens)
         return TimedBudget(tokens, self._times, self._target_s, StepWork(sum(lengths), sum(begins)))
 
-    def measure(self, sketch: Spans, num_encoded: float) -> StepWork | None:
+    def measure(self, spans: Spans, num_encoded: float) -> StepWork | None:
         """What a step computes; None where nobody asks how long it takes."""
         if self._target_s is None:
             return None
-        count = sketch.num_decodes
-        begins, lengths = sketch.begins, sketch.lengths
+        count = spans.num_decodes
+        begins, lengths = spans.begins, spans.lengths
         prompts = list(zip(begins[count:], lengths[count:], strict=True))
         return StepWork(
             sum(lengths[:count]), sum(begins[:count]), sum(lengths[count:]),

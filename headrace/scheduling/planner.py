@@ -54,7 +54,7 @@ LEAST_CHUNK = 256
 """Tokens of a chunk below which a prompt is not divided among pipeline stages: reading weights would take longer."""
 
 
-class Sketch:
+class PlanSpans:
     """The spans of a plan being made, as parallel lists; see `StepPlan`."""
 
     __slots__ = ("appends", "begins", "lengths", "num_decodes", "num_tokens", "requests", "samples", "verified")
@@ -106,30 +106,30 @@ class Planner:
         """The next step, or None when nothing can run before another step is committed. ``is_idle``: no step is in
         flight, so no commit will free pages; requests are retracted, one at a time, until the oldest can go on. A plan
         without spans starts page moves, or waits for them."""
-        # A sketch without spans has no appends either, so it can be thrown away. Retracting while a step is in flight
+        # Without spans there are no appends either, so they can be thrown away. Retracting while a step is in flight
         # would be premature: its commit may end requests and free their pages. So would it while pages move.
         self._tiers.start_writing()
-        sketch = self._compose()
-        while not sketch.requests and not self._transfers.has_unsent:
+        spans = self._compose()
+        while not spans.requests and not self._transfers.has_unsent:
             moves = self._transfers
             if is_idle and (moves.num_awaited or (moves.num_open and not self._running.num_running)):
                 break
             if not is_idle or not self._running.num_running:
                 return None
             self._retraction.retract_one()
-            sketch = self._compose()
-        return self._seal(sketch)
+            spans = self._compose()
+        return self._seal(spans)
 
-    def _compose(self) -> Sketch:
+    def _compose(self) -> PlanSpans:
         if self._running.num_several:
             self._make_way()
         for request in self._running.adapters.wake(is_alone=self._running.num_running == 0):
             self._queue.push(request, keeps_turn=True)
-        sketch = Sketch()
-        self._add_decodes(sketch)
-        budget = self._limit.begin_step(sketch.begins, sketch.lengths)
+        spans = PlanSpans()
+        self._add_decodes(spans)
+        budget = self._limit.begin_step(spans.begins, spans.lengths)
         budget.reserve_encoding(self._encoders.begin_step(
-            self._running.prefilling, is_beside=sketch.num_decodes > 0, most=budget.encoder_tokens
+            self._running.prefilling, is_beside=spans.num_decodes > 0, most=budget.encoder_tokens
         ))
         shares = self._divide(budget) if self._running.prefilling else {}
         for request in list(self._running.prefilling):  # a copy: the last chunk moves a request to the decoding ones
@@ -137,15 +137,15 @@ class Planner:
             share = self._limit_chunk(request, min(most, shares.get(request.path, most)), budget)
             if share <= 0:
                 continue
-            length = self._add_chunk(sketch, request, share)
+            length = self._add_chunk(spans, request, share)
             if length == 0:
-                return sketch  # no pages: newcomers must not take what this one waits for
-            budget.take(sketch.begins[-1], length)
+                return spans  # no pages: newcomers must not take what this one waits for
+            budget.take(spans.begins[-1], length)
             if shares:
                 shares[request.path] -= length
         if budget.most(0) > 0:
-            self._admit(sketch, budget)
-        return sketch
+            self._admit(spans, budget)
+        return spans
 
     def _count_room(self) -> int:
         """How many more requests may run; zero or less for none."""
@@ -175,22 +175,22 @@ class Planner:
         farthest = max(request.planned_len for request in self._running.prefilling)
         return divide(budget.most(farthest), demands) if len(demands) > 1 else {}
 
-    def _add_decodes(self, sketch: Sketch) -> None:
+    def _add_decodes(self, spans: PlanSpans) -> None:
         """One token, and drafts to verify, for every decoding request whose output may still grow, counting tokens in
         flight. Retracts others when there are no pages for them. Runs for every request in every step: no work per
         request but the lists."""
         ready = self._find_ready()
         lengths = self._drafting.choose_lengths(ready, self._limit.tokens) if self._drafting.has_drafts else None
-        if lengths is None or not self._grow_for_drafts(sketch, ready, lengths):
-            ready = self._grow_decodes(sketch, ready)
+        if lengths is None or not self._grow_for_drafts(spans, ready, lengths):
+            ready = self._grow_decodes(spans, ready)
             lengths = [1] * len(ready)
-        sketch.requests = ready
-        sketch.num_decodes = len(ready)
-        sketch.begins = [request.planned_len for request in ready]
-        sketch.lengths, sketch.samples = lengths, list(lengths)  # apart: prefill spans are added to both
-        sketch.num_tokens = sum(lengths)
-        if sketch.num_tokens > len(ready):
-            sketch.verified = self._drafting.take_drafts(ready, lengths)
+        spans.requests = ready
+        spans.num_decodes = len(ready)
+        spans.begins = [request.planned_len for request in ready]
+        spans.lengths, spans.samples = lengths, list(lengths)  # apart: prefill spans are added to both
+        spans.num_tokens = sum(lengths)
+        if spans.num_tokens > len(ready):
+            spans.verified = self._drafting.take_drafts(ready, lengths)
             for request, length in zip(ready, lengths, strict=True):
                 request.planned_len += length
                 request.num_unsure += length - 1
@@ -209,7 +209,7 @@ class Planner:
             : -(-len(decoding) // self._num_stages)
         ]
 
-    def _grow_decodes(self, sketch: Sketch, ready: list[Request]) -> list[Request]:
+    def _grow_decodes(self, spans: PlanSpans, ready: list[Request]) -> list[Request]:
         """Give every ready request room for one more position; returns those that are still ready."""
         ledger, make_room = self._ledger, self._retraction.make_room
         # Those whose last page is full: each needs one more page per group.
@@ -232,10 +232,10 @@ class Planner:
                 ready, growing = [request for request in ready if request not in growing], []
         for request in growing:
             ledger.grow(request.holding, request.planned_len + 1)
-            ledger.take_appends(request.holding, request.row, sketch.appends)
+            ledger.take_appends(request.holding, request.row, spans.appends)
         return ready
 
-    def _grow_for_drafts(self, sketch: Sketch, ready: list[Request], lengths: list[int]) -> bool:
+    def _grow_for_drafts(self, spans: PlanSpans, ready: list[Request], lengths: list[int]) -> bool:
         """Give every ready request room for so many positions; False, with nothing done, if there are no pages for all
         of them: nobody is retracted for a draft."""
         ledger, spare = self._ledger, self._drafting.device_drafts
@@ -250,10 +250,10 @@ class Planner:
             return False
         for request, end in growing:
             ledger.grow(request.holding, end)
-            ledger.take_appends(request.holding, request.row, sketch.appends)
+            ledger.take_appends(request.holding, request.row, spans.appends)
         return True
 
-    def _add_chunk(self, sketch: Sketch, request: Request, budget: int) -> int:
+    def _add_chunk(self, spans: PlanSpans, request: Request, budget: int) -> int:
         """As much of the request's prefill as tokens and pages allow; returns the number of tokens, 0 for no pages."""
         ledger, holding, begin = self._ledger, request.holding, request.planned_len
         ledger.trim(holding, begin)
@@ -270,7 +270,7 @@ class Planner:
             has_pages = ledger.reserve(-(-(end - holding.capacity) // ledger.page_size))  # may evict
             assert has_pages
             ledger.grow(holding, end)
-        ledger.take_appends(holding, request.row, sketch.appends)
+        ledger.take_appends(holding, request.row, spans.appends)
         self._encoders.take(request, begin, end)
         request.planned_len = end
         is_last = end == request.goal_len
@@ -278,10 +278,10 @@ class Planner:
         # pooled request, or one of a single output token, has ``planned_len == limit_len`` and is never decoded.
         if is_last:
             self._running.start_decoding(request)
-        sketch.requests.append(request)
-        sketch.begins.append(begin)
-        sketch.lengths.append(end - begin)
-        sketch.samples.append(int(is_last and request.pooling is None))
+        spans.requests.append(request)
+        spans.begins.append(begin)
+        spans.lengths.append(end - begin)
+        spans.samples.append(int(is_last and request.pooling is None))
         return end - begin
 
     def _limit_chunk(self, request: Request, share: int, budget: StepBudget) -> int:
@@ -302,7 +302,7 @@ class Planner:
             return length
         return max(LEAST_CHUNK, -(-length // self._num_stages))
 
-    def _admit(self, sketch: Sketch, budget: StepBudget) -> None:
+    def _admit(self, spans: PlanSpans, budget: StepBudget) -> None:
         """Admit waiting requests while there are tokens, rows and pages. A request that does not fit blocks those
         behind it: otherwise a large one would starve behind small ones. Models without a KV cache keep nothing between
         steps, so their requests are computed in one step, never in chunks."""
@@ -321,36 +321,36 @@ class Planner:
             if verdict is Verdict.ADMITTED:
                 share = self._limit_chunk(request, budget.most(request.planned_len), budget)
                 if share > 0:  # else it runs, and waits for encoders
-                    length = self._add_chunk(sketch, request, share)
+                    length = self._add_chunk(spans, request, share)
                     assert length > 0 or request.media, f"{request} was admitted without a page to start with"
-                    budget.take(sketch.begins[-1], length)
+                    budget.take(spans.begins[-1], length)
             room -= verdict is not Verdict.FOLLOWS
         queue.end_step()
 
-    def _seal(self, sketch: Sketch) -> Flight:
-        """Make the plan: the sketch's spans, with all changes of rows and page tables since the last plan."""
+    def _seal(self, spans: PlanSpans) -> Flight:
+        """Make the plan of spans, with all changes of rows and page tables since the last plan."""
         running = self._running
         # Tables in which a commit replaced pages by the tree's. The device must get these entries now, even where the
         # request has no span here: the replaced pages are free, and this plan may have handed them out.
         if running.rewired:
             for request in running.rewired:
-                self._ledger.take_appends(request.holding, request.row, sketch.appends)
+                self._ledger.take_appends(request.holding, request.row, spans.appends)
             running.rewired = {}
         releases, starts = running.take_changes()
-        decodes = sketch.requests[: sketch.num_decodes] if self._num_stages > 1 else []
-        work, waiting = self._limit.measure(sketch, self._encoders.num_planned), self._encoders.find_waiting()
+        decodes = spans.requests[: spans.num_decodes] if self._num_stages > 1 else []
+        work, waiting = self._limit.measure(spans, self._encoders.num_planned), self._encoders.find_waiting()
         plan = StepPlan(
             step_id=self._next_step_id,
-            num_decodes=sketch.num_decodes,
-            rows=[request.row for request in sketch.requests],
-            begins=sketch.begins,
-            lengths=sketch.lengths,
-            samples=sketch.samples,
+            num_decodes=spans.num_decodes,
+            rows=[request.row for request in spans.requests],
+            begins=spans.begins,
+            lengths=spans.lengths,
+            samples=spans.samples,
             releases=releases,
             starts=starts,
-            appends=sketch.appends,
-            drafts=[verified.draft for verified in sketch.verified.values()],
-            num_proposals=self._propose(sketch),
+            appends=spans.appends,
+            drafts=[verified.draft for verified in spans.verified.values()],
+            num_proposals=self._propose(spans),
             last_tokens=[request.tokens[-1] for request in decodes],
             moves=self._transfers.take_moves(),
             adapter_loads=running.adapters.take_loads(),
@@ -358,15 +358,15 @@ class Planner:
         )
         self._next_step_id += 1
         self._limit.count_step()
-        return Flight(plan, sketch.requests, sketch.verified, work, waiting)
+        return Flight(plan, spans.requests, spans.verified, work, waiting)
 
-    def _propose(self, sketch: Sketch) -> int:
+    def _propose(self, spans: PlanSpans) -> int:
         """How many drafts the device makes for each row of the plan. Rows whose drafter misses a step stay without."""
         if not self._drafting.device_drafts:
             return 0
-        newcomers = sketch.requests[sketch.num_decodes :]
-        count = self._drafting.count_proposals(newcomers, sketch.num_decodes, self._limit.tokens)
-        for request, samples in zip(sketch.requests, sketch.samples, strict=True):
+        newcomers = spans.requests[spans.num_decodes :]
+        count = self._drafting.count_proposals(newcomers, spans.num_decodes, self._limit.tokens)
+        for request, samples in zip(spans.requests, spans.samples, strict=True):
             request.is_warm = request.is_warm and count > 0
             request.num_proposed = count if request.is_warm and samples else 0
         return count

@@ -56,10 +56,10 @@ def wait_for(first: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_job_that_hangs_ends_its_process(tmp_path: Path) -> None:
-    door, (ours, theirs) = compile_workers._open_door(tmp_path), socket.socketpair()
-    command = [sys.executable, "-c", HANGS, str(door.fileno()), str(theirs.fileno())]
-    hanging = subprocess.Popen(command, pass_fds=(door.fileno(), theirs.fileno()))
-    door.close()
+    listener, (ours, theirs) = compile_workers._open_socket(tmp_path), socket.socketpair()
+    command = [sys.executable, "-c", HANGS, str(listener.fileno()), str(theirs.fileno())]
+    hanging = subprocess.Popen(command, pass_fds=(listener.fileno(), theirs.fileno()))
+    listener.close()
     assert not CompileWorkers(1, tmp_path).compile(b"a job") and hanging.wait(60) == -signal.SIGALRM
     ours.close()
     theirs.close()
@@ -87,7 +87,7 @@ def test_ranks_share_them(no_torch: Path) -> None:
     own, other = CompileWorkers(2, folder), CompileWorkers(2, folder)
     assert not other.were_started and own.start() and other.start() and other.were_started
     assert other._first is None and other.ask(b"no job") == b"failed\n"
-    assert (folder / compile_workers.DOOR).stat().st_mode & 0o777 == 0o600
+    assert (folder / compile_workers.SOCKET).stat().st_mode & 0o777 == 0o600
     with ThreadPoolExecutor(2) as pool, compile_workers._alone(folder, b"a job"):
         same, another = pool.submit(other.compile, b"a job"), pool.submit(other.compile, b"another job")
         assert another.result(60) is False and not same.done()
@@ -101,7 +101,7 @@ def test_ranks_share_them(no_torch: Path) -> None:
 
 
 def test_a_rank_does_without_where_nobody_opens_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_workers, "DOOR_SECONDS", 0.05)
+    monkeypatch.setattr(compile_workers, "SOCKET_SECONDS", 0.05)
     workers = CompileWorkers(2, tmp_path)
     with workers._lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -113,7 +113,7 @@ def test_the_first_start_on_a_machine_with_a_gpu_starts_them_before_torch_is_the
 ) -> None:
     started: list[int] = []
 
-    def pretend(count: int, lock: int, door: int) -> tuple[None, None]:
+    def pretend(count: int, lock: int, listener: int) -> tuple[None, None]:
         started.append(count)
         return None, None
 

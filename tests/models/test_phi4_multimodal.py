@@ -14,7 +14,7 @@ import transformers
 from media_rig import VOCAB, Prompt, ask_oracle, compare, run, run_beside, save_model, start_engine, to_tensor
 
 from headrace.base.errors import ConfigError
-from headrace.base.media import join_company
+from headrace.base.media import mark_beside
 from headrace.models.phi4_multimodal import audio
 from headrace.models.phi4_multimodal.family import find_arrays, read_config
 
@@ -83,7 +83,7 @@ def add_clip(prompt: Prompt, seed: int, num_frames: int) -> Prompt:
 
 def placed(prompt: Prompt) -> Prompt:
     """As prompts are sent: with what stands beside each other in them."""
-    places = join_company([item.place for item in prompt.items], {"audio": "image"})
+    places = mark_beside([item.place for item in prompt.items], {"audio": "image"})
     items = [msgspec.structs.replace(item, place=place) for item, place in zip(prompt.items, places, strict=True)]
     return Prompt(prompt.ids, items)
 

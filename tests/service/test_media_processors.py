@@ -149,7 +149,7 @@ def test_items_one_by_one_are_the_whole_prompt(name, tmp_path, monkeypatch):
 
 
 def test_a_processor_with_words_of_its_own(tmp_path, monkeypatch):
-    """Phi-4-multimodal's: its sound under the names of all families, and in the company of an image another item."""
+    """Phi-4-multimodal's: its sound under the names of all families, and beside an image another item."""
     from transformers import Phi4MultimodalFeatureExtractor
 
     marks = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
@@ -191,6 +191,6 @@ def test_a_processor_with_words_of_its_own(tmp_path, monkeypatch):
     for placed in (alone, both):
         check_media(placed.items, placed.token_ids, preparer._facts)
     seen, heard = both.items
-    assert seen.place.digest == image.item.place.digest and not seen.place.is_in_company
-    assert heard.place.is_in_company and not alone.items[0].place.is_in_company
+    assert seen.place.digest == image.item.place.digest and not seen.place.is_beside_other
+    assert heard.place.is_beside_other and not alone.items[0].place.is_beside_other
     assert heard.place.digest != alone.items[0].place.digest == sound.item.place.digest

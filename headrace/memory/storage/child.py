@@ -55,10 +55,10 @@ def open_store(setup: Setup) -> PageStore:
     return PAGE_STORES.load(setup.name)(StoreOptions(setup.place, setup.num_places, config=setup.config))
 
 
-def _end_with(door: Connection, opened: list[PageStore]) -> None:
-    """End the process when its engine has closed ``door`` or died, also while the store is being made: joining a
+def _end_with(line: Connection, opened: list[PageStore]) -> None:
+    """End the process when its engine has closed ``line`` or died, also while the store is being made: joining a
     cluster may take for ever. Closes what is in ``opened``."""
-    door.poll(None)  # nothing is sent any more: its end is what comes
+    line.poll(None)  # nothing is sent any more: its end is what comes
     threading.Timer(CLOSE_S, os._exit, (1,)).start()
     try:
         for store in opened:
@@ -70,23 +70,23 @@ def _end_with(door: Connection, opened: list[PageStore]) -> None:
 def main() -> None:
     continue_when_orphaned()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine ends this process
-    door = Connection(os.dup(sys.stdin.fileno()))
-    setup = msgspec.msgpack.decode(door.recv_bytes(), type=Setup)
+    line = Connection(os.dup(sys.stdin.fileno()))
+    setup = msgspec.msgpack.decode(line.recv_bytes(), type=Setup)
     opened: list[PageStore] = []
-    threading.Thread(target=_end_with, args=(door, opened), name="end", daemon=True).start()
+    threading.Thread(target=_end_with, args=(line, opened), name="end", daemon=True).start()
     try:
         store = open_store(setup)
     except Exception as error:  # the engine tells the user
         is_config = isinstance(error, ConfigError)
         text = str(error) if is_config else f"{type(error).__name__}: {error}"
-        door.send_bytes(msgspec.msgpack.encode(Answer(error=text, is_config=is_config)))
+        line.send_bytes(msgspec.msgpack.encode(Answer(error=text, is_config=is_config)))
         return
     opened.append(store)
     region = Region(setup.memory, len(setup.lines) * setup.slot_bytes)
     for slot, descriptor in enumerate(setup.lines):
         memory = region.data.data[slot * setup.slot_bytes : (slot + 1) * setup.slot_bytes]
         threading.Thread(target=serve, args=(store, Connection(descriptor), memory), daemon=True).start()
-    door.send_bytes(msgspec.msgpack.encode(Answer()))
+    line.send_bytes(msgspec.msgpack.encode(Answer()))
     threading.Event().wait()  # `_end_with` ends the process
 
 

@@ -157,7 +157,7 @@ def read_media(config: dict[str, Any]) -> MediaFacts:
         texts={"image": "<|image|>", "audio": "<|audio|>"},
         vector_size=Fields({**TEXT, **config}).integer("hidden_size"),
         pixels=CroppedPixels(channels, crops.crop_side * crops.patch_size, crops.crop_side),
-        frames=OpenFrames(audio.num_mels, MOST_FRAMES, STRIDE), company={"audio": "image"},
+        frames=OpenFrames(audio.num_mels, MOST_FRAMES, STRIDE), beside={"audio": "image"},
     )
 
 

@@ -40,7 +40,7 @@ class SightAndSoundTower(Tower):
         )
         found = dict(zip(images, seen, strict=True))
         for i, positions in zip(clips, heard, strict=True):
-            projector = self.beside_images if items[i].place.is_in_company else self.alone
+            projector = self.beside_images if items[i].place.is_beside_other else self.alone
             found[i] = projector(positions)
         return [found[i] for i in range(len(items))]
 

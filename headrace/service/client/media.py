@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.errors import RequestError
-from headrace.base.media import MediaItem, find_runs, join_company
+from headrace.base.media import MediaItem, find_runs, mark_beside
 from headrace.base.media_facts import MediaFacts, check_media
 from headrace.base.messages import EngineRequest, ModelFacts
 from headrace.service.client.prompts import encode_prompt, require_tokenizer
@@ -66,7 +66,7 @@ def place_items(
             for each, places in zip(own, runs, strict=True)
         ]
     placed.sort(key=lambda item: item.place.offset)
-    places = join_company([item.place for item in placed], media.company)
+    places = mark_beside([item.place for item in placed], media.beside)
     placed = [msgspec.structs.replace(item, place=place) for item, place in zip(placed, places, strict=True)]
     return MediaPrompt(ids, placed, prompt if isinstance(prompt, str) else None)
 
