@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -16,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+
+gc.disable()  # until all is collected: a quarter of that time went into looking for garbage among what stays
 
 # The same examples every time, so that a change is not refused for what it did not do; --hypothesis-profile=explore
 # draws others.
@@ -54,11 +57,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Tests and what their modules import stay to the end. Closing an engine collects garbage, which takes twenty times
     as long where it looks at all of them."""
-    gc.collect()
-    gc.freeze()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def _settle_interpreted(items: list[pytest.Item]) -> None:
