@@ -109,13 +109,13 @@ def test_ctrl_c_stops_the_answer_at_the_server_and_a_second_one_ends(locked_serv
         chat.say("Go on.")
         headers = {"Authorization": f"Bearer {KEY}"}
         locked_server.wait_until(
-            lambda: httpx.get(locked_server.url + "/server_info", headers=headers).json()["stats"]["num_running"] == 1,
+            lambda: locked_server.get("/server_info", headers=headers).json()["stats"]["num_running"] == 1,
             "answering"
         )
         chat.interrupt()
         chat.read_until(", stopped")
         locked_server.wait_until(
-            lambda: httpx.get(locked_server.url + "/server_info", headers=headers).json()["stats"]["num_running"] == 0,
+            lambda: locked_server.get("/server_info", headers=headers).json()["stats"]["num_running"] == 0,
             "stopped"
         )
         chat.say("/reset")  # the chat goes on

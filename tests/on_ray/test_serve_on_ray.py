@@ -13,7 +13,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from live import until
+from live import UNENCRYPTED, until
 
 from headrace.base.errors import ConfigError
 
@@ -34,7 +34,7 @@ def engine_pids() -> list[int]:
 
 def is_ready() -> bool:
     try:
-        return httpx.get(URL + "/ready", timeout=5).status_code == 200
+        return httpx.get(URL + "/ready", timeout=5, verify=UNENCRYPTED).status_code == 200
     except httpx.HTTPError:
         return False
 
