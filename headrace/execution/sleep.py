@@ -200,9 +200,9 @@ def sweep(device: torch.device, dropped: Iterable[weakref.ref[Any]] = ()) -> Non
     """Free unreferenced tensors, those in reference cycles included, and return torch's cached memory to the device.
     ``dropped``: what may be among frozen objects (`gc.freeze` at the start), which collections skip."""
     gc.collect()
-    # As a rule references alone free it, and a large process takes seconds to look at. Graphs on a GPU hold memory that
-    # none of these refer to.
-    if gc.get_freeze_count() and (device.type == "cuda" or any(ref() is not None for ref in dropped)):
+    # As a rule references alone free it, and a large process takes seconds to look at, a tenth of one even to count.
+    # Graphs on a GPU hold memory that none of these refer to.
+    if (device.type == "cuda" or any(ref() is not None for ref in dropped)) and gc.get_freeze_count():
         gc.unfreeze()
         gc.collect()
         gc.freeze()
