@@ -152,9 +152,9 @@ def test_requests_are_retracted_where_that_is_what_is_tried(folders: dict[str, P
 def test_aborts_with_drafts_in_flight_disturb_nobody(
     name: str, folders: dict[str, Path], plain_outputs: Callable[[str], list[list[Any]]], monkeypatch: Any
 ):
-    prompts, params = requests()
-    plain = plain_outputs(DRAFTERS[name][0])
-    with LLM(str(folders[DRAFTERS[name][0]]), **BASE, overlap_depth=2, speculative_config=config_of(name, folders)) as llm:
+    (prompts, params), (kind, _) = requests(), DRAFTERS[name]
+    plain = plain_outputs(kind)
+    with LLM(str(folders[kind]), **BASE, overlap_depth=2, speculative_config=config_of(name, folders)) as llm:
         engine, step, done = llm._client._engine, llm._client._step, []
 
         def step_and_abort() -> list[Any]:
