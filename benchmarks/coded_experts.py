@@ -34,7 +34,7 @@ TILES = [Tile(16, 64, 4, stages) for stages in (2, 3, 4)] + [
     Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 4), Tile(128, 128, 8, 2)
 ]
 PROGRAMS = (0, 400, 800, 1600)
-FEW_SHAPES = [Shape(*numbers) for numbers in ((8, 6), (12, 4), (12, 6), (16, 4))]
+FEW_SHAPES = [Shape(*numbers) for numbers in ((12, 2, 4), (12, 4, 2), (12, 3, 4), (16, 2, 4), (8, 4, 4))]
 
 
 def draw(form: Callable[[torch.Tensor], CodedMatrix], outputs: int, inputs: int) -> DeviceCodes:
@@ -86,15 +86,15 @@ def run_few(name: str, num_tokens: int) -> None:
         (x, torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices, weights, *layers[i % 3], gate)
         for i in range(18)
     ]
-    chosen = coded_few.choose_shape
+    chosen = coded_few.SHAPES
     found = {
         "triton": time_calls([partial(coded.run_experts_pdl, *step) for step in steps]),
         "chosen": time_calls([partial(coded_few.run_experts, *step) for step in steps]),
     }
     for shape in FEW_SHAPES:
-        coded_few.choose_shape = lambda *_, shape=shape, **__: shape
+        coded_few.SHAPES = (shape, *chosen)
         found["/".join(map(str, shape))] = time_calls([partial(coded_few.run_experts, *step) for step in steps])
-    coded_few.choose_shape = chosen
+    coded_few.SHAPES = chosen
     read = sum(len(ids.unique()) for _, ids, *_ in steps) / len(steps) / num_experts
     num_bytes = read * sum(codes.num_bytes for codes, _ in layers[0])
     line = " | ".join(f"{key} {seconds * 1e6:.1f}" for key, seconds in sorted(found.items(), key=lambda p: p[1]))

@@ -166,7 +166,7 @@ def test_few_tokens_fit_in_shared_memory(num_tokens: int, top_k: int):
     assert (products is not None) == (num_tokens <= 4 and num_tokens * top_k <= 64)
     for product in products or ():
         assert product.shared_bytes <= coded_few.MOST_BYTES and product.x_pitch % 32 == 16
-        units = ceil_div(product.weight.in_features, coded_few.UNIT)
+        units = ceil_div(ceil_div(product.weight.in_features, coded_few.UNIT), product.form.shape.step)
         chosen = min(num_tokens * top_k, 16)
         if product.form.is_down:
             tiles, steps = ceil_div(ceil_div(product.outputs, product.sms), 8), units * ceil_div(chosen, 2)

@@ -2,10 +2,10 @@
 // activation, then down with the sum over a token's experts. Bound by reading each chosen expert once.
 //
 // A block takes tiles of 8 outputs, each of two sides of 8 rows of the weight: gate and up of an expert, or for DOWN the
-// same outputs of two experts after one another. Its warps share all steps (tiles, experts, inputs) evenly: a warp adds
-// up its run of steps by itself, keeps a sum for each tile that it touches, and only at the end do warps meet. Each
-// thread copies the 64 bytes of a row that it decodes itself into shared memory, DEPTH steps ahead, so that nothing in
-// between waits for other warps.
+// same outputs of two experts after one another. Its warps share all steps (tiles, experts, STEP units of inputs) evenly:
+// a warp adds up its run of steps by itself, keeps a sum for each tile that it touches, and only at the end do warps meet.
+// Each warp has a ring in shared memory of its own, of DEPTH steps, whose codes come by TMA, so that nothing in between
+// waits for other warps, and asking for weights takes no time of the units that read x.
 //
 // Codes become float16 in registers and are the left operand of mma.m16n8k16; columns of the right one are rows of x.
 // A thread's 16 bytes of e2m1 codes are of two groups with a scale each, and lanes of an mma hold two groups' inputs at
@@ -17,26 +17,29 @@
 //
 // Layouts are those of `DeviceCodes`: of e2m1 a byte has input b in its low half and input b + 64 in its high half.
 //
-// Compiled by NVRTC. Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS; DEPTH.
+// Compiled by NVRTC (Hopper). Macros: DOWN 0 or 1; COLUMNS eights of columns; WARPS; DEPTH; STEP.
 
 #include "numbers.cuh"
+#include "hopper.cuh"
 
 constexpr int UNIT = 128;  // inputs of 64 bytes
 constexpr int THREADS = 32 * WARPS, N = COLUMNS;
 constexpr int MOST_PAIRS = 64, MOST_TOKENS = 8;
 constexpr int TOKENS = DOWN ? 2 : 4;         // of eight columns, which repeat them
 constexpr int TABLES = DOWN ? 1 : 2;         // scales that a thread needs: of one side or of both
-constexpr int STAGE = 1024 + TABLES * 128;   // bytes of a warp's step
+constexpr int SIDE = STEP * 512;             // bytes of a step's codes of a side: of each unit eight rows of 64
+constexpr int STAGE = 2 * SIDE, TABLE = STEP * 32;  // of both, and of a side's scales, of each row STEP words
+constexpr int RING = WARPS * DEPTH * STAGE, SCALES = WARPS * DEPTH * 2 * TABLE;
 constexpr int SLOT = N * (DOWN ? 64 : 128);  // floats of a tile's sums
 constexpr uint32 X_EXPONENT = 14;  // largest numbers of rows of x are scaled to this power of two
 
 struct Call {
   const uint16 *x, *bias;
   uint16 *out;
-  const char *codes, *scales;
+  const char *scales;
   const int64 *ids;      // [T, top_k] of experts, -1 for none
   const float *factors;  // [T, top_k]
-  int64 x_stride, row_bytes;
+  int64 x_stride;
   int tokens, top_k, inputs, outputs, rows_each;
   int table;           // words of scales of a row
   int x_pitch, slots;  // bytes of a row of x in shared memory; sums of a warp
@@ -52,15 +55,10 @@ struct Shared {
   uint32 largest[MOST_PAIRS + 1];      // of rows of x; of a row of zeros none
 };
 
-__device__ __forceinline__ uint32 address(const void *p) { return uint32(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ uint32 to_halves(float low, float high) {
   uint32 out;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
-}
-// Bytes beyond `size`, which may be 0, become zeros.
-__device__ __forceinline__ void copy16(uint32 to, const char *from, int size) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
 }
 __device__ __forceinline__ void copy4(uint32 to, const char *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -146,14 +144,14 @@ __device__ __forceinline__ void stage_rows(
   }
 }
 
-struct Work {  // of a block: tiles from `first` on, of which each has `each` steps, `units` of each couple of experts
-  int first, end, tiles, each, units, experts, total;
+struct Work {  // of a block: tiles from `first` on, of which each has `each` steps, `steps` of each couple of experts
+  int first, end, tiles, each, units, steps, experts, total;
 };
 
 __device__ __forceinline__ Work share_work(const Call &call, const Shared &s) {
   Work work;
   const int units = (call.inputs + UNIT - 1) / UNIT;
-  work.units = units;
+  work.units = units, work.steps = (units + STEP - 1) / STEP;
   if (DOWN) {  // outputs
     work.first = int(int64(call.outputs) * blockIdx.x / gridDim.x);
     work.end = int(int64(call.outputs) * (blockIdx.x + 1) / gridDim.x);
@@ -166,65 +164,76 @@ __device__ __forceinline__ Work share_work(const Call &call, const Shared &s) {
     work.tiles = work.end - work.first;
     work.experts = 1;
   }
-  work.each = work.experts * work.units;
+  work.each = work.experts * work.steps;
   work.total = work.tiles * work.each;
   return work;
 }
 __device__ __forceinline__ int begin_of(const Work &work, int warp) { return work.total * warp / WARPS; }
 
-struct Place {  // of a warp: tile, couple of experts, unit of inputs
-  int tile, couple, unit;
-  __device__ __forceinline__ Place(const Work &work, int step) {
-    tile = work.each ? step / work.each : 0;
-    couple = work.each ? (step - tile * work.each) / work.units : 0;
-    unit = step - tile * work.each - couple * work.units;
+struct Place {  // of a warp: tile, couple of experts, step of inputs
+  int tile, couple, step;
+  __device__ __forceinline__ Place(const Work &work, int nth) {
+    tile = work.each ? nth / work.each : 0;
+    couple = work.each ? (nth - tile * work.each) / work.steps : 0;
+    step = nth - tile * work.each - couple * work.steps;
   }
 };
 
-struct Reader {  // what a thread copies next
+struct Reader {  // what a warp asks for next
   Place at;
-  const char *codes[2], *scales[TABLES];
+  int64 rows[2];  // the first ones of the sides
   bool is_there;  // the second side
 };
 
 __device__ __forceinline__ void locate(Reader &reader, const Call &call, const Shared &s, const Work &work) {
-  const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
-  const int own = part % 2;  // for DOWN, the side whose scales this thread needs
-  int64 rows[2];  // the first ones
-  int last = 7;
   reader.is_there = true;
   if (DOWN) {
     const int output = work.first + reader.at.tile * 8;
-    last = work.end - 1 - output;
     reader.is_there = 2 * reader.at.couple + 1 < s.count;
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      rows[i] = int64(s.experts[2 * reader.at.couple + (reader.is_there ? i : 0)]) * call.rows_each + output;
+      reader.rows[i] = int64(s.experts[2 * reader.at.couple + (reader.is_there ? i : 0)]) * call.rows_each + output;
   } else {
     const int tile = work.first + reader.at.tile, tiles = call.outputs / 8, nth = tile / tiles;
-    rows[0] = int64(s.experts[nth]) * call.rows_each + (tile - nth * tiles) * 8;
-    rows[1] = rows[0] + call.outputs;
+    reader.rows[0] = int64(s.experts[nth]) * call.rows_each + (tile - nth * tiles) * 8;
+    reader.rows[1] = reader.rows[0] + call.outputs;
   }
-  const int inside = min(quad, last);
-#pragma unroll
-  for (int i = 0; i < 2; i++) reader.codes[i] = call.codes + (rows[i] + inside) * call.row_bytes + part * 16;
-#pragma unroll
-  for (int i = 0; i < TABLES; i++)
-    reader.scales[i] = call.scales + ((DOWN ? (own ? rows[1] : rows[0]) : rows[i]) + inside) * call.table * 4;
 }
 
-// Ask for a step, if `is_left`, and move on.
+// STEP units of eight rows of the weight.
+__device__ __forceinline__ void load_side(uint32 to, const TensorMap *map, uint32 bar, int row, int unit) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+               "[%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(unit) : "memory");
+}
+
+struct Ring {  // of a warp, in shared memory: codes [DEPTH, 2, SIDE], scales [DEPTH, 2, TABLE], barriers
+  const char *codes, *scales;
+  uint32 codes_address, scales_address, full;
+};
+
+// Ask for a step, if `is_left`, to a place of the ring that no lane reads any more, and move on.
 __device__ __forceinline__ void fetch(
-    Reader &reader, const Call &call, const Shared &s, const Work &work, uint32 to, bool is_left) {
+    Reader &reader, const TensorMap *map, const Call &call, const Shared &s, const Work &work, const Ring &ring, int slot,
+    bool is_left) {
   if (is_left) {
-    const int lane = threadIdx.x % 32, unit = reader.at.unit;
+    const int lane = threadIdx.x % 32, unit = reader.at.step * STEP;
+    if (lane == 0) {
+      const uint32 to = ring.codes_address + slot * STAGE, bar = ring.full + 8 * slot;
+      expect_bytes(bar, reader.is_there ? 2 * SIDE : SIDE);
+      load_side(to, map, bar, int(reader.rows[0]), unit);
+      if (reader.is_there) load_side(to + SIDE, map, bar, int(reader.rows[1]), unit);
+    }
+    const int row = lane / STEP, word = unit + lane % STEP;
+    if (row < 8 && word < work.units) {
+      // rows beyond a block's last output may be beyond the weight's last as well
+      const int inside = DOWN ? min(row, work.end - 1 - work.first - reader.at.tile * 8) : row;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      copy16(to + i * 512 + lane * 16, reader.codes[i] + unit * 64, i == 0 || reader.is_there ? 16 : 0);
-#pragma unroll
-    for (int i = 0; i < TABLES; i++) copy4(to + 1024 + i * 128 + lane * 4, reader.scales[i] + unit * 4);
-    if (++reader.at.unit == work.units) {
-      reader.at.unit = 0;
+      for (int i = 0; i < 2; i++)
+        copy4(ring.scales_address + (slot * 2 + i) * TABLE + lane * 4,
+              call.scales + ((reader.rows[i] + inside) * call.table + word) * 4);
+    }
+    if (++reader.at.step == work.steps) {
+      reader.at.step = 0;
       if (++reader.at.couple == work.experts) reader.at.couple = 0, reader.at.tile++;
       if (reader.at.tile < work.tiles) locate(reader, call, s, work);
     }
@@ -238,44 +247,51 @@ __device__ __forceinline__ float scale_of(uint32 word, int plane) {
   return __uint_as_float((plane ? moved << 7 : moved << 23) & 0x7F800000u);
 }
 
-// `sum` plus a step's products. Of sums, sides are i / 2, columns i % 2; for DOWN only i < 2, of the thread's own side.
-__device__ __forceinline__ void add_step(float (*sum)[4], const char *stage, const char *const *x) {
-  const int lane = threadIdx.x % 32, part = lane % 4, own_side = part % 2;
-  uint32 words[2][4], tables[TABLES];
+// `sum` plus a step's products, of so many `units`. Of sums, sides are i / 2, columns i % 2; for DOWN only i < 2, of the
+// thread's own side.
+__device__ __forceinline__ void add_step(
+    float (*sum)[4], const char *codes, const char *scales, const char *const *x, int units) {
+  const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4, own_side = part % 2;
+  const char *own_codes = codes + quad * 64 + (part ^ quad / 2) * 16;  // swizzled by 64 bytes
 #pragma unroll
-  for (int i = 0; i < 2; i++) *(uint4 *)words[i] = *(const uint4 *)(stage + i * 512 + lane * 16);
+  for (int u = 0; u < STEP; u++) {
+    if (u >= units) break;
+    uint32 words[2][4], tables[TABLES];
 #pragma unroll
-  for (int i = 0; i < TABLES; i++)
-    tables[i] = *(const uint32 *)(stage + 1024 + i * 128 + lane * 4);
+    for (int i = 0; i < 2; i++) *(uint4 *)words[i] = *(const uint4 *)(own_codes + i * SIDE + u * 512);
 #pragma unroll
-  for (int plane = 0; plane < 2; plane++) {
-    float own[N][4] = {};
+    for (int i = 0; i < TABLES; i++)
+      tables[i] = *(const uint32 *)(scales + (DOWN ? own_side : i) * TABLE + (quad * STEP + u) * 4);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      uint4 b[N];
+    for (int plane = 0; plane < 2; plane++) {
+      float own[N][4] = {};
 #pragma unroll
-      for (int n = 0; n < N; n++)
-        b[n] = *(const uint4 *)(x[n] + plane * 128 + part * 32 + h * 16);
+      for (int h = 0; h < 2; h++) {
+        uint4 b[N];
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        uint32 a[4];
-        unpack(to_e4m3(words[0][2 * h + j], plane), a[0], a[2]);
-        unpack(to_e4m3(words[1][2 * h + j], plane), a[1], a[3]);
+        for (int n = 0; n < N; n++)
+          b[n] = *(const uint4 *)(x[n] + u * (UNIT * 2) + plane * 128 + part * 32 + h * 16);
 #pragma unroll
-        for (int n = 0; n < N; n++) multiply(own[n], a, j ? b[n].z : b[n].x, j ? b[n].w : b[n].y);
+        for (int j = 0; j < 2; j++) {
+          uint32 a[4];
+          unpack(to_e4m3(words[0][2 * h + j], plane), a[0], a[2]);
+          unpack(to_e4m3(words[1][2 * h + j], plane), a[1], a[3]);
+#pragma unroll
+          for (int n = 0; n < N; n++) multiply(own[n], a, j ? b[n].z : b[n].x, j ? b[n].w : b[n].y);
+        }
+      }
+      float factors[TABLES];
+#pragma unroll
+      for (int i = 0; i < TABLES; i++) factors[i] = scale_of(tables[i], plane);
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < (DOWN ? 2 : 4); i++)
+          sum[n][i] += factors[DOWN ? 0 : i / 2] * (DOWN && own_side ? own[n][2 + i % 2] : own[n][i]);
       }
     }
-    float scales[TABLES];
-#pragma unroll
-    for (int i = 0; i < TABLES; i++) scales[i] = scale_of(tables[i], plane);
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-#pragma unroll
-      for (int i = 0; i < (DOWN ? 2 : 4); i++)
-        sum[n][i] += scales[DOWN ? 0 : i / 2] * (DOWN && own_side ? own[n][2 + i % 2] : own[n][i]);
-    }
   }
-  }
+}
 
 // Rows of x in shared memory that this thread's quad multiplies, and for DOWN factors of its sums.
 __device__ __forceinline__ void choose_rows(
@@ -355,17 +371,25 @@ __device__ __forceinline__ void finish(const float *parts, const Call &call, con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_experts(const __grid_constant__ Call call) {
-  extern __shared__ __align__(128) char memory[];
-  Shared &s = *(Shared *)memory;
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    coded_experts(const __grid_constant__ TensorMap map, const __grid_constant__ Call call) {
+  extern __shared__ char unaligned[];
+  char *memory = unaligned + (-shared_address(unaligned) & 1023);
   const int warp = threadIdx.x / 32, rows = DOWN ? call.tokens * call.top_k : call.tokens;
-  char *x = memory + (sizeof(Shared) + 127) / 128 * 128;
+  Ring ring;
+  ring.codes = memory + warp * DEPTH * STAGE, ring.codes_address = shared_address(ring.codes);
+  ring.scales = memory + RING + warp * DEPTH * 2 * TABLE, ring.scales_address = shared_address(ring.scales);
+  ring.full = shared_address(memory + RING + SCALES) + warp * DEPTH * 8;
+  Shared &s = *(Shared *)(memory + RING + SCALES + (WARPS * DEPTH * 8 + 15) / 16 * 16);
+  char *x = (char *)&s + (sizeof(Shared) + 127) / 128 * 128;
   float *parts = (float *)(x + (rows + 1) * call.x_pitch);
-  const char *ring = (const char *)(parts + WARPS * call.slots * SLOT) + warp * DEPTH * STAGE;
-  const uint32 ring_address = address(ring);
   const int width = (call.inputs + UNIT - 1) / UNIT * UNIT, each = (width + 255) / 256;
   const Pieces pieces = {rows, each, rows * each, call.inputs / 8};
   uint4 v[BATCH];
+  if (threadIdx.x % 32 == 0) {
+    for (int slot = 0; slot < DEPTH; slot++) init_barrier(ring.full + 8 * slot, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+  }
   for (int at = threadIdx.x; at <= MOST_PAIRS; at += THREADS) s.largest[at] = 0;
   for (int at = threadIdx.x; at < MOST_PAIRS * MOST_TOKENS; at += THREADS)
     s.pairs[at / MOST_TOKENS][at % MOST_TOKENS] = -1;
@@ -381,12 +405,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_experts(const __g
   }
   find_experts(call, s);
   const Work work = share_work(call, s);
-  int step = begin_of(work, warp), next = step;
+  int nth = begin_of(work, warp), next = nth;
   const int end = begin_of(work, warp + 1);
-  Reader reader = {Place(work, step)};
-  if (step < end) locate(reader, call, s, work);
+  Reader reader = {Place(work, nth)};
+  if (nth < end) locate(reader, call, s, work);
 #pragma unroll 1  // fewer instructions to read before the first copy
-  for (int i = 0; i < DEPTH; i++, next++) fetch(reader, call, s, work, ring_address + i * STAGE, next < end);
+  for (int slot = 0; slot < DEPTH; slot++, next++) fetch(reader, &map, call, s, work, ring, slot, next < end);
   if (DOWN) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -397,21 +421,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_experts(const __g
   stage_rows(x, v, s, call, pieces, width);
   __syncthreads();
 
-  Place at(work, step);
+  Place at(work, nth);
   const int first_tile = at.tile;
   const char *own[N];
   float factors[N][2], sum[N][4] = {}, total[N][4] = {};
   choose_rows(own, factors, call, s, x, at.couple);
-  for (int stage = 0; step < end; step++, next++) {
+  uint32 parity = 0;
+  for (int slot = 0; nth < end; nth++, next++) {
     const char *there[N];
 #pragma unroll
-    for (int n = 0; n < N; n++) there[n] = own[n] + at.unit * (UNIT * 2);
+    for (int n = 0; n < N; n++) there[n] = own[n] + at.step * (STEP * UNIT * 2);
     wait_for_copies();
-    add_step(sum, ring + stage * STAGE, there);
-    fetch(reader, call, s, work, ring_address + stage * STAGE, next < end);
-    if (++stage == DEPTH) stage = 0;
-    const bool ends = ++at.unit == work.units;
-    if (!ends && step + 1 < end) continue;
+    wait_for(ring.full + 8 * slot, parity);
+    __syncwarp();  // a lane reads scales that others have copied
+    add_step(sum, ring.codes + slot * STAGE, ring.scales + slot * 2 * TABLE, there, work.units - at.step * STEP);
+    __syncwarp();  // all lanes have read what is now overwritten
+    fetch(reader, &map, call, s, work, ring, slot, next < end);
+    if (++slot == DEPTH) slot = 0, parity ^= 1;
+    const bool ends = ++at.step == work.steps;
+    if (!ends && nth + 1 < end) continue;
     if (DOWN) {
 #pragma unroll
       for (int n = 0; n < N; n++) {
@@ -420,11 +448,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_experts(const __g
       }
     }
     const int tile = at.tile;
-    at.unit = 0;
+    at.step = 0;
     if (ends && ++at.couple == work.experts) at.couple = 0, at.tile++;
-    if (at.tile != tile || step + 1 == end)
+    if (at.tile != tile || nth + 1 == end)
       keep_sums(parts + (warp * call.slots + tile - first_tile) * SLOT, DOWN ? total : sum);
-    if (DOWN && step + 1 < end) choose_rows(own, factors, call, s, x, at.couple);
+    if (DOWN && nth + 1 < end) choose_rows(own, factors, call, s, x, at.couple);
   }
   __syncthreads();
   finish(parts, call, s, work);
