@@ -222,8 +222,7 @@ class GpuHostLane:
         if copier is not None:
             for group, rows in enumerate(self._staging):
                 if rows.numel():
-                    copier.gather(group, [0], rows, [0])
-                    copier.scatter(group, [0], rows, [0])
+                    copier.warm_up(group, rows)
 
     @torch.inference_mode()
     def start(self, move: PageMove) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from headrace.base.cache import NULL_PAGE
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.pages import GATHER_PAGES, SCATTER_PAGES, PageParts
 from headrace.memory.copies import to_device
@@ -39,6 +40,12 @@ class PageCopier:
     def scatter_uploaded(self, group: int, pages: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
         """`scatter` with numbers from `upload`, int64."""
         self._scatter(self._parts[group], pages, rows, places)
+
+    def warm_up(self, group: int, rows: torch.Tensor) -> None:
+        """Compile what copies between pages and rows like these, of which there is one at least, before a step waits
+        for it: the null page goes to the first row and back."""
+        self.gather(group, [NULL_PAGE], rows, [0])
+        self.scatter(group, [NULL_PAGE], rows, [0])
 
     def upload(self, numbers: list[int]) -> torch.Tensor:
         """Numbers of pages or rows as int64 on the device, in order of the current stream."""

@@ -70,12 +70,15 @@ class PeerLane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def attach(self, copier: PageCopier | None) -> None:
-        """Copy from and to other pools from now on; None for none. No move may be under way. Raises `ConfigError` for
-        pools whose heads are divided and cannot be told apart."""
+        """Copy from and to other pools from now on; None for none. No move may be under way. Kernels are compiled here.
+        Raises `ConfigError` for pools whose heads are divided and cannot be told apart."""
         self._copier = copier
         if copier is not None:
             shares = self._shares or [Share.whole(count_heads(parts)) for parts in copier.parts]
             self._heads = [HeadRows(parts, share) for parts, share in zip(copier.parts, shares, strict=True)]
+            for group in range(len(self._heads) if self._stream is not None else 0):
+                if copier.page_bytes(group):
+                    copier.warm_up(group, self._own_rows(1, copier.page_bytes(group)))
 
     @property
     def page_bytes(self) -> list[int]:

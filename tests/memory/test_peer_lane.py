@@ -7,6 +7,7 @@ import torch
 
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.step import Arrival, PageMove
+from headrace.kernels.late import LateKernels
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane, _Copying
 from headrace.memory.pools import build_pool
@@ -33,6 +34,23 @@ def test_a_new_region_ends_what_was_under_way_with_the_old_one(device_name: str)
     assert old.data[: size // 2].min() == 7 and new.data.max() == 0
     lane.close()
     assert lane.poll() == []
+
+
+@pytest.mark.cuda
+def test_no_step_waits_for_the_kernels_of_copies():
+    device = torch.device("cuda")
+    pool = build_pool(CacheGroup(CacheSpec("full", 3, 8, 8, "bfloat16"), [0, 1, 2], 12), 16, device)
+    lane, region, late = PeerLane(device), torch.zeros(1 << 20, dtype=torch.uint8, device=device), LateKernels(device)
+    lane.attach(PageCopier([pool], device))
+    lane._region, lane._epoch = region, 1
+    with late.watch():
+        lane.start(PageMove(1, 0, "device", "peer", [3, 4], [0, 1], peer="1 0"))
+        lane.start(PageMove(2, 0, "peer", "device", [0], [5], peer="1 0"))
+        ended = []
+        while len(ended) < 2:
+            ended += lane.poll()
+    assert late.count == 0
+    lane.close()
 
 
 class StepEvent:
