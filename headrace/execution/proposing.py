@@ -56,7 +56,7 @@ class Chain:
 
 class Proposer:
     """Makes drafts with a `DraftModel`. Captured steps of up to ``max_tokens`` tokens leave what it reads in
-    ``features`` [max_tokens, F], and `note_sampled` the rest in ``sampled`` [3, max_tokens]: the token behind each
+    ``features`` [max_tokens, F], and those who run them the rest in ``sampled`` [3, max_tokens]: the token behind each
     token, and in the last row, at each row's first sampled position, how many of its sampled tokens count. ``firsts``
     [2, max_rows]: rows, and where in the step these positions are. ``hidden``: the drafter's states of the step's
     tokens."""

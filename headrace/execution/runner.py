@@ -131,17 +131,11 @@ class Runner:
             if any(plan.replica_tokens):
                 self._model.take_part(plan.replica_tokens)
             return PendingSample(plan.step_id)
-        last, known = self._step, (plan, self._rows, self._prefixes)
-        step = self._step = Step.of(*known) if last is None else last.follow(*known)
+        read = Step.of if self._step is None else self._step.follow
+        step = self._step = read(plan, self._rows, self._prefixes)
         step.features &= self._features
         path, launch = self._choose_path(step, upload)
-        if plan.last_tokens:
-            count = plan.num_decodes
-            upload.add("known", np.array((plan.rows[:count], plan.last_tokens, plan.begins[:count])).ravel())
-        if plan.drafts:
-            upload.add("guesses", self._rows.pack_drafts(plan.drafts))
-        if self._grammars is not None and step.batch.most_drafts and len(step.batch.constrained):
-            upload.add("constrained_rows", self._grammars.find_rows(step.batch))
+        self._pack_tokens(step, upload)
         # Every part packs its host arrays now: one copy to the device serves the whole step.
         if not (step.is_greedy and path.is_greedy_sampler):
             self._sampler.pack(step.batch, upload)
@@ -150,10 +144,7 @@ class Runner:
         pooled = self._pooler.pack(step.shape, upload) if StepFeature.POOLING in step.features else None
         sent = upload.send(self._device)
         self._apply_pages(sent)
-        if plan.last_tokens:
-            self._rows.take_known(sent["known"].view(3, -1))
-        if plan.drafts:
-            self._rows.place_drafts(sent["guesses"], len(plan.drafts))
+        self._apply_tokens(plan, sent)
         self._media.encode(plan.media)
         output = launch(sent)
         self.swaps.fetch()
@@ -318,6 +309,22 @@ class Runner:
             index, pages = self._tables.flatten(plan.appends)
             upload.add("append_index", index)
             upload.add("append_pages", pages)
+
+    def _pack_tokens(self, step: Step, upload: Upload) -> None:
+        """Pack what the host knows of decodes' tokens: those that another stage sampled, and drafts."""
+        plan, count = step.plan, step.plan.num_decodes
+        if plan.last_tokens:
+            upload.add("known", np.array((plan.rows[:count], plan.last_tokens, plan.begins[:count])).ravel())
+        if plan.drafts:
+            upload.add("guesses", self._rows.pack_drafts(plan.drafts))
+        if self._grammars is not None and step.batch.most_drafts and len(step.batch.constrained):
+            upload.add("constrained_rows", self._grammars.find_rows(step.batch))
+
+    def _apply_tokens(self, plan: StepPlan, sent: Sent) -> None:
+        if plan.last_tokens:
+            self._rows.take_known(sent["known"].view(3, -1))
+        if plan.drafts:
+            self._rows.place_drafts(sent["guesses"], len(plan.drafts))
 
     def _apply_pages(self, sent: Sent) -> None:
         self._media.apply(sent)

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 1000
 """Steps in a row that may find requests but nothing to plan; more means a scheduler bug, see `_notice_empty_step`."""
-
-
 ASLEEP_RETRY_AFTER_S = 5.0
 
 
@@ -61,10 +59,10 @@ class StepTimes:
 class _FailedLaunch:
     """`PendingStep` of a step that raised in ``execute``; raises the same error when its turn to commit comes."""
 
+    waits_for_device = False
+
     def __init__(self, error: Exception):
         self._error = error
-
-    waits_for_device = False
 
     def result(self) -> StepResult:
         raise self._error
