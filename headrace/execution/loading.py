@@ -193,25 +193,30 @@ def load_model(
             _check_experts(model, source.name)
         model.adapters = find_banks(model, build, family)
         (fill or _fill)(model, source, config, build, progress)
-        # Once all weights are in: schemes that quantise at load replace what the layers keep.
-        schemes.finish(model)
-        if device.type == "cuda":
-            progress("choosing kernels", 0.8)
-            keep_faster_experts(model)
-        # A stage may have dense layers alone.
-        has_experts = stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
-        moves_experts = build.moves_experts and has_experts
-        balancer = find_balancer(model, build.experts, config.parallel.balancing) if moves_experts else None
-        if device.type == "cpu":
-            store_fastest(model)
+        balancer = _finish(model, config, build, progress)
         if pooling is not None:
-            model.is_capturable = False  # texts are computed in steps of their own length
-        if pooling is not None and stage.is_last:
             _attach_pooling_head(model, pooling, build)
     return LoadedModel(
         source, family, spec, model, dtype, kv_dtype, own_groups(specs, model.own_caches(len(specs)), group),
         len(specs), spec.vocab_size, max_model_len, pooling, ranks=ranks, stage=stage, balancer=balancer
     )
+
+
+def _finish(
+    model: ServedModel, config: EngineConfig, build: Build, progress: Progress
+) -> ExpertBalancer | None:
+    """Choose forms and kernels of weights that are all in; returns what moves the model's experts, if they move."""
+    build.schemes.finish(model)  # those that quantise at load replace what the layers keep
+    if build.device.type == "cuda":
+        progress("choosing kernels", 0.8)
+        keep_faster_experts(model)
+    # A stage may have dense layers alone.
+    has_experts = build.stage.is_whole or any(isinstance(module, MoeMlp) for module in model.modules())
+    moves_experts = build.moves_experts and has_experts
+    balancer = find_balancer(model, build.experts, config.parallel.balancing) if moves_experts else None
+    if build.device.type == "cpu":
+        store_fastest(model)
+    return balancer
 
 
 def _check_experts(model: ServedModel, name: str) -> None:
@@ -434,7 +439,11 @@ def _watch(
 
 @torch.no_grad()
 def _attach_pooling_head(model: ServedModel, plan: PoolingPlan, build: Build) -> None:
-    """Set ``model.pooling_head``. Dense layers of an embedding are in folders of their own; raises `WeightError`."""
+    """Set ``model.pooling_head``, in the last stage. Dense layers of an embedding are in folders of their own; raises
+    `WeightError`."""
+    model.is_capturable = False  # texts are computed in steps of their own length
+    if not build.stage.is_last:
+        return
     if plan.kind == "classify":
         assert model.scores is not None, "a family that classifies builds its classifier"
         model.pooling_head = PoolingHead(plan.reduction, model.scores, takes=build.dtype)
