@@ -125,7 +125,7 @@ def time_startup(model: str, options: dict[str, Any]) -> None:
     began = time.perf_counter()
     print(f"{time.perf_counter() - began:8.2f} s  importing", flush=True)
     from headrace.base.config import engine_config
-    from headrace.execution.executor import build_executor
+    from headrace.execution.building import build_executor
 
     printed: set[str] = set()
 

@@ -18,7 +18,8 @@ from headrace.base.hooks import HOOKS, RequestUpdate, load_hooks
 from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Features, Scheduler

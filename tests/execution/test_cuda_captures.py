@@ -10,7 +10,7 @@ import torch
 from tiny_checkpoint import write_tiny_checkpoint
 
 from headrace.base.config import engine_config
-from headrace.execution import executor as executor_module
+from headrace.execution import building
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import Capture, Recorder
 
@@ -94,7 +94,7 @@ def test_what_is_kept_for_graphs_is_what_they_take(tmp_path: Path, monkeypatch: 
     config = engine_config(
         model=str(folder), device="cuda", dtype="bfloat16", kv_pages=600, max_running_requests=512, max_step_tokens=8192
     )
-    executor = executor_module.build_executor(config)
+    executor = building.build_executor(config)
     taken = next(line.num_bytes for line in executor.memory if line.name == "graphs")
     executor.close()
     assert taken <= kept[0] <= taken + 400 * MIB, f"{taken // MIB} MiB were taken, {kept[0] // MIB} MiB kept"

@@ -16,7 +16,8 @@ from headrace.base.admin import DEVICE_PARTS
 from headrace.base.config import engine_config
 from headrace.base.errors import EngineAsleep, WeightError
 from headrace.base.sampling import SamplingSpec
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.execution.sleep import sweep
 
 pytestmark = pytest.mark.cuda

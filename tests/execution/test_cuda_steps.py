@@ -13,7 +13,8 @@ from driver import Driver
 
 from headrace.base.config import engine_config
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 
 pytestmark = pytest.mark.cuda
 

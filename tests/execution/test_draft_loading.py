@@ -16,7 +16,8 @@ from headrace import LLM, SamplingParams
 from headrace.base.config import engine_config, resolve_for_device
 from headrace.base.errors import ConfigError, HeadraceError, ModelError
 from headrace.base.registry import Registry
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.models.drafters import contract
 from headrace.models.source import ModelSource
 

@@ -14,7 +14,8 @@ from draft_checkpoints import TARGETS, VOCAB, write_head, write_target
 
 from headrace import LLM, Grammar, SamplingParams
 from headrace.base.config import engine_config, resolve_for_device
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 
 BASE = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "kv_pages": 240, "page_size": 4, "threads": 1}
 DRAFTS = 4

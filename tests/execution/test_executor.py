@@ -18,11 +18,10 @@ from headrace.base.errors import ConfigError, HeadraceError, ModelError, OutOfDe
 from headrace.base.parallel import ParallelConfig
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import StepPlan
+from headrace.execution import building, tiers, warmup
 from headrace.execution import device as device_module
-from headrace.execution import executor as executor_module
-from headrace.execution import tiers, warmup
+from headrace.execution.building import build_executor
 from headrace.execution.device import resolve_device, resolve_dtype, resolve_dtypes, set_threads
-from headrace.execution.executor import build_executor
 from headrace.execution.loading import check_codes, load_model
 from headrace.execution.result import PendingSample
 from headrace.layers.attention.contract import AttentionBackend
@@ -82,15 +81,15 @@ def test_backends_plan_ahead_for_the_pools_that_there_are(folder: Path, monkeypa
 def test_host_memory_behind_hot_slots_leaves_room_for_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], gib: int
 ):
-    monkeypatch.setattr(executor_module, "free_bytes", lambda _: 64 * 2**30)
-    assert executor_module._host_bytes(config_of(folder, hot_slots=16, **options)) == gib * 2**30
+    monkeypatch.setattr(building, "free_bytes", lambda _: 64 * 2**30)
+    assert building._host_bytes(config_of(folder, hot_slots=16, **options)) == gib * 2**30
 
 
 def test_host_memory_behind_hot_slots_beside_that_of_prefixes(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(executor_module, "free_bytes", lambda _: 64 * 2**30)
+    monkeypatch.setattr(building, "free_bytes", lambda _: 64 * 2**30)
     config = config_of(folder, hot_slots=16, hot_host_gb=30.0, host_cache_gb=40.0)
     with pytest.raises(ConfigError, match=r"the 24\.0 GiB .* beside 40\.0 GiB of host_cache_gb") as caught:
-        executor_module._host_bytes(config)
+        building._host_bytes(config)
     assert caught.value.param == "hot_host_gb"
 
 

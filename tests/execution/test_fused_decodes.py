@@ -11,7 +11,8 @@ from headrace.base.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from headrace.base.parallel import DeviceConfig
 from headrace.base.sampling import LogitRules, Penalties, SamplingSpec
 from headrace.base.step import StepResult
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.execution.paths import FusedPath
 from headrace.kernels import native
 from headrace.kernels.packed_linear.choice import FormChoice

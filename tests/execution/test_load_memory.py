@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from headrace.base.config import engine_config
 from headrace.base.errors import ConfigError
-from headrace.execution import executor as building
-from headrace.execution.executor import build_executor
+from headrace.execution import building
+from headrace.execution.building import build_executor
 from headrace.kernels.coded_linear.quantise import quantise_integer
 from headrace.layers.build import Build, deferred_matrices
 from headrace.layers.loading import fill_targets, find_targets

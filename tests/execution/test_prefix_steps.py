@@ -19,7 +19,7 @@ from headrace.base.cache import CacheGroup, CacheLayout
 from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
 from headrace.base.step import PageAppend, TokenLogprobs
-from headrace.execution.executor import build_executor
+from headrace.execution.building import build_executor
 from headrace.execution.graph_sizes import GraphSizes, bucket_sizes
 from headrace.execution.runner import Runner
 from headrace.layers.attention.contract import AttentionInputs

@@ -14,7 +14,7 @@ from benchmarks.deepseek_v4 import read_config
 from headrace.base.config import engine_config, resolve_for_device
 from headrace.execution import sketch, warmup
 from headrace.execution.assembly import Assembly
-from headrace.execution.executor import build_executor
+from headrace.execution.building import build_executor
 from headrace.execution.loading import LoadedModel, load_model
 from headrace.layers.quantization.storage import count_bytes, find_stored
 from headrace.models.source import resolve_source

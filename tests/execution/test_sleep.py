@@ -20,7 +20,8 @@ from headrace.base.config import engine_config
 from headrace.base.errors import Conflict, EngineAsleep, HeadraceError, RequestError, WeightError
 from headrace.base.sampling import SamplingSpec
 from headrace.execution import assembly
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 
 PROMPT = [5, 9, 130, 7, 44, 12, 80]
 

@@ -18,7 +18,8 @@ from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.config import CacheConfig, engine_config
 from headrace.base.errors import ConfigError
 from headrace.base.step import StepPlan
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.building import build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.execution.graph_sizes import GraphSizes
 from headrace.execution.inputs import InputBuilder
 from headrace.execution.loading import choose_stage

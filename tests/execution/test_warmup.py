@@ -13,7 +13,7 @@ import torch
 from headrace.base.config import engine_config
 from headrace.base.sampling import SamplingSpec
 from headrace.execution import warmup
-from headrace.execution.executor import build_executor
+from headrace.execution.building import build_executor
 from headrace.execution.graph_sizes import GraphSizes, bucket_sizes
 from headrace.execution.rows import Rows
 from headrace.execution.runner import Runner

@@ -214,7 +214,6 @@ def test_own_cuda_runs_where_it_cannot_be_cached(
     assert [path.suffix for path in (tmp_path / "other" / "cuda").iterdir()] == [".cubin"]
 
 
-
 @pytest.mark.parametrize("code", [0, 100])
 def test_the_driver_is_initialised_beside_imports(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []

@@ -16,7 +16,7 @@ import torch
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.messages import ErrorInfo, encode
 from headrace.base.step import Arrival
-from headrace.execution.executor import build_executor
+from headrace.execution.building import build_executor
 from headrace.parallel.group import Rendezvous, find_store, serve_rendezvous
 from headrace.parallel.layout import Layout
 from headrace.parallel.ranks import join_ranks

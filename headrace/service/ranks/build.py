@@ -17,8 +17,9 @@ from headrace.base import env
 from headrace.base.config import EngineConfig
 from headrace.base.messages import Place
 from headrace.base.registry import start_plugins
+from headrace.execution.building import build_executor
 from headrace.execution.device import resolve_device
-from headrace.execution.executor import LocalExecutor, build_executor
+from headrace.execution.executor import LocalExecutor
 from headrace.parallel.group import Rendezvous, find_store, serve_rendezvous
 from headrace.parallel.layout import Layout
 from headrace.parallel.ranks import Ranks, join_ranks, join_replicas
