@@ -136,7 +136,7 @@ from headrace.kernels.linear import hopper
 
 kernel = hopper._product_kernel
 for tile, gate in ((hopper.choose_sums_tile(128, 1024, 3072), 0), (hopper.choose_gated_tile(192, 6144 * 1024), 1)):
-    describe = lambda *block: f"tensordesc<bf16{list(block)},{hopper._tile_layout(block, torch.bfloat16)!r}>"
+    describe = lambda *block: f"tensordesc<bf16{list(block)},{hopper.tile_layout(block, torch.bfloat16)!r}>"
     weight = describe(tile.outputs // 8, 2, 8, tile.inputs) if gate else describe(tile.outputs, tile.inputs)
     types = dict(x_desc=describe(tile.rows, tile.inputs), weight_desc=weight,
                  bias_ptr="*bf16", out_ptr="*bf16", M="i32", N="i32", K="i32", depth="i32")

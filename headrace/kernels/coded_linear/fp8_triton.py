@@ -14,7 +14,7 @@ from headrace.kernels.block_scaled import LARGEST
 from headrace.kernels.coded_linear import reference
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.rowwise.triton import GATES, add_splits, apply_gate
+from headrace.kernels.rowwise.triton import GATES, add_splits, apply_gate, count_warps
 
 MOST_CODE, LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(reference.LEAST_SCALE)
 GROUPS_AT_ONCE = 8
@@ -104,11 +104,6 @@ def _split_columns(width: int, group: int) -> tuple[int, int]:
     return block, ceil_div(width, block)
 
 
-def _warps(block: int) -> int:
-    """16 values a thread, up to 16 warps."""
-    return min(16, max(1, block // 512))
-
-
 def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8Rows:
     """See `QUANTISE_ROWS`; ``group`` is a power of two."""
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -116,7 +111,7 @@ def quantise_rows(x: torch.Tensor, group: int = 0, *, pdl: bool = False) -> Fp8R
     out, (block, blocks) = _allocate(rows, width, group, x.device), _split_columns(width, group)
     if rows:
         _quantise_kernel[(rows, blocks)](
-            x, *out, x.stride(0), rows, width, GROUP=group, BLOCK=block, PDL=pdl, num_warps=_warps(block),
+            x, *out, x.stride(0), rows, width, GROUP=group, BLOCK=block, PDL=pdl, num_warps=count_warps(block),
             launch_pdl=pdl
         )
     return out
@@ -129,7 +124,7 @@ def gate_rows(x: torch.Tensor, activation: str, group: int = 0, *, pdl: bool = F
     if rows:
         _gate_kernel[(rows, blocks)](
             x, *out, x.stride(0), rows, width, GATE=GATES[activation], GROUP=group, BLOCK=block, PDL=pdl,
-            num_warps=_warps(block), launch_pdl=pdl
+            num_warps=count_warps(block), launch_pdl=pdl
         )
     return out
 
@@ -146,7 +141,7 @@ def norm_rows(
     if rows:
         _norm_kernel[(rows,)](
             x, residual, weight, *out, x.stride(-2), x.stride(0), residual.stride(0), num_splits, rows, eps, offset,
-            D=width, HAS_X=has_x, GROUP=group, BLOCK=block, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
+            D=width, HAS_X=has_x, GROUP=group, BLOCK=block, PDL=pdl, num_warps=count_warps(block), launch_pdl=pdl,
         )
     return out, residual
 

@@ -29,6 +29,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows
 from headrace.kernels.coded_linear.scaled import round_and_multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
+from headrace.kernels.linear.hopper import describe_tiles, tile_layout
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped": 3}
 DEPTH = 128
@@ -310,27 +311,15 @@ class Sorted(NamedTuple):
 NOT_GATED = Gated()
 
 
-@cache
-def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    kinds = {torch.bfloat16: gl.bfloat16, torch.uint8: gl.uint8, torch.float8_e4m3fn: gl.float8e4nv}
-    return gl.NVMMASharedLayout.get_default_for(list(block), kinds[dtype])
-
-
-def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
-    return TensorDescriptor(
-        matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype)
-    )
-
-
 def _describe_weight(codes: torch.Tensor, outputs: int, inputs: int, gated_outputs: int) -> TensorDescriptor:
     """A descriptor of a weight's bytes [rows, bytes]. Where gated, its tiles alternate eight rows of gate with the same
     eight of up, ``gated_outputs`` further on; that is a multiple of 8."""
     if not gated_outputs:
-        return _describe(codes, outputs, inputs)
+        return describe_tiles(codes, outputs, inputs)
     total, width = codes.shape
     block = (outputs // 8, 2, 8, inputs)
     shape, strides = [(total - gated_outputs) // 8, 2, 8, width], [8 * width, gated_outputs * width, width, 1]
-    return TensorDescriptor(codes, shape, strides, list(block), _tile_layout(block, codes.dtype))
+    return TensorDescriptor(codes, shape, strides, list(block), tile_layout(block, codes.dtype))
 
 
 def multiply(
@@ -363,7 +352,7 @@ def multiply(
         return out if tensor is None else tensor  # the kernel does not read stand-ins
 
     _product_kernel[(ceil_div(outputs, tile.outputs), tiles, tile.splits)](
-        _describe(rows, tile.rows, width), x_scales,
+        describe_tiles(rows, tile.rows, width), x_scales,
         _describe_weight(codes, tile.outputs, width, outputs if gated.kind else 0), scales, given(bias), given(ends),
         given(order), given(factors), out, given(out_scales), num_rows, outputs, inputs, scales.shape[1],
         ceil_div(ceil_div(inputs, DEPTH), tile.splits) * DEPTH, *gated[1:], X=num_experts,

@@ -26,6 +26,9 @@ from headrace.kernels.linear import rows as few_rows
 from headrace.kernels.linear.triton import gemv_rows, linear_pdl, linear_sums_pdl
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+ELEMENTS = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.uint8: gl.uint8, torch.float8_e4m3fn: gl.float8e4nv,
+}
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
 
 
@@ -152,13 +155,15 @@ def _store(
 
 
 @cache
-def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+def tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
 
 
-def _describe(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
+def describe_tiles(matrix: torch.Tensor, rows: int, inputs: int) -> TensorDescriptor:
+    """A descriptor by which tiles of ``rows`` by ``inputs`` of a matrix are copied."""
     return TensorDescriptor(
-        matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], _tile_layout((rows, inputs), matrix.dtype)
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, inputs], tile_layout((rows, inputs), matrix.dtype)
     )
 
 
@@ -168,7 +173,7 @@ def _describe_gated(weight: torch.Tensor, outputs: int, inputs: int) -> TensorDe
     total, width = weight.shape
     block = (outputs // 8, 2, 8, inputs)
     shape, strides = [total // 16, 2, 8, width], [8 * width, total // 2 * width, width, 1]
-    return TensorDescriptor(weight, shape, strides, list(block), _tile_layout(block, weight.dtype))
+    return TensorDescriptor(weight, shape, strides, list(block), tile_layout(block, weight.dtype))
 
 
 def multiply(
@@ -184,9 +189,9 @@ def multiply(
     assert not (is_split and gated), "splits store plain partial sums"
     shape = (tile.splits, rows, outputs) if is_split else (rows, outputs)
     out = torch.empty(shape, dtype=torch.float32 if is_split else x.dtype, device=x.device)
-    describe_weight = _describe_gated if gated else _describe
+    describe_weight = _describe_gated if gated else describe_tiles
     _product_kernel[(ceil_div(rows, tile.rows), ceil_div(outputs, tile.outputs), tile.splits)](
-        _describe(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs),
+        describe_tiles(x, tile.rows, tile.inputs), describe_weight(weight, tile.outputs, tile.inputs),
         x if bias is None else bias, out, rows, outputs, inputs, depth, BLOCK_M=tile.rows, BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs, STAGES=tile.stages, SPLIT=is_split, REFILL=depth > tile.stages * tile.inputs,
         GATE=GATES[activation], HAS_BIAS=bias is not None, num_warps=tile.num_warps, launch_pdl=True,

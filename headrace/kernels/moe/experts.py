@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.coded_linear.pieces import load_rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.moe import Gate, Stacked
 from headrace.kernels.moe.triton import find_tile, group_pairs
@@ -76,15 +77,6 @@ def _find_rows(
         return tl.where(expert < X, expert, -1), pair, first + row < last
 
 
-@triton.jit
-def _load_rows(x_ptr, at, x_stride, inner, is_there, is_inside):
-    """INPUTS columns of the rows ``at`` of x, transposed: [INPUTS, ROWS]; zeros where there is no row."""
-    return tl.load(
-        x_ptr + at[None, :].to(tl.int64) * x_stride + inner[:, None], mask=is_there[None, :] & is_inside[:, None],
-        other=0.0
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, x_stride, num_tokens, limit, alpha, up_offset,
@@ -107,7 +99,7 @@ def _gate_up_kernel(
         for done in range(0, D, INPUTS):
             is_inside = inner < D - done
             mask = (column < F)[:, None] & is_inside[None, :]
-            x = _load_rows(x_ptr + done, token, x_stride, inner, is_there, is_inside)
+            x = load_rows(x_ptr + done, token, x_stride, inner, is_there, is_inside)
             # accumulators are [OUTPUTS, ROWS], transposed: the weight is the left operand
             gate = tl.dot(tl.load(gate_at + done, mask=mask, other=0.0), x, gate, input_precision="ieee")
             up = tl.dot(tl.load(gate_at + F * D + done, mask=mask, other=0.0), x, up, input_precision="ieee")
@@ -140,7 +132,7 @@ def _down_kernel(
         total = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for done in range(0, F, INPUTS):
             is_inside = inner < F - done
-            x = _load_rows(x_ptr + done, pair, F, inner, is_there, is_inside)
+            x = load_rows(x_ptr + done, pair, F, inner, is_there, is_inside)
             weight = tl.load(weight_at + done, mask=(column < D)[:, None] & is_inside[None, :], other=0.0)
             total = tl.dot(weight, x, total, input_precision="ieee")
         if HAS_BIAS:

@@ -115,7 +115,7 @@ def _write_sum_kernel(
     tl.store(out_ptr + row * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _warps(block: int) -> int:
+def count_warps(block: int) -> int:
     """16 values per thread, up to 16 warps."""
     return min(16, max(1, block // 512))
 
@@ -129,7 +129,7 @@ def rms_norm(
     block = next_power_of_2(width)
     if rows:
         _rms_norm_kernel[(rows,)](
-            x, weight, out, x.stride(0), eps, offset, D=width, BLOCK=block, PDL=pdl, num_warps=_warps(block),
+            x, weight, out, x.stride(0), eps, offset, D=width, BLOCK=block, PDL=pdl, num_warps=count_warps(block),
             launch_pdl=pdl
         )
     return out
@@ -145,7 +145,7 @@ def add_rms_norm(
     if rows:
         _add_rms_norm_kernel[(rows,)](
             x, residual, weight, out, x.stride(-2), x.stride(0), residual.stride(0), len(x), eps, offset, D=width,
-            BLOCK=block, HAS_SUMS=x.dim() == 3, PDL=pdl, num_warps=_warps(block), launch_pdl=pdl,
+            BLOCK=block, HAS_SUMS=x.dim() == 3, PDL=pdl, num_warps=count_warps(block), launch_pdl=pdl,
         )
     return out, residual
 
@@ -161,7 +161,7 @@ def add_layer_norm(
         _add_layer_norm_kernel[(rows,)](
             x, residual, weight, weight if bias is None else bias, out, x.stride(-2), x.stride(0), residual.stride(0),
             len(x), eps, offset, D=width, BLOCK=block, HAS_SUMS=x.dim() == 3, HAS_BIAS=bias is not None, PDL=pdl,
-            num_warps=_warps(block), launch_pdl=pdl,
+            num_warps=count_warps(block), launch_pdl=pdl,
         )
     return out, residual
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import binascii
 import hashlib
-import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import unquote_to_bytes
@@ -18,8 +17,8 @@ from headrace.base.errors import MediaError
 from headrace.base.media import MediaItem, MediaKind, give_data, take_data
 from headrace.base.media_config import MediaConfig
 from headrace.base.messages import ErrorInfo
+from headrace.service.framing import frame
 
-LENGTH = struct.Struct("<I")
 PREPARER = "headrace.service.media.preparing:Preparer"
 """Leads to torch and transformers."""
 
@@ -111,15 +110,8 @@ class Preparing(Protocol):
 
 ToWorker = Setup | Job
 FromWorker = Prepared | Failed
-encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-
-
-def frame(message: ToWorker | FromWorker) -> bytes:
-    """A message with its length prefix."""
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
 
 
 def pack_job(job: Job) -> list[bytes]:

@@ -19,16 +19,14 @@ from headrace.base.errors import HeadraceError, MediaError
 from headrace.base.messages import ErrorInfo
 from headrace.base.registry import load_target
 from headrace.base.spawn import continue_when_orphaned
-from headrace.service.framing import read_all
+from headrace.service.framing import LENGTH, frame, read_all
 from headrace.service.media.wire import (
-    LENGTH,
     Failed,
     Job,
     Preparing,
     Setup,
     ToWorker,
     decode_to_worker,
-    frame,
     pack_item,
 )
 from headrace.service.transport import engine_line

@@ -22,16 +22,14 @@ from typing import TypeVar
 from headrace.base.errors import HeadraceError, MediaError, QueueFull
 from headrace.base.spawn import spawn_process
 from headrace.service.ending import ProcessWatch
-from headrace.service.framing import read_all
+from headrace.service.framing import LENGTH, frame, read_all
 from headrace.service.media.wire import (
-    LENGTH,
     Failed,
     FromWorker,
     Job,
     PreparedItem,
     Setup,
     decode_from_worker,
-    frame,
     pack_job,
 )
 
