@@ -14,8 +14,8 @@ from headrace.base.messages import ToEngine, WithData, decode_to_engine, encode
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
-"""Of a read. One call takes no more messages, so that a flood of them cannot hold up a step: it is some 30 prompts of
-2,000 tokens, 6 ms."""
+"""Of a read. An engine takes no more messages at a time, so that a flood of them cannot hold up a step: it is some 30
+prompts of 2,000 tokens, 6 ms."""
 LARGE_BYTES = 1 << 16
 """Of media; see `_allocate`."""
 
