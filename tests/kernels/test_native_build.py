@@ -110,12 +110,12 @@ def test_compiling_ahead_tells_why_not(tmp_path: Path):
 
 @needs_compiler
 def test_compiling_ahead_shows_progress_and_is_quick_when_done(tmp_path: Path):
-    """With most objects at hand; compiling all takes half a minute."""
+    """With all objects at hand but one that takes little; compiling all takes half a minute."""
     if native.build().status != "ready" or not (objects := list(cache_folder().glob("*.o"))):
         pytest.skip("no native library, or one that was shipped")
     (tmp_path / "native").mkdir()
     for path in objects:
-        if not path.name.startswith("binding"):
+        if not path.name.startswith("kernels-"):
             shutil.copy(path, tmp_path / "native")
     done = compile_ahead(tmp_path)
     assert done.returncode == 0 and "compiling the CPU kernels: 1 of 1 files" in done.stdout, done.stdout + done.stderr
@@ -449,5 +449,7 @@ def test_kernels_compile_where_they_cannot_run(name: str, isa: str):
     if not COMPILER.accepts(flags):
         pytest.skip(f"the compiler knows no {isa}")
     unit = next(unit for unit in library(isa).units if unit.sources[-1].name == name and unit.label == isa)
+    if unit.object_path(COMPILER, cache_folder()).exists():
+        return  # this compiler has compiled just this, for tests that run it
     done = subprocess.run([*unit.command(COMPILER), "-fsyntax-only"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

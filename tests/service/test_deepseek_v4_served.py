@@ -34,6 +34,7 @@ CONFIG: dict[str, Any] = {
 }
 BASE = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_pages": 24, "max_model_len": 1024}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+AT_LENGTH = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 LONGER = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -98,6 +99,18 @@ def test_greedy_tokens_equal_generate(served: tuple[Path, list[list[int]], list[
             assert [o.num_cached_tokens for o in outputs] == [512, 512, 256, 256, 0, 256]
 
 
+@pytest.fixture(scope="module")
+def undrafted(served: tuple[Path, list[list[int]], list[list[int]]]) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """The prompts and one that repeats itself, and what is said to each at length, without drafts."""
+    folder, prompts, expected = served
+    texts = [*prompts, [7, 8, 9, 10] * 62]
+    with LLM(str(folder), **BASE) as llm:
+        outputs = llm.generate(prompt_token_ids=texts, sampling_params=AT_LENGTH)
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    assert [said[:NEW_TOKENS] for said in tokens[:-1]] == expected
+    return folder, texts, tokens
+
+
 FEW = {"num_speculative_tokens": 1}
 
 
@@ -110,22 +123,18 @@ FEW = {"num_speculative_tokens": 1}
     ({"overlap_depth": 2, "max_step_tokens": 300, "hot_slots": 40}, {"method": "suffix", **FEW}, 50, 0),
 ], ids=str)
 def test_drafts_change_no_token(
-    served: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any], drafter: dict[str, Any],
+    undrafted: tuple[Path, list[list[int]], list[list[int]]], options: dict[str, Any], drafter: dict[str, Any],
     least_right: int, least_wrong: int,
 ):
     """Wrong and right ones across the ends of windows and pages, beside chunks of other prompts."""
-    folder, prompts, _ = served
-    texts = [*prompts, [7, 8, 9, 10] * 62]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    runs = []
-    for own in ({}, {"speculative_config": {"num_speculative_tokens": 7, **drafter}}):
-        with LLM(str(folder), **BASE | options | own) as llm:
-            for _ in range(2):
-                outputs = llm.generate(prompt_token_ids=texts, sampling_params=params)
-                runs.append([o.outputs[0].token_ids for o in outputs])
-            llm.check()
-            drafted = llm.stats().speculation
-    assert runs[1] == runs[2] == runs[3] == runs[0]
+    folder, texts, expected = undrafted
+    drafting = {"speculative_config": {"num_speculative_tokens": 7, **drafter}}
+    with LLM(str(folder), **BASE | options | drafting) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompt_token_ids=texts, sampling_params=AT_LENGTH)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        llm.check()
+        drafted = llm.stats().speculation
     num_right = drafted.num_accepted_tokens
     assert num_right >= least_right and drafted.num_draft_tokens - num_right >= least_wrong
 
