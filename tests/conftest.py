@@ -31,6 +31,11 @@ hypothesis.settings.load_profile("settled")
 TESTS = Path(__file__).parent
 WAITING = ("on_ray", "e2e", "parallel", "service")
 """Folders of tests that start processes, those with the longest first."""
+LONG = (
+    "test_schema.py", "test_cpu_attention_rows.py", "test_cpu_attention.py", "test_disaggregated.py",
+    "test_deepseek_v4_served.py", "test_ranks.py", "test_tiers_served.py", "test_transfer_agents.py",
+)
+"""Files of a minute and more, or half of one in folders that are begun late."""
 HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:  # before any test module imports a kernel: Triton decides at the import
@@ -87,6 +92,8 @@ def _order(items: list[pytest.Item]) -> None:
         files.setdefault(item.path, []).append(item)
     waiting = [path for folder in WAITING for path in files if (TESTS / folder) in path.parents]
     computing = [path for path in files if path not in waiting]
+    for paths in (waiting, computing):
+        paths.sort(key=lambda path: path.name not in LONG)  # those first, the others as they were
     place = {path: number / len(paths) for paths in (waiting, computing) for number, path in enumerate(paths)}
     items[:] = [item for path in sorted(files, key=lambda path: place[path]) for item in files[path]]
 
