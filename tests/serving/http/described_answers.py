@@ -15,9 +15,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from headrace.base.config import ServerConfig
 from headrace.base.pooling import PoolingFacts
-from headrace.base.server_config import ServerConfig
-from headrace.serving.http.app import create_app
+from headrace.serving.http.app import ENDPOINTS, create_app
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance, negative_data_rejection]
 MAX_STREAM_EVENTS = 20
@@ -33,7 +33,20 @@ def describe(client: FakeClient, **options: object) -> schemathesis.schemas.Base
     return schemathesis.openapi.from_asgi("/openapi.json", create_app(client, ServerConfig(**options)))
 
 
-generating = describe(FakeClient(max_len=128), max_batch_prompts=16, allowed_hosts="testserver")
+ALIASES = [e.path for number, e in enumerate(ENDPOINTS) if e.handler in [other.handler for other in ENDPOINTS[:number]]]
+"""Further paths of a route, which the same function answers."""
+SAME_BODIES = ["/apply-template", "/v1/responses/input_tokens"]
+"""Whose bodies, the largest ones, are those of other routes, where each of their fields is tried by itself."""
+
+
+def describe_generating() -> schemathesis.schemas.BaseSchema:
+    return describe(FakeClient(max_len=128), max_batch_prompts=16, allowed_hosts="testserver")
+
+
+generating = describe_generating().exclude(path=[*ALIASES, *SAME_BODIES])
+at_random = describe_generating()
+at_random.config.phases.update(phases=["examples", "fuzzing"])
+at_random = at_random.include(path=SAME_BODIES)
 pooling = describe(
     FakeClient(pooling=PoolingFacts("embed", 6, needs_all_tokens=True), max_len=128), max_batch_prompts=16
 ).include(path=["/v1/embeddings", "/v1/score", "/v1/rerank", "/encode", "/v1/classify"])
@@ -54,6 +67,12 @@ def test_answers_conform(case):
         assert len(events) == MAX_STREAM_EVENTS or events[-1].startswith(last)
         return
     case.validate_response(response, checks=[*CHECKS, content_type_conformance, unsupported_method])
+
+
+@at_random.parametrize()
+@settings(settled, max_examples=30)
+def test_answers_to_bodies_of_other_routes_conform(case):
+    case.validate_response(case.call(), checks=[*CHECKS, content_type_conformance])
 
 
 @pooling.parametrize()
