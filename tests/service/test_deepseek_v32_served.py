@@ -32,7 +32,9 @@ CONFIG: dict[str, Any] = {
 }
 KINDS = {"DeepseekV32": {}, "GlmMoeDsa": {"indexer_types": ["full", "shared", "full"]}}
 BASE = {"dtype": "float32", "kv_pages": 40, "page_size": 16, "max_model_len": 128}
+IN_CHUNKS = {**BASE, "device": "cpu", "threads": 1, "max_step_tokens": 24, "overlap_depth": 2}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+AT_LENGTH = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
 Served = tuple[Path, list[list[int]], list[list[int]]]
@@ -57,6 +59,18 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, prompts, expected
 
 
+@pytest.fixture(scope="module")
+def at_length(served: Served) -> Served:
+    """The prompts and one that repeats itself, and what is said to each at length, all latents on the device."""
+    folder, prompts, expected = served
+    texts = [*prompts, [7, 8, 9, 10] * 12]
+    with LLM(str(folder), **IN_CHUNKS) as llm:
+        outputs = llm.generate(prompt_token_ids=texts, sampling_params=AT_LENGTH)
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    assert [said[:NEW_TOKENS] for said in tokens[:-1]] == expected
+    return folder, texts, tokens
+
+
 def test_greedy_tokens_equal_generate(served: Served):
     """Whole, cut into chunks, and behind pages of the prefix cache."""
     (folder, prompts, expected), runs = served, []
@@ -70,23 +84,19 @@ def test_greedy_tokens_equal_generate(served: Served):
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), atol=1e-4, rtol=1e-4)
 
 
-def test_hot_slots_change_no_token(served: Served):
+def test_hot_slots_change_no_token(served: Served, at_length: Served):
     """Latents in host memory: chunks beside decodes, prefix hits, more tokens than slots; then retraction, as requests
     that stop at once make the scheduler expect short outputs."""
     folder, prompts, expected = served
-    longer = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     stops = SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[expected[0][0]])
-    options = {**BASE, "device": "cpu", "threads": 1, "max_step_tokens": 24, "overlap_depth": 2}
-    with LLM(str(folder), **options) as llm:
-        at_length = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=prompts, sampling_params=longer)]
-    with LLM(str(folder), **options | {"kv_pages": 12, "hot_slots": 16}) as llm:
+    with LLM(str(folder), **IN_CHUNKS | {"kv_pages": 12, "hot_slots": 16}) as llm:
         for _ in range(2):
             outputs = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
             assert [o.outputs[0].token_ids for o in outputs] == expected
         for _ in range(10):
             llm.generate(prompt_token_ids=prompts[:1], sampling_params=stops)
-        retracted = llm.generate(prompt_token_ids=prompts, sampling_params=longer)
-        assert [o.outputs[0].token_ids for o in retracted] == at_length
+        retracted = llm.generate(prompt_token_ids=prompts, sampling_params=AT_LENGTH)
+        assert [o.outputs[0].token_ids for o in retracted] == at_length[2][: len(prompts)]
         llm.check()
         stats = llm.stats()
     counts = stats.tiers.hot_slots
@@ -100,17 +110,13 @@ def test_hot_slots_change_no_token(served: Served):
     (36, {"method": "suffix", "num_speculative_tokens": 2}, 20, 0),
 ], ids=str)
 def test_drafts_behind_hot_slots_change_no_token(
-    served: Served, hot_slots: int, drafter: dict[str, Any], least_right: int, least_wrong: int
+    at_length: Served, hot_slots: int, drafter: dict[str, Any], least_right: int, least_wrong: int
 ):
     """Every token is an entry: wrong drafts leave entries that others take the place of, in slots too."""
-    folder, prompts, _ = served
-    texts, longer = [*prompts, [7, 8, 9, 10] * 12], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    options = {**BASE, "device": "cpu", "threads": 1, "max_step_tokens": 24, "overlap_depth": 2}
-    with LLM(str(folder), **options) as llm:
-        expected = [o.outputs[0].token_ids for o in llm.generate(prompt_token_ids=texts, sampling_params=longer)]
-    with LLM(str(folder), **options, hot_slots=hot_slots, speculative_config=drafter) as llm:
+    folder, texts, expected = at_length
+    with LLM(str(folder), **IN_CHUNKS, hot_slots=hot_slots, speculative_config=drafter) as llm:
         for _ in range(2):
-            outputs = llm.generate(prompt_token_ids=texts, sampling_params=longer)
+            outputs = llm.generate(prompt_token_ids=texts, sampling_params=AT_LENGTH)
             assert [o.outputs[0].token_ids for o in outputs] == expected
         llm.check()
         stats = llm.stats()
