@@ -195,7 +195,8 @@ class FakeAssembler:
 @dataclass
 class FakeClient:
     """The interface of `EngineClient`. A prompt with ``FULL`` is refused by the engine, and so are schemas with
-    ``uniqueItems``; one with ``BREAK3`` fails after three tokens, one with ``HOLD`` yields nothing until aborted.
+    ``uniqueItems``, while a grammar with ``broken`` does not compile; one with ``BREAK3`` fails after three tokens, one
+    with ``HOLD`` yields nothing until aborted.
     ``delay_s`` passes before each token. ``script`` is what the model answers, to everything, instead of sampled
     letters. ``drafts`` tokens more come in each step after the first token, as far as the answer goes, of half as many
     again that were verified."""
@@ -351,6 +352,9 @@ class FakeClient:
                 "error",
                 error=ErrorInfo("invalid_request_error", f"{kind}: the keyword 'uniqueItems' cannot be enforced", kind)
             )
+        if params.grammar is not None and "broken" in params.grammar.text:
+            error = ErrorInfo("invalid_request_error", "the grammar cannot be compiled: no rule 'broken'", "grammar")
+            finish = Finish("error", error=error)
         tokens: list[int] = []
         new: list[int] = []  # made and not yet sent; what follows the first of them is accepted drafts
         while finish is None:

@@ -128,3 +128,15 @@ async def test_what_the_engine_refuses_is_told_of_the_clients_field(server, stre
         status, told = await post(server, route, {**fields, "stream": stream} if route != NATIVE else fields)
     assert status == 400 and told["error"]["param"] == param
     assert told["error"]["message"] == f"{param}: the keyword 'uniqueItems' cannot be enforced"
+
+
+@pytest.mark.parametrize(("route", "fields", "param"), [
+    (CHAT, {"guided_grammar": "root ::= broken"}, "guided_grammar"),
+    (NATIVE, {"ebnf": "broken"}, "sampling_params.ebnf"),
+    (COMPLETIONS, {"structured_outputs": {"grammar": "root ::= broken"}}, "structured_outputs.grammar"),
+    (CHAT, {"guided_regex": "broken("}, "guided_regex"),
+])  # fmt: skip
+async def test_a_grammar_that_does_not_compile_is_told_of_the_clients_field(http, route, fields, param):
+    status, told = await post(http, route, fields)
+    assert status == 400 and told["error"]["param"] == param
+    assert told["error"]["message"] == "the grammar cannot be compiled: no rule 'broken'"

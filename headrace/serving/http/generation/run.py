@@ -285,7 +285,7 @@ class Generation:
             return ErrorInfo(error.kind, error.message, self.request.prompt_field, error.retry_after)
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         field = self.request.grammar_field() if self.request.grammar_field is not None else ""
-        if grammar is None or not field or error.param != grammar.kind:
+        if grammar is None or not field or error.param not in (grammar.kind, "grammar"):
             return error
         has_prefix = error.message.startswith(grammar.kind + ":")
         message = field + error.message.removeprefix(grammar.kind) if has_prefix else error.message
