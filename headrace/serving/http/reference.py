@@ -266,6 +266,7 @@ FIELDS = {
     "status": _FROM_EARLIER, "phase": _FROM_EARLIER, "encrypted_content": _FROM_EARLIER, "citations": _FROM_EARLIER,
     "signature": _FROM_EARLIER, "InputPart.logprobs": _FROM_EARLIER,
     "RefusalPart.refusal": "The refusal, taken as text.",
+    "ChatMessage.refusal": "The refusal, taken as text where there is no `content`.",
     "images": "Images as base64.",
     "image_data": "Images at the prompt's placeholders: an address or base64, a list, or an entry for each prompt.",
     "audio_data": "Audio, in the form of `image_data`.",

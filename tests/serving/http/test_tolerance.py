@@ -193,3 +193,24 @@ async def test_a_bias_that_no_number_type_holds_is_a_400(http):
         body = b'{"prompt": "x", "logit_bias": %s}' % bias
         answer = await http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("logit_bias"), answer.text
+
+
+async def test_refusals_and_annotations_of_other_servers_come_back(http, client):
+    """A history may have begun with another server, which refused, or cited a page."""
+    cited = {"type": "url_citation", "url_citation": {"url": "https://a.example", "title": "a"}}
+    messages = [
+        USER, {"role": "assistant", "content": None, "refusal": "I will not."}, USER,
+        {"role": "assistant", "content": "See a.", "refusal": "", "annotations": [cited]}, USER
+    ]
+    answer = await http.post(CHAT, json={"messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert [m["content"] for m in client.tokenizer.messages] == ["hi", "I will not.", "hi", "See a.", "hi"]
+    continued = {"messages": messages[:2], "max_tokens": 2, "continue_final_message": True}
+    assert (await http.post(CHAT, json=continued)).status_code == 200
+    refused = await http.post(CHAT, json={"messages": [{**USER, "content": None}]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content"
+
+
+async def test_the_list_of_models_with_a_slash_is_no_model(http):
+    answer = await http.get("/v1/models/")
+    assert answer.status_code == 404 and "did you mean /v1/models?" in answer.json()["error"]["message"]

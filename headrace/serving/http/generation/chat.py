@@ -175,9 +175,9 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
             "tools cannot be served: the tool call format of this model is unknown; name it with --tool-parser",
             param="tools",
         )
-    last = body.messages[-1].content
     continued = None
     if body.continue_final_message:
+        last = body.messages[-1].text_or_parts
         parts = last if isinstance(last, list) else [TextPart(text=last or "")]
         continued = "".join(part.text for part in parts if isinstance(part, TextPart | RefusalPart))
     # empty: every tool may be called

@@ -17,7 +17,7 @@ from headrace.service.parsing.rendering import render_with_tools
 from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.generation.media import template_content
-from headrace.serving.http.protocol.fields import INTERNALS, SPEECH, TOOLS
+from headrace.serving.http.protocol.fields import SPEECH, TOOLS
 from headrace.serving.http.protocol.native import TokenizeRequest
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
@@ -118,7 +118,6 @@ def _call_dict(call: CallRecord, where: str) -> dict[str, Any]:
 def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     unsupported = (
         ("audio", message.audio, SPEECH), ("function_call", message.function_call, TOOLS),
-        ("refusal", message.refusal, INTERNALS), ("annotations", message.annotations, INTERNALS),
     )
     for name, value, reason in unsupported:
         if value:
@@ -130,7 +129,7 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
     ):
         if is_set and message.role != role:
             raise RequestError(f"{where}.{name} belongs to messages of the role {role!r}", param=f"{where}.{name}")
-    content = message.content
+    content = message.text_or_parts
     if content is None and message.role != "assistant":
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
     shown = template_content(content)

@@ -100,9 +100,9 @@ class ModelList(Struct):
 
 
 class ChatMessage(Struct, kw_only=True):
-    """One message. ``reasoning`` is another name of ``reasoning_content``. ``audio`` and ``function_call`` must be null
-    or empty. Unknown keys are ignored: clients send back the messages they received, with fields of their own or of
-    other servers."""
+    """One message. ``reasoning`` is another name of ``reasoning_content``. ``refusal`` is the text of a message without
+    content. ``audio`` and ``function_call`` must be null or empty. Unknown keys, such as ``annotations``, are ignored:
+    clients send back the messages they received, with fields of their own or of other servers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -112,9 +112,13 @@ class ChatMessage(Struct, kw_only=True):
     tool_calls: Annotated[list[CallRecord], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: CallId | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
+
+    @property
+    def text_or_parts(self) -> str | list[ContentPart] | None:
+        """The content, else the refusal."""
+        return self.refusal if self.content is None else self.content
 
 
 class ChatRequest(ToolFields, kw_only=True, forbid_unknown_fields=True):

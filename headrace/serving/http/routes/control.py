@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -162,6 +163,8 @@ async def list_models(request: Request) -> JsonResponse:
 
 async def show_model(request: Request) -> JsonResponse:
     """One model; names may contain slashes."""
+    if not request.path_params["model"]:
+        raise HTTPException(404)  # the list with a slash behind it: no model, though requests may leave theirs out
     context = context_of(request)
     card = _card(context)
     name = context.check_model(request.path_params["model"])
