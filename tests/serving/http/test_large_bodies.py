@@ -143,7 +143,7 @@ def test_large_bodies_become_the_same_records():
     assert list(map(list, body.prompt)) == [[1, 2, 3], [7] * BIG] and (body.max_tokens, body.n) == (3, 1)
     assert all(isinstance(ids, array) for ids in body.prompt)
     native = {"text": "é" * BIG, "sampling_params": {"max_new_tokens": 2, "no_such": None, "logit_bias": {"5": 1}}}
-    decoder = JsonBody(GenerateRequest, nested=NativeSampling)
+    decoder = JsonBody(GenerateRequest, nested=("sampling_params", NativeSampling))
     with pytest.raises(HeadraceError, match=r"sampling_params\.no_such"):
         decoder._decode_parts([json.dumps({**native, "sampling_params": {"no_such": 1}}).encode()], None, None)
     ignored: list[str] = []

@@ -180,7 +180,10 @@ REFUSED = [
      "messages[0].content[0].image_url.url", "base64"),
     (chat(*[image(CAT)] * 4), "messages[0].content[3].image_url.url", "at most 3 images"),
     (chat(image(CAT), text("and <image>")), "messages", "once for each"),
-    (chat({"type": "input_file", "file_id": "x"}), "messages[0].content[0]", "parts of messages are"),
+    (
+        chat({"type": "input_file", "file_id": "x"}), "messages[0].content[0]",
+        "it must be one of text, refusal, image_url"
+    ),
     ({"messages": [{"role": "system", "content": [image(CAT)]}]}, "messages[0].content", "user's"),
     ({"messages": [{"role": "assistant", "content": [image(CAT)]}]}, "messages[0].content", "user's"),
     (chat(image(CAT), truncate_prompt_tokens=5), "truncate_prompt_tokens", "truncated"),

@@ -249,7 +249,6 @@ class OpenAIFields(ExchangeFields, kw_only=True, forbid_unknown_fields=True):
 
 TOOLS = "use tools and tool_choice, and the role 'tool' for results"
 STRUCTURE = "the server chooses the grammar library and allows whitespace where JSON does"
-PARTS = "parts of messages are text, image_url, input_audio, audio_url and video_url"
 MEDIA = (
     "put media into messages, as image_url, input_audio or video_url; /generate and /v1/completions take image_data, "
     "audio_data and video_data"

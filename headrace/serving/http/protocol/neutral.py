@@ -10,14 +10,14 @@ from msgspec.structs import fields
 from headrace.serving.http.protocol.fields import DEFERRED, MEANINGFUL_WHEN_EMPTY
 from headrace.serving.http.protocol.messages import MessagesRequest
 from headrace.serving.http.protocol.native import GenerateRequest, NativeSampling, TokenizeRequest
-from headrace.serving.http.protocol.ollama import OllamaChatRequest, OllamaGenerateRequest
+from headrace.serving.http.protocol.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from headrace.serving.http.protocol.openai import ChatRequest, CompletionRequest
 from headrace.serving.http.protocol.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from headrace.serving.http.protocol.responses import ResponsesRequest
 
 _RECORDS = (
     ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest, NativeSampling, TokenizeRequest,
-    OllamaChatRequest, OllamaGenerateRequest, EmbeddingRequest, RerankRequest, ScoreRequest,
+    OllamaChatRequest, OllamaGenerateRequest, OllamaOptions, EmbeddingRequest, RerankRequest, ScoreRequest,
 )
 _IS_ON = (True,)
 _VALUES: dict[str, tuple[Any, ...]] = {
@@ -35,6 +35,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "top_a", "presence_penalty", "frequency_penalty", "mirostat"), (0,)),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "priority", "top_logprobs", "top_logprobs_num"), (0, False)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), (0,)),
+    # Ollama's defaults of options that go with others, and llama.cpp's name of the whole context
+    "mirostat_eta": (0.1,), "mirostat_tau": (5,), "repeat_last_n": (-1,),
     "top_k": (0, -1), "logprob_start_len": (-1,), "stream_interval": (1,), "temperature": (1,),
     "tool_choice": ("auto", "none"), "truncation": ("disabled",), "encoding_format": ("float",),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "service_tier": ("auto", "default"),

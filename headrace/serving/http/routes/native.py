@@ -32,7 +32,7 @@ from headrace.serving.http.protocol.native import (
 from headrace.serving.http.transport.endpoint import JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-BODY = JsonBody(GenerateRequest, nested=NativeSampling)
+BODY = JsonBody(GenerateRequest, nested=("sampling_params", NativeSampling))
 WITHIN = "sampling_params."
 
 

@@ -41,11 +41,12 @@ from headrace.serving.http.protocol.tools import CallRecord, FunctionCall
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
-CHAT_BODY = JsonBody(wire.OllamaChatRequest, takes_any_type=True)
-GENERATE_BODY = JsonBody(wire.OllamaGenerateRequest, takes_any_type=True)
+OPTIONS = ("options", wire.OllamaOptions)
+CHAT_BODY = JsonBody(wire.OllamaChatRequest, nested=OPTIONS, takes_any_type=True)
+GENERATE_BODY = JsonBody(wire.OllamaGenerateRequest, nested=OPTIONS, takes_any_type=True)
 SHOW_BODY = JsonBody(wire.OllamaShowRequest, takes_any_type=True)
-EMBED_BODY = JsonBody(wire.OllamaEmbedRequest, takes_any_type=True)
-LEGACY_EMBED_BODY = JsonBody(wire.OllamaLegacyEmbedRequest, takes_any_type=True)
+EMBED_BODY = JsonBody(wire.OllamaEmbedRequest, nested=OPTIONS, takes_any_type=True)
+LEGACY_EMBED_BODY = JsonBody(wire.OllamaLegacyEmbedRequest, nested=OPTIONS, takes_any_type=True)
 SECOND = 1_000_000_000
 NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"

@@ -7,7 +7,7 @@ import asyncio
 import codecs
 import dataclasses
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -18,13 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headrace.base.errors import RequestError, UnsupportedFeature
-from headrace.base.option import suggest
-from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, PARTS, RESTRICTED, LogitBias
-from headrace.serving.http.protocol.neutral import is_neutral
+from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, RESTRICTED, LogitBias
 from headrace.serving.http.transport.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType, is_json
-from headrace.serving.http.transport.pieces import PieceReader
-from headrace.serving.http.transport.spans import check_num_values
+from headrace.serving.http.transport.pieces import PieceReader, within_field
+from headrace.serving.http.transport.spans import Span, check_num_values
 from headrace.serving.http.transport.threads import AT_ONCE, WorkThreads
+from headrace.serving.http.transport.unknown import alternatives, drop_fields, drop_inner_fields, names_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
@@ -35,20 +34,22 @@ GENERATION_ERRORS = (404, 429, 503, 504)
 """Statuses besides 200 of routes that run requests."""
 GAP_TIMEOUT_S = 60.0
 """Seconds without any data of a body, after which the request fails. A slow upload that makes progress is accepted."""
-NESTED = "sampling_params"
-"""The field whose objects are checked for unknown fields like the body itself."""
+SAMPLING = "sampling_params"
 BIAS = "logit_bias"
 WITH_MARK = "the body begins with a byte order mark; send it as UTF-8 without one"
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BODY_BYTES = "body_bytes"
 LARGE_BYTES = 1 << 19
 """Bodies from this size on are decoded in pieces."""
+PROMPTS = frozenset({"messages", "prompt", "text", "input", "input_ids", "documents"})
+"""Fields that may be very large. None holds a record that refuses unknown fields."""
 CUTTING = "truncate_prompt_tokens"
 """The field with which a prompt may be longer than the context."""
 # These match the wording of msgspec's validation errors, which carry the path only as text.
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _PATTERN = re.compile(r"^Expected `str` matching regex (?P<pattern>.*)$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_INVALID = re.compile(r"^Invalid (?:enum )?value")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
 
 
@@ -90,16 +91,19 @@ def _check_media_type(request: Request, *, takes_any_type: bool) -> None:
 class JsonBody(Generic[T]):
     """Decoder of one request type. Strict: no numbers in strings, no unknown fields. A field of another route or of an
     unsupported feature is refused by name unless it requests nothing (`is_neutral`). ``takes_any_type``: accepts any
-    declared media type, for APIs whose clients declare none."""
+    declared media type, for APIs whose clients declare none. ``nested``: a field, and the record of its objects, which
+    are checked for unknown fields like the body itself."""
 
     media_type: ClassVar[str] = "application/json"
 
-    def __init__(self, record: type[T], *, nested: type[msgspec.Struct] | None = None, takes_any_type: bool = False):
+    def __init__(
+        self, record: type[T], *, nested: tuple[str, type[msgspec.Struct]] | None = None, takes_any_type: bool = False
+    ):
         self.record = record
         self._takes_any_type = takes_any_type
         self._decode = msgspec.json.Decoder(record).decode
-        self._fields = _fields_of(record)
-        self._nested_fields = _fields_of(nested) if nested else frozenset()
+        self._fields = names_of(record)
+        self._nested, self._nested_fields = (nested[0], names_of(nested[1])) if nested else ("", frozenset[str]())
 
     async def read(
         self, request: Request, limit: int, threads: WorkThreads, *, is_lenient: bool = False,
@@ -137,15 +141,19 @@ class JsonBody(Generic[T]):
             if CUTTING in places and reader.text_of(places[CUTTING]).strip() != b"null":
                 reader.most_ids = None
             unknown = {name: reader.decode(places[name], Any) for name in places if name not in self._fields}
-            _drop_fields(unknown, self._fields, ignored)
+            drop_fields(unknown, self._fields, ignored)
             given = {}
-            if self._nested_fields and NESTED in places and not places[NESTED].is_large:
-                # as `decode` does it for the whole document
-                nested = {NESTED: msgspec.json.decode(reader.text_of(places[NESTED]))}
-                self._drop_nested(nested, ignored)
-                kind = next(f.type for f in msgspec.structs.fields(self.record) if f.name == NESTED)
-                given[NESTED] = msgspec.convert(nested[NESTED], kind, str_keys=True)
-            return reader.record(self.record, places, given)
+            if self._nested and self._nested in places and not places[self._nested].is_large:
+                given = self._decode_fields(reader, places, (self._nested,), ignored)
+            try:
+                return reader.record(self.record, places, given)
+            except msgspec.ValidationError as error:
+                if ignored is None or "unknown field" not in str(error):
+                    raise
+            others = [name for name in places if name in self._fields - PROMPTS - given.keys()]
+            return reader.record(
+                self.record, places, {**given, **self._decode_fields(reader, places, others, ignored)}
+            )
         except msgspec.ValidationError as error:
             raise _explain(error, self.record, b"") from None
         except msgspec.DecodeError as error:
@@ -154,6 +162,20 @@ class JsonBody(Generic[T]):
             raise RequestError(f"the body is not valid JSON: {error}") from None
         except UnicodeDecodeError:
             raise RequestError("the body is not valid UTF-8") from None
+
+    def _decode_fields(
+        self, reader: PieceReader, places: dict[str, Span], names: Iterable[str], ignored: list[str] | None
+    ) -> dict[str, Any]:
+        """Fields of a large body, decoded whole and without what `decode` drops of a small one."""
+        document = {name: msgspec.json.decode(reader.text_of(places[name])) for name in names}
+        self._drop_inner(document, ignored)
+        kinds = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(self.record)}
+        found = {}
+        for name, value in document.items():
+            own_name, kind = kinds[name]
+            with within_field(name):
+                found[own_name] = msgspec.convert(value, kind, str_keys=True)
+        return found
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
@@ -186,8 +208,8 @@ class JsonBody(Generic[T]):
         try:
             document = msgspec.json.decode(body)
             # A JSON object: otherwise the strict pass would have reported another error. Fields are deleted in place.
-            _drop_fields(document, self._fields, ignored)
-            self._drop_nested(document, ignored)
+            drop_fields(document, self._fields, ignored)
+            self._drop_inner(document, ignored)
             # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
         except msgspec.ValidationError as error:
@@ -201,34 +223,13 @@ class JsonBody(Generic[T]):
         """The error of a body that is no record."""
         return _explain(error, self.record, body)
 
-    def _drop_nested(self, document: dict[str, Any], ignored: list[str] | None) -> None:
-        inner = document.get(NESTED)
+    def _drop_inner(self, document: dict[str, Any], ignored: list[str] | None) -> None:
+        inner = document.get(self._nested)
         for item in inner if isinstance(inner, list) else [inner]:
             if self._nested_fields and isinstance(item, dict):
-                _drop_fields(item, self._nested_fields, ignored, within=NESTED + ".")
-
-
-def _fields_of(record: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(f.encode_name for f in msgspec.structs.fields(record))
-
-
-def _drop_fields(
-    document: dict[str, Any], known: frozenset[str], ignored: list[str] | None, *, within: str = ""
-) -> None:
-    # a copy of the names: fields are deleted in the loop
-    for name in [n for n in document if n not in known]:
-        value = document[name]
-        if not is_neutral(name, value):
-            if name in DEFERRED:
-                raise UnsupportedFeature(f"{within}{name} is not supported: {DEFERRED[name]}", param=within + name)
-            if ignored is None:
-                raise _unknown_field(name, known, within)
-            ignored.append(within + name)
-        del document[name]
-
-
-def _unknown_field(name: str, known: frozenset[str], within: str = "") -> RequestError:
-    return RequestError(f"unknown field {within + name[:64]!r}{suggest(name, known)}", param=within + name[:64])
+                drop_fields(item, self._nested_fields, ignored, within=self._nested + ".")
+        if ignored is not None:
+            drop_inner_fields(document, self.record, ignored)
 
 
 def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body: bytes) -> RequestError:
@@ -236,7 +237,10 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
     text = str(error)
     part = _PART.match(text)
     if part is not None:
-        return UnsupportedFeature(f"{part['path']}: {part['kind']!r} is not supported: {PARTS}", param=part["path"])
+        kinds = ", ".join(_choices_at(record, part["path"]))
+        return UnsupportedFeature(
+            f"{part['path']}: {part['kind']!r} is not supported; it must be one of {kinds}", param=part["path"]
+        )
     where = _WHERE.search(text)
     path = _name_entry(where["path"], body) if where else ""
     reason = text[: where.start()] if where else text
@@ -257,9 +261,10 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
 
 def _explain_value(reason: str, record: type[msgspec.Struct], path: str) -> str:
     """What a value must be, in words."""
-    choices = _choices_at(record, path) if reason.startswith("Invalid enum value") else []
-    if choices:
-        given = reason.removeprefix("Invalid enum value")
+    invalid = _INVALID.match(reason)
+    choices = _choices_at(record, path) if invalid is not None else []
+    if choices and invalid is not None:
+        given = reason[invalid.end() :]
         reason = f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}; got{given}"
     pattern = _PATTERN.match(reason)
     if pattern is not None:
@@ -270,7 +275,7 @@ def _explain_value(reason: str, record: type[msgspec.Struct], path: str) -> str:
 
 def _name_entry(path: str, body: bytes) -> str:
     """The path; within a ``logit_bias`` that of its first wrong entry, by its key, which msgspec's errors lack."""
-    if path.removeprefix(NESTED + ".") not in (BIAS, BIAS + "[...]"):
+    if path.removeprefix(SAMPLING + ".") not in (BIAS, BIAS + "[...]"):
         return path
     path = path.removesuffix("[...]")
     try:
@@ -288,24 +293,22 @@ def _name_entry(path: str, body: bytes) -> str:
 
 
 def _choices_at(record: type[msgspec.Struct], path: str) -> list[str]:
-    """The literals allowed at a path of a record, such as ``messages[...].role``; empty if unknown. Unions
-    contribute the literals of all their members."""
+    """The literals allowed at a path of a record, such as ``messages[...].role``, and the tags of records; empty if
+    unknown. Unions contribute those of all their members."""
     found: list[inspect.Type] = [inspect.type_info(record)]
+    tags: list[str] = []
     for name in re.findall(r"[^.\[\]]+", path):
-        parts = _alternatives(found)
+        parts = alternatives(found)
+        tags = [str(part.tag) for part in parts if isinstance(part, inspect.StructType) and part.tag_field == name]
         found = [
             field.type
             for part in parts if isinstance(part, inspect.StructType)
             for field in part.fields if field.encode_name == name
         ]
         found += [part.item_type for part in parts if isinstance(part, inspect.ListType)]
-    return [
-        str(value) for part in _alternatives(found) if isinstance(part, inspect.LiteralType) for value in part.values
+    return tags + [
+        str(value) for part in alternatives(found) if isinstance(part, inspect.LiteralType) for value in part.values
     ]
-
-
-def _alternatives(types: list[inspect.Type]) -> list[inspect.Type]:
-    return [part for found in types for part in (found.types if isinstance(found, inspect.UnionType) else (found,))]
 
 
 @dataclass(frozen=True)

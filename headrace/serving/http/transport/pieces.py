@@ -83,7 +83,7 @@ class PieceReader:
         for known in msgspec.structs.fields(kind):
             name = known.encode_name
             if name in places and known.name not in given:
-                with _within(f".{name}"):
+                with within_field(name):
                     values[known.name] = self.decode(places[name], known.type)
             elif known.required and known.name not in given:
                 raise msgspec.ValidationError(f"Object missing required field `{name}`")
@@ -196,7 +196,7 @@ class PieceReader:
     def _record_of(self, places: dict[str, Span], records: list[type[msgspec.Struct]]) -> msgspec.Struct:
         tag_field = records[0].__struct_config__.tag_field
         if tag_field is not None and tag_field in places:
-            with _within(f".{tag_field}"):
+            with within_field(tag_field):
                 tag = self.decode(places.pop(tag_field), str)
                 kind = next((each for each in records if each.__struct_config__.tag == tag), None)
                 if kind is None:
@@ -238,6 +238,11 @@ def _takes(wanted: Any, kind: type) -> bool:
     if kind is int:
         return int in members
     return any(get_origin(each) is list and _takes(get_args(each)[0], int) for each in members)
+
+
+def within_field(name: str) -> contextlib.AbstractContextManager[None]:
+    """Lets errors inside begin their path with the field."""
+    return _within(f".{name}")
 
 
 @contextlib.contextmanager
