@@ -83,7 +83,10 @@ class ToleranceConfig(KeepingConfig):
 class ServerConfig(ToleranceConfig):
     """The HTTP process."""
 
-    served_model_name: str | None = option(None, "name clients use; default: the model's own", metavar="NAME")
+    served_model_name: str | None = option(
+        None, "name clients use, or several, separated by commas; responses have the first; default: the model's own",
+        metavar="NAME"
+    )
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template", metavar="FILE")
     tool_parser: str = option(
         "auto", "format of the model's tool calls; auto: from the chat template; none: no tools",

@@ -76,10 +76,12 @@ class AdapterCatalog:
         """Their names."""
         return [adapter.name for adapter in self.loaded]
 
-    def find(self, name: str, base: str) -> str | None:
-        """The adapter that a request's ``model`` names: ``name``, or ``base:name``; None for another name."""
+    def find(self, name: str, bases: Sequence[str]) -> str | None:
+        """The adapter that a request's ``model`` names: ``name``, or ``base:name`` with one of ``bases``, the served
+        model's names; None for another name."""
         known = set(self.names)
-        return next((wanted for wanted in (name, name.removeprefix(f"{base}:")) if wanted in known), None)
+        names = (name, *(name.removeprefix(f"{base}:") for base in bases))
+        return next((wanted for wanted in names if wanted in known), None)
 
     def is_reloading(self, names: Iterable[str]) -> bool:
         """Whether one of these adapters is being loaded again after a restart; empty names are of the base model."""

@@ -326,3 +326,12 @@ def test_a_module_with_the_models_own_name_is_refused_at_the_start(name: str):
     client = FakeClient(config=replace(EngineConfig(), adapters=adapters))
     with pytest.raises(ConfigError, match=f"'{name}', the served model's own name"):
         create_app(client, ServerConfig(served_model_name="mine"))
+
+
+async def test_each_name_of_the_model_goes_before_an_adapter(client: FakeClient):
+    async with http_for(client, served_model_name="one,two") as http:
+        for name in ("one:sql", "two:sql", "sql"):
+            answer = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "model": name})
+            assert answer.status_code == 200 and answer.json()["model"] == "sql"
+        assert (await http.get("/v1/models/two:sql")).json()["parent"] == "one"
+        assert (await http.get("/v1/models/three:sql")).status_code == 404

@@ -214,3 +214,25 @@ async def test_refusals_and_annotations_of_other_servers_come_back(http, client)
 async def test_the_list_of_models_with_a_slash_is_no_model(http):
     answer = await http.get("/v1/models/")
     assert answer.status_code == 404 and "did you mean /v1/models?" in answer.json()["error"]["message"]
+
+
+async def test_a_model_with_several_names(client):
+    """Coding agents send two, of a large and of a small model."""
+    async with http_for(client, served_model_name="large, small,org/third") as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"]) for card in listed] == [
+            ("large", "fake-model"), ("small", "fake-model"), ("org/third", "fake-model")
+        ]
+        for name in ("large", "small", "org/third", "default", None):
+            for path in (CHAT, TEXT, MESSAGES):
+                answer = await http.post(path, json={**BODIES[path], "model": name})
+                assert answer.status_code == 200 and answer.json()["model"] == "large", answer.text
+        assert (await http.get("/v1/models/org/third")).json() == listed[2]
+        assert (await http.get("/v1/models/default")).json() == listed[0]
+        tags = (await http.get("/api/tags")).json()["models"]
+        assert [card["name"] for card in tags] == ["large", "small", "org/third"]
+        told = await http.post("/api/chat", json={"model": "small:latest", "messages": [USER], "stream": False})
+        assert told.status_code == 200
+        refused = await http.post(CHAT, json={**BODIES[CHAT], "model": "fake-model"})
+        assert refused.status_code == 404
+        assert "'large', 'small', 'org/third' is" in refused.json()["error"]["message"]

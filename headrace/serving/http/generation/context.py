@@ -100,15 +100,21 @@ class AppContext:
         return "starting" if not self.is_open and self.client.state == "ready" else self.client.state
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names clients use; none while the model is loading and no name was configured."""
+        given = (self.server.served_model_name or "").split(",")
+        own = (self.client.facts.model,) if self.client.facts else ()
+        return tuple(dict.fromkeys(name.strip() for name in given if name.strip())) or own
+
+    @property
     def model_name(self) -> str:
-        """The name clients use; empty while the model is loading and no name was configured."""
-        facts = self.client.facts
-        return self.server.served_model_name or (facts.model if facts else "")
+        """The first of them, which responses have; empty if there is none."""
+        return next(iter(self.model_names), "")
 
     @property
     def own_names(self) -> tuple[str, ...]:
         """The names by which requests mean the served model itself."""
-        return self.model_name, DEFAULT_MODEL
+        return *self.model_names, DEFAULT_MODEL
 
     @property
     def system_fingerprint(self) -> str:
@@ -151,9 +157,9 @@ class AppContext:
             self.facts()
         if not name or name in self.own_names:
             return ""
-        adapter = self.adapters.find(name, self.model_name)
+        adapter = self.adapters.find(name, self.model_names)
         if adapter is None:
-            served = ", ".join(repr(known) for known in (self.model_name, *self.adapters.names[:MOST_NAMED]))
+            served = ", ".join(repr(known) for known in (*self.model_names, *self.adapters.names[:MOST_NAMED]))
             raise ModelNotFound(f"the model {name!r} is not served here; {served} is", param=field)
         return adapter
 

@@ -154,10 +154,11 @@ def _adapter_card(context: AppContext, adapter: LoRARequest) -> ModelCard:
 
 
 async def list_models(request: Request) -> JsonResponse:
-    """The served model and its adapters."""
-    context = context_of(request)
+    """The served model under each of its names, and its adapters."""
+    context, card = context_of(request), _card(context_of(request))
     return JsonResponse(ModelList([
-        _card(context), *(_adapter_card(context, adapter) for adapter in context.adapters.loaded)
+        *(msgspec.structs.replace(card, id=name) for name in context.model_names),
+        *(_adapter_card(context, adapter) for adapter in context.adapters.loaded)
     ]))
 
 
@@ -166,10 +167,12 @@ async def show_model(request: Request) -> JsonResponse:
     if not request.path_params["model"]:
         raise HTTPException(404)  # the list with a slash behind it: no model, though requests may leave theirs out
     context = context_of(request)
-    card = _card(context)
-    name = context.check_model(request.path_params["model"])
+    card, given = _card(context), request.path_params["model"]
+    name = context.check_model(given)
     adapter = next((one for one in context.adapters.loaded if one.name == name), None)
-    return JsonResponse(card if adapter is None else _adapter_card(context, adapter))
+    if adapter is not None:
+        return JsonResponse(_adapter_card(context, adapter))
+    return JsonResponse(msgspec.structs.replace(card, id=given) if given in context.model_names else card)
 
 
 async def abort_request(request: Request) -> JsonResponse:

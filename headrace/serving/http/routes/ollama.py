@@ -271,8 +271,8 @@ def _details(facts: ModelFacts) -> wire.OllamaDetails:
 
 
 def _cards(context: AppContext, facts: ModelFacts) -> list[wire.OllamaCard]:
-    """The served model and its adapters."""
-    return [_card(context, facts, name) for name in (context.model_name, *context.adapters.names)]
+    """The served model under each of its names, and its adapters."""
+    return [_card(context, facts, name) for name in (*context.model_names, *context.adapters.names)]
 
 
 def _card(context: AppContext, facts: ModelFacts, name: str) -> wire.OllamaCard:
