@@ -17,6 +17,7 @@ from headrace.base.media_facts import MediaFacts
 from headrace.base.pooling import PoolingFacts, PoolingSpec
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.base.step import TokenLogprobs
+from headrace.base.token_ids import TokenIds, from_wire, pack_ids, to_wire
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -56,11 +57,11 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     limit. Higher ``priority`` runs first under the priority policy. ``origin`` says who sent it, for fair shares: the
     client, in one part or several, then its HTTP request; empty when there is only one client. ``transfer``: with which
     engine its pages are exchanged, in an engine that has a role. ``media``: what stands at placeholders of the prompt,
-    ascending.
+    ascending. Token ids may be given as any sequence, and are packed; raises `TypeError` for what is no 32-bit integer.
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     sampling: SamplingSpec
     stop: StopSpec
     namespace: str = ""
@@ -71,6 +72,9 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     adapter: str = ""
     transfer: TransferSpec | None = None
     media: list[MediaItem] = []
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "prompt_token_ids", pack_ids(self.prompt_token_ids))
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -321,6 +325,6 @@ class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
 FromEngine = Starting | Ready | Outputs | Reply | Fatal
 
 # Made once: building a decoder for these types is slow.
-encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine | WithData).decode
+encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine | WithData, dec_hook=from_wire).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -10,6 +10,7 @@ import msgspec
 from headrace.base.media import MediaItem, MediaPlace
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingSpec
+from headrace.base.token_ids import TokenIds, pack_ids
 
 MAX_DRAFTS = 32
 """The most drafts of a row that one step verifies."""
@@ -28,12 +29,15 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     request_id: str
-    token_ids: list[int]
+    token_ids: TokenIds
     prompt_len: int
     sampling: SamplingSpec
     pooling: PoolingSpec | None = None
     adapter_slot: int = -1
     media: list[MediaPlace] = []
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "token_ids", pack_ids(self.token_ids))
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,6 @@ of an agent, so that nothing said to one life is taken for the next.
 
 from __future__ import annotations
 
-import struct
 from hashlib import blake2b
 
 import msgspec
@@ -17,6 +16,7 @@ from headrace.base import VERSION
 from headrace.base.cache import CacheSpec
 from headrace.base.sampling import TransferSpec
 from headrace.base.step import TokenLogprobs
+from headrace.base.token_ids import TokenIds
 
 ROLES = ("prefill", "decode")
 
@@ -91,11 +91,10 @@ class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
 
 
-def digest_prompt(token_ids: list[int], namespace: str) -> bytes:
+def digest_prompt(token_ids: TokenIds, namespace: str) -> bytes:
     """Names a prompt: pages are only taken where both sides computed the same one."""
-    ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
     # Hashed, as a key has 64 bytes at most: the name of an adapter alone is as long.
-    return blake2b(ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
+    return blake2b(token_ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
 
 
 LEASE_S = 30.0

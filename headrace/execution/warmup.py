@@ -22,6 +22,7 @@ from headrace.base.errors import ModelError
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import Penalties, SamplingSpec
 from headrace.base.step import PageAppend, RowDraft, RowStart, StepPlan
+from headrace.base.token_ids import pack_ids
 from headrace.execution.assembly import Assembly
 from headrace.execution.captures import NoRecorder
 from headrace.execution.graph_sizes import GraphSizes
@@ -189,8 +190,8 @@ def run_tiny_steps(
     ]
     appends = [PageAppend(g, 0, 0, pages[g * num_pages : (g + 1) * num_pages]) for g in range(len(layout.groups))]
     start = RowStart(
-        0, "warm-up", [0] * PROMPT_LEN, PROMPT_LEN, sampling or SamplingSpec(), PoolingSpec() if is_pooling else None,
-        adapter_slot,
+        0, "warm-up", pack_ids([0] * PROMPT_LEN), PROMPT_LEN, sampling or SamplingSpec(),
+        PoolingSpec() if is_pooling else None, adapter_slot,
     )
     prefill = StepPlan(OWN_STEP, 0, [0], [0], [PROMPT_LEN], [int(not is_pooling)], starts=[start], appends=appends)
     guess = RowDraft(0, PROMPT_LEN, [0])  # verified by no step: placing it has a kernel of its own
@@ -217,8 +218,8 @@ def _run_largest_steps(runner: Runner, assembly: Assembly) -> None:
     counts = (min(layout.max_rows, max_tokens), min(layout.max_rows, -(-max_tokens // layout.max_model_len)))
     for num_rows, slot in product(counts, (-1, *_adapter_slots(assembly))):
         length = min(max(1, max_tokens // num_rows), layout.max_model_len)
-        rows = list(range(num_rows))
-        starts = [RowStart(row, "measure", [0] * length, length, spec, pooling, slot) for row in rows]
+        rows, prompt = list(range(num_rows)), pack_ids([0] * length)
+        starts = [RowStart(row, "measure", prompt, length, spec, pooling, slot) for row in rows]
         samples = [int(not is_pooling)] * num_rows
         plan = StepPlan(OWN_STEP, 0, rows, [0] * num_rows, [length] * num_rows, samples, starts=starts)
         runner.execute(plan).result()

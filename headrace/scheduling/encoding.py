@@ -89,7 +89,7 @@ class EncoderAccount:
 
     def check(self, request: Request) -> None:
         """Raise `RequestError` for media that the model does not take, or that can never be computed here."""
-        check_media(request.media, request.prompt_token_ids, self._facts)
+        check_media(request.media, request.tokens, self._facts)
         for item in request.media:
             most, name = self._limits.cache_tokens, "encoder_cache_mib"
             if self._facts is not None and self._facts.is_whole and self._limits.model_tokens < most:

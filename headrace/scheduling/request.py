@@ -5,22 +5,12 @@ Refuses: deciding anything. Admission, planner and commit change a request's sta
 
 from __future__ import annotations
 
-import struct
-from array import array
 from dataclasses import dataclass
 from enum import IntEnum
 
 from headrace.base.media import key_ids
 from headrace.base.messages import EngineRequest
 from headrace.scheduling.cache.ledger import Holding
-
-
-def _pack(ids: list[int]) -> array[int]:
-    """Token ids as int32. Twice as fast as ``array("i", ids)``. Raises `TypeError` for what is not a 32-bit integer."""
-    try:
-        return array("i", struct.pack(f"{len(ids)}i", *ids))
-    except struct.error as error:
-        raise TypeError(str(error)) from error
 
 
 class State(IntEnum):
@@ -60,7 +50,7 @@ class Request:
         "computed_len", "deadline", "epoch", "followers", "goal_len", "hit_pages", "hit_version", "holding", "is_warm",
         "leader", "limit_len", "max_len", "max_output_len", "media", "min_tokens", "namespace", "num_cached_tokens",
         "num_proposed", "num_shared_waits", "num_unsure", "origin", "page_keys", "path", "places", "planned_len",
-        "pooling", "priority", "prompt_len", "prompt_logprobs_len", "prompt_token_ids", "queued_s", "request_id", "row",
+        "pooling", "priority", "prompt_len", "prompt_logprobs_len", "queued_s", "request_id", "row",
         "sampling", "seq", "shared_pages", "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
     )  # fmt: skip
 
@@ -69,8 +59,7 @@ class Request:
     ):
         self.request_id = submitted.request_id
         self.seq = seq  # arrival number: the age of a request, kept through retractions
-        self.prompt_token_ids = submitted.prompt_token_ids
-        self.tokens = _pack(submitted.prompt_token_ids)
+        self.tokens = submitted.prompt_token_ids[:]
         self.sampling = submitted.sampling
         self.pooling = submitted.pooling
         self.media = submitted.media
@@ -137,10 +126,6 @@ class Request:
     def is_running(self) -> bool:
         """Whether it has a row and pages."""
         return State.AWAITING_PAGES <= self.state <= State.DECODING
-
-    def all_token_ids(self) -> list[int]:
-        """Prompt and output; the caller must not change the list."""
-        return self.prompt_token_ids if self.output_len == 0 else self.tokens.tolist()
 
     def key_bytes(self, begin: int, end: int) -> bytes:
         """Tokens ``[begin, end)`` in the form the prefix tree is keyed by: with digests in place of placeholders."""

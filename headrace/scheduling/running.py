@@ -146,7 +146,7 @@ class RunningSet:
         between is in both, with its new row among the starts."""
         starts = [
             RowStart(
-                request.row, request.request_id, request.all_token_ids(), request.prompt_len, request.sampling,
+                request.row, request.request_id, request.tokens[:], request.prompt_len, request.sampling,
                 request.pooling, self.adapters.slot_of(request.adapter), request.places
             )
             for request in self._newcomers

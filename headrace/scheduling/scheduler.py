@@ -138,15 +138,9 @@ class Scheduler:
         submitted = self._running.media.share(self.exchange.adapt(submitted))
         wait = submitted.deadline_s if submitted.deadline_s is not None else self._default_deadline_s
         deadline = None if wait is None else self._clock() + wait
-        try:
-            request = Request(
-                submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline,
-                adapter=adapter,
-            )
-        except (OverflowError, TypeError) as error:
-            raise RequestError(
-                f"prompt_token_ids must be 32-bit token ids: {error}", param="prompt_token_ids"
-            ) from error
+        request = Request(
+            submitted, seq=self._next_seq, max_model_len=self._layout.max_model_len, deadline=deadline, adapter=adapter
+        )
         if submitted.request_id in self._running.requests:
             raise RequestError(
                 f"request id {submitted.request_id!r} is already in use; choose another", param="request_id"

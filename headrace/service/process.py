@@ -42,6 +42,7 @@ from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.base.spawn import continue_when_orphaned
+from headrace.base.token_ids import pack_ids
 from headrace.kernels.early import start_early
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
@@ -172,7 +173,7 @@ def produce_token(engine: Engine) -> None:
         prompt = [facts.media.token_ids["audio"]] * media[0].place.num_tokens + [0]
     pooling = PoolingSpec() if facts.pooling is not None else None
     engine.submit(EngineRequest(
-        "start-up", prompt, SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling, media=media
+        "start-up", pack_ids(prompt), SamplingSpec(), StopSpec(max_tokens=1), pooling=pooling, media=media
     ))
     finish = None
     while engine.has_work:

@@ -199,8 +199,8 @@ def test_what_never_fits_is_refused(limits: dict[str, int]):
 def test_media_that_do_not_belong_to_the_prompt_are_refused():
     account, good = make_account(), make_request(2, (3, "a"))
     for ids, items in (
-        (good.prompt_token_ids, []), (good.prompt_token_ids, [make_item(1, 3, "a")]),
-        (good.prompt_token_ids, [make_item(2, 4, "a")]), (good.prompt_token_ids, [make_item(2, 2, "a")]),
+        (good.tokens, []), (good.tokens, [make_item(1, 3, "a")]),
+        (good.tokens, [make_item(2, 4, "a")]), (good.tokens, [make_item(2, 2, "a")]),
     ):
         bad = Request(
             EngineRequest("bad", ids, SamplingSpec(), StopSpec(4), media=items), seq=0, max_model_len=64, deadline=None

@@ -26,7 +26,7 @@ def build(
 
 def test_the_plain_request():
     (request,) = build(temperature=0.5, top_k=-1, max_tokens=10, seed=3)
-    assert (request.request_id, request.prompt_token_ids) == ("r", [5, 6, 7])
+    assert (request.request_id, request.prompt_token_ids.tolist()) == ("r", [5, 6, 7])
     sampling = request.sampling
     assert (
         sampling.temperature, sampling.top_k, sampling.seed, sampling.penalties, sampling.rules

@@ -33,6 +33,7 @@ from headrace.base.sampling import (
     ThinkingLimit,
     TransferSpec,
 )
+from headrace.base.token_ids import pack_ids
 from headrace.service.tokenization.stop_patterns import compile_stops
 from headrace.service.tokenization.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ def build_requests(
     _check_prompt(prompt_token_ids, facts)
     _check_strings(params, tokenizer)
     check_schedule(priority, deadline_s)
-    prompt = list(prompt_token_ids)
+    prompt = pack_ids(prompt_token_ids)
     stop = _stop_spec(params, len(prompt), facts, tokenizer)
     _check_logprobs(params, len(prompt), stop.max_tokens, facts)
     rules, penalties = _logit_rules(params, stop, facts, tokenizer), _penalties(params, facts, tokenizer)
@@ -338,6 +339,6 @@ def build_pooling_request(
             )
         spec = msgspec.structs.replace(spec, needs_all_tokens=facts.pooling.needs_all_tokens)
     return EngineRequest(
-        request_id, list(token_ids), SamplingSpec(), StopSpec(0), namespace=namespace, priority=priority,
+        request_id, pack_ids(token_ids), SamplingSpec(), StopSpec(0), namespace=namespace, priority=priority,
         deadline_s=deadline_s, pooling=spec,
     )

@@ -62,7 +62,7 @@ class RequestStream:
         send: Callable[[Iterable[Abort]], None]
     ):
         self.request_id = request_id
-        self.prompt_token_ids = requests[0].prompt_token_ids
+        self._prompt = requests[0].prompt_token_ids
         self.child_ids = [r.request_id for r in requests]
         self._unfinished = set(range(len(requests)))  # choices that have not had their last delta
         self._is_broken = False  # an output could not be assembled; later ones are ignored
@@ -73,6 +73,16 @@ class RequestStream:
         self._pending: dict[int, ChoiceDelta] = {}
         self._updated = asyncio.Event()
         self._take: Callable[[ChoiceDelta], bool] | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Those of the prompt, unpacked anew."""
+        return self._prompt.tolist()
+
+    @property
+    def prompt_len(self) -> int:
+        """Their number."""
+        return len(self._prompt)
 
     @property
     def is_finished(self) -> bool:

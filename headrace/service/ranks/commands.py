@@ -14,6 +14,7 @@ from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights
 from headrace.base.config import EngineConfig
 from headrace.base.messages import ErrorInfo, Place, Starting
 from headrace.base.step import Arrival, StepPlan
+from headrace.base.token_ids import from_wire
 from headrace.service.ranks.ring import RingPlace
 
 
@@ -137,5 +138,5 @@ FromWorker = Starting | RankReady | Done | Moved | Failed
 # made before a worker imports on another thread, see `headrace.service.transport.decode_config`
 decode_assignment = msgspec.msgpack.Decoder(Assignment).decode
 decode_shared = msgspec.json.Decoder(Shared).decode
-decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_command = msgspec.msgpack.Decoder(Command, dec_hook=from_wire).decode
 decode_reply = msgspec.msgpack.Decoder(FromWorker).decode

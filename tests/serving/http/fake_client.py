@@ -327,12 +327,13 @@ class FakeClient:
                 self.children[abort.request_id].set()
 
     async def _run(self, stream: RequestStream, request: EngineRequest, params: SamplingParams, seed: int) -> None:
-        text = bytes(i for i in request.prompt_token_ids if i < 256).decode(errors="replace")
+        prompt = request.prompt_token_ids.tolist()
+        text = bytes(i for i in prompt if i < 256).decode(errors="replace")
         ended = self.children[request.request_id]
         if "HOLD" in text:
             await ended.wait()
         broken = re.search(r"BREAK(\d+)", text)
-        facts = {"num_cached_tokens": len(request.prompt_token_ids) // 2, "queued_s": QUEUED_S}
+        facts = {"num_cached_tokens": len(prompt) // 2, "queued_s": QUEUED_S}
         # the first choice, which computes all of the prompt
         if params.prompt_logprobs is not None and request.request_id in (stream.request_id, f"{stream.request_id}/0"):
             await asyncio.sleep(3 * self.delay_s)
@@ -340,7 +341,7 @@ class FakeClient:
                 None,
                 *(
                     token_logprobs(i, params.prompt_logprobs, params.logprob_token_ids)
-                    for i in request.prompt_token_ids[1:]
+                    for i in prompt[1:]
                 )
             ]
         finish = (
@@ -365,7 +366,7 @@ class FakeClient:
                 finish = Finish("error", error=ErrorInfo("step_failed", "the step failed"))
             else:
                 token = (
-                    self.script[len(tokens)] if self.script else draw_token(request.prompt_token_ids, seed, len(tokens))
+                    self.script[len(tokens)] if self.script else draw_token(prompt, seed, len(tokens))
                 )
                 tokens.append(token)
                 self.num_tokens += 1

@@ -107,7 +107,7 @@ class Generation:
         self.request = request
         self.streams = streams
         self.timers = [
-            RequestTimer(context.metrics, len(stream.prompt_token_ids), params.n)
+            RequestTimer(context.metrics, stream.prompt_len, params.n)
             for stream, params in zip(streams, request.params, strict=True)
         ]
         self.is_disconnected = False
@@ -151,7 +151,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Token counts so far."""
-        prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
+        prompt_tokens = sum(s.prompt_len for s in self.streams)
         usage = Usage.of(prompt_tokens, self._num_completion, sum(self._num_cached))
         for prompt in self.request.prompts:
             for item in prompt.items if isinstance(prompt, MediaPrompt) else ():
