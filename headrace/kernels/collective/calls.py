@@ -31,7 +31,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 class Call(ctypes.Structure):
-    """``Ranks`` of the source. The next ones have their names there."""
+    """``Call`` of the source, like the next ones."""
 
     _fields_ = (
         ("mailboxes", c_uint64 * MOST_RANKS), ("host", c_uint64), ("sum_bytes", c_uint64), ("gather_bytes", c_uint64),

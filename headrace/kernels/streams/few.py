@@ -11,8 +11,6 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from headrace.kernels.collective import LentSum
-from headrace.kernels.collective.calls import TYPES, Call, is_flat
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
@@ -29,7 +27,7 @@ MOST_TOKENS = CLUSTERS * max(TILES)
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of the source, of one rank."""
+    """``Call`` of the source."""
 
     _fields_ = (
         *(
@@ -45,33 +43,23 @@ class _Call(ctypes.Structure):
     )
 
 
-class _RankedCall(_Call):
-    """The same of several."""
-
-    _fields_ = (("ranks", Call),)
-
-
 def choose_tile(num_tokens: int) -> int:
     """Tokens of a cluster."""
     return next(tile for tile in TILES if num_tokens <= tile * CLUSTERS)
 
 
 @cache_compiled
-def find_kernel(
-    width: int, tile: int, device: torch.device, *, writes: bool, ranks: int = 1
-) -> tuple[CudaKernel, int] | None:
-    """The kernel, compiled (a second) unless cached, and how many clusters run at once; None, with a warning, where
-    that fails, or where no cluster of that size can run. ``ranks``: those over which what is pending is added up."""
+def find_kernel(width: int, tile: int, device: torch.device, *, writes: bool) -> CudaKernel | None:
+    """The kernel, compiled (a second) unless cached; None, with a warning, where that fails, or where no cluster of
+    that size can run."""
     defines = {
-        "CLUSTER": CLUSTER, "COLUMNS": width // CLUSTER, "TOKENS": tile, "GROUP": TILES[tile], "WRITES": int(writes),
-        "WORLD": ranks, "TYPE": TYPES[torch.bfloat16],
+        "CLUSTER": CLUSTER, "COLUMNS": width // CLUSTER, "TOKENS": tile, "GROUP": TILES[tile], "WRITES": int(writes)
     }
     options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
     shared_bytes = 4 * 24 * 4 * width // CLUSTER
     with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
         kernel = CudaKernel(compile_source("streams_few", options), "pass_streams", shared_bytes)
-        count = kernel.count_clusters(CLUSTER, width // CLUSTER + 32)
-        return (kernel, count) if count else None
+        return kernel if kernel.count_clusters(CLUSTER, width // CLUSTER + 32) else None
     return None
 
 
@@ -84,28 +72,13 @@ def can_run(streams: torch.Tensor) -> bool:
     return all(find_kernel(width, tile, streams.device, writes=writes) is not None for writes in (False, True))
 
 
-def can_sum(streams: torch.Tensor, pending: Pending, ranks: LentSum) -> bool:
-    """Whether `pass_streams` also adds up over ranks: all clusters run at once, as they wait for the same of others.
-    What is pending must be as `Collectives.all_reduce` takes it, which a rank without this kernel calls."""
-    num_tokens, _, width = streams.shape
-    parts = [pending.out] if pending.more is None else [pending.out, pending.more]
-    if not can_run(streams) or not all(map(is_flat, parts)):
-        return False
-    found = find_kernel(width, tile := choose_tile(num_tokens), streams.device, writes=True, ranks=ranks.size)
-    return found is not None and ceil_div(num_tokens, tile) <= found[1]
-
-
 def pass_streams(
-    streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape,
-    ranks: LentSum | None = None,
+    streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`; without anything ``pending`` the streams are returned as they are."""
     num_tokens, num_streams, width = streams.shape
-    size = 1 if ranks is None else ranks.size
-    found = find_kernel(
-        width, tile := choose_tile(num_tokens), streams.device, writes=pending is not None, ranks=size
-    )
-    assert found is not None, "see can_run and can_sum"
+    kernel = find_kernel(width, tile := choose_tile(num_tokens), streams.device, writes=pending is not None)
+    assert kernel is not None, "see can_run"
     new = streams if pending is None else torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     x = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
     post = torch.empty((num_tokens, num_streams), dtype=torch.float32, device=streams.device)
@@ -114,7 +87,7 @@ def pass_streams(
     strides = (
         0 if tensor is None else tensor.stride(0) for tensor in (before[0], before[1])
     )
-    fields = (
+    call = _Call(
         *(
             None if tensor is None else tensor.data_ptr()
             for tensor in (streams, *before, new, mix.fn, mix.scale, mix.base, norm, x, post, mixing)
@@ -122,8 +95,5 @@ def pass_streams(
         streams.stride(0), streams.stride(1), *strides, num_tokens, width, shape.iterations, shape.eps,
         shape.norm_eps,
     )
-    call = _Call(*fields) if ranks is None else _RankedCall(*fields, ranks.call)
-    found[0].launch(ceil_div(num_tokens, tile) * CLUSTER, width // CLUSTER + 32, call, is_dependent=True)
-    if ranks is not None:
-        ranks.meet()
+    kernel.launch(ceil_div(num_tokens, tile) * CLUSTER, width // CLUSTER + 32, call, is_dependent=True)
     return new, x, post, mixing
