@@ -19,7 +19,6 @@ from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS,
 from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, count_sms, keep_apart
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
-from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 BARRIER_BYTES, MOST_STAGES = 16, 64
@@ -151,13 +150,11 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
 
 
 def multiply_gated(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
-) -> torch.Tensor | None:
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
     """See `CODED_GATED`."""
-    if gate.is_clamped:
-        return None
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    return launch(arrange(x, weight), weight, bias, out, gate=GATES[gate.kind])
+    return launch(arrange(x, weight), weight, bias, out, gate=GATES[activation])
 
 
 def multiply_normalised(
