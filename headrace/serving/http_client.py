@@ -145,12 +145,12 @@ class Exchange:
     def pause_reading(self) -> None:
         """Let the server wait: nothing more is taken from its connection."""
         if self.connection is not None:
-            self.connection.transport.pause_reading()
+            self.connection.pause(True)
 
     def resume_reading(self) -> None:
         """The opposite of `pause_reading`."""
         if self.connection is not None:
-            self.connection.transport.resume_reading()
+            self.connection.pause(False)
 
 
 class _Connection(asyncio.Protocol):
@@ -171,6 +171,7 @@ class _Connection(asyncio.Protocol):
         self._is_in_head = True
         self._is_measured = False  # has a length or is chunked; otherwise the end of the connection ends the body
         self._is_whole = False  # the response is complete; what follows belongs to nothing
+        self._is_paused = False
 
     def start(self, exchange: Exchange) -> None:
         """Send a request, and read its response."""
@@ -178,6 +179,12 @@ class _Connection(asyncio.Protocol):
         self._is_whole = self._is_measured = False
         self._num_bare = 0
         self.transport.write(exchange.request)
+
+    def pause(self, is_paused: bool) -> None:
+        """Take nothing more from the server, or go on; the end of an exchange ends its pause."""
+        if is_paused != self._is_paused:
+            self._is_paused = is_paused
+            (self.transport.pause_reading if is_paused else self.transport.resume_reading)()
 
     def close(self) -> None:
         """Drop the connection."""
@@ -263,6 +270,8 @@ class _Connection(asyncio.Protocol):
 
     def _end(self, error: Exception | None) -> None:
         exchange, self._exchange = self._exchange, None
+        if self.is_open:  # the response may have paused it by its last piece, and the next one is to be read
+            self.pause(False)
         if exchange is not None:
             exchange.response.is_complete = error is None
             self._finish(exchange, self, error)
@@ -419,7 +428,10 @@ class HttpClient:
             exchange.end(error)
             return
         exchange.connecting = None
-        connection.start(exchange)
+        if connection.is_open:
+            connection.start(exchange)
+        else:  # closed as soon as it was accepted: nothing would tell the end of what is written now
+            exchange.end(BrokenExchange("the server closed the connection"))
 
 
 class _Ended:

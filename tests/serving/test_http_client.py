@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.serving import http_client
-from headrace.serving.http_client import BrokenExchange, HttpClient, HttpResponse
+from headrace.serving.http_client import BrokenExchange, Exchange, HttpClient, HttpResponse
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 11\r\n\r\nhello world"
@@ -200,3 +200,24 @@ async def test_heads_and_trailers_without_end_and_upgrades_are_refused(endless: 
     async with talking_to(Script(endless), timeout_s=5) as client:
         with pytest.raises(BrokenExchange, match=r"of no body|not HTTP"):
             await client.send("GET", "/")
+
+
+class Slow(HttpResponse):
+    """Pauses its connection when the body comes, and goes on too late: when all of it has come."""
+
+    exchange: Exchange
+
+    def take(self, now: float, piece: bytes) -> None:
+        super().take(now, piece)
+        self.exchange.pause_reading()
+
+
+async def test_a_connection_that_was_paused_is_read_again():
+    script = Script(SIZED, SIZED)
+    async with talking_to(script, timeout_s=5) as client:
+        response, ended = Slow(), asyncio.Event()
+        response.exchange = client.start("GET", b"/", [], b"", response, lambda error: ended.set())
+        async with asyncio.timeout(5):
+            await ended.wait()
+        response.exchange.resume_reading()
+        assert (await client.send("GET", "/")).body == response.body == b"hello world"

@@ -68,8 +68,9 @@ async def watch_name(name: str, fleet: Fleet) -> None:
             urls = [f"http://[{a}]:{port}" if ":" in a else f"http://{a}:{port}" for a in addresses]
             fleet.replace(urls, found)
             found, is_missing = urls, False
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: no name by IDNA's rules
             if not is_missing:
-                logger.warning("workers_dns %s: %s; workers stay as they are", name, error.strerror or error)
+                reason = getattr(error, "strerror", None) or error
+                logger.warning("workers_dns %s: %s; workers stay as they are", name, reason)
             is_missing = True
         await asyncio.sleep(DNS_POLL_S)

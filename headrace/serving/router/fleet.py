@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from http import HTTPStatus
 
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.service.balancing import Choice, Policy, RoutedRequest, create_policy
@@ -76,10 +77,12 @@ class Fleet:
         return True
 
     def replace(self, urls: Collection[str], found: Collection[str]) -> None:
-        """Use ``urls``, and drain those of ``found`` that are not among them."""
+        """Use those of ``urls`` that are not in ``found`` and drain those of ``found`` that are not in ``urls``: one
+        that was drained by hand stays away until it has gone and come again."""
         for url in urls:
             try:
-                self.add(url)
+                if url not in found:
+                    self.add(url)
             except ConfigError as error:
                 logger.warning("not a worker: %s", error)
         for url in found:
@@ -110,7 +113,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for worker in self:
+        for worker in list(self):  # one that is being drained is forgotten with its last request
             worker.give_up()
             worker.client.close()
         self._workers.clear()
@@ -120,14 +123,15 @@ class Fleet:
         options, num_failed = self.options, 0
         for count in itertools.count(1):
             was_failing = worker.health == "failing"
-            if await worker.check_health(options.health_timeout_s):
+            status = await worker.check_health(options.health_timeout_s)
+            if status == HTTPStatus.OK:
                 num_failed = 0
                 if was_failing:
                     self._policy.forget(worker.index)  # it may have been restarted, without its cache
                 if count % MODELS_EVERY == 0:
                     await worker.read_models(options.health_timeout_s)
             else:
-                num_failed += 1
+                num_failed = 0 if status else num_failed + 1  # who answers ends what runs there by itself
                 if num_failed >= options.health_failures and worker.relays:
                     logger.warning("%s: %d requests there are given up", worker.url, len(worker.relays))
                     worker.give_up()

@@ -7,6 +7,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
+from http import HTTPStatus
 
 from starlette.types import Scope, Send
 
@@ -95,20 +96,22 @@ class Forwarder:
         await relay.finish()
 
     async def broadcast(self, scope: Scope, body: bytes) -> bytes:
-        """Send a request to all workers that can be reached; returns the body of a successful response, if any."""
+        """Send a request to all workers that can be reached, which have `BROADCAST_S` to answer; returns the body of a
+        successful response, if any."""
         headers, target = self._headers_for_worker(scope), _target_of(scope)
 
         async def ask(worker: Worker) -> bytes:
             response = HttpResponse()
             try:
-                await worker.client.forward(scope["method"], target, headers, body, response)
-            except (OSError, ValueError):  # a worker that is lost holds no requests either
+                async with asyncio.timeout(BROADCAST_S):
+                    await worker.client.forward(scope["method"], target, headers, body, response)
+            except (OSError, ValueError):  # `TimeoutError` too; a worker that is lost holds no requests either
                 return b""
             return response.body if response.status == 200 else b""
 
-        workers = [worker for worker in self._fleet if worker.health == "ready"]
-        async with asyncio.timeout(BROADCAST_S):
-            answers = await asyncio.gather(*map(ask, workers))
+        fleets = [self._fleet] if self._pairing is None else [self._pairing.fleet, self._fleet]
+        workers = [worker for fleet in fleets for worker in fleet if worker.health == "ready"]
+        answers = await asyncio.gather(*map(ask, workers))
         return max(answers, key=len, default=b"")
 
     async def _exchange(
@@ -124,7 +127,7 @@ class Forwarder:
             await relay.pass_on(lambda on_end: self._sender.send(worker, sent, relay, on_end))
         finally:
             if pair is not None:
-                pair.end(is_answered=relay.is_complete)
+                pair.end(is_answered=relay.is_complete and relay.status == HTTPStatus.OK)
 
     def _choose(self, path: str, view: PromptView, routed: RoutedRequest, tried: list[Worker]) -> Worker:
         home = self._stored.get(_stored_id(path, view)) if self._stored else None

@@ -48,7 +48,7 @@ class Pair:
             self.exchange.abort()
 
     def end(self, *, is_answered: bool) -> None:
-        """The decode worker has answered, or was lost; then the prompt is of no use."""
+        """The decode worker has answered, or has refused or was lost; then the prompt is of no use."""
         if not is_answered:
             self.is_wanted = False
             self.abort()

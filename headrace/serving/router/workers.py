@@ -121,27 +121,28 @@ class Worker:
         for relay in list(self.relays):
             relay.abort()
 
-    async def check_health(self, timeout_s: float) -> bool:
-        """Ask whether it takes requests, by ``/ready`` or, where there is no such route, by ``/health``."""
+    async def check_health(self, timeout_s: float) -> int:
+        """Ask whether it takes requests, by ``/ready`` or, where there is no such route, by ``/health``. Returns the
+        status of the answer, 0 for none; it does with 200."""
         answer = await self._ask("/ready", timeout_s)
         if isinstance(answer, HttpResponse) and answer.status in (404, 405):
             answer = await self._ask("/health", timeout_s)
         if isinstance(answer, str):
             self.note_lost(answer)
-            return False
+            return 0
         if answer.status != 200:
             if self.health == "ready":
                 logger.warning("%s takes no requests: status %d", self.url, answer.status)
             self.health = "starting" if self.health == "starting" else "failing"
             self.reason = f"status {answer.status}"
-            return False
+            return answer.status
         if self.health != "ready":
             await self.read_models(timeout_s)
             if self.is_prefill:
                 await self.read_port(timeout_s)
             logger.info("%s is ready: %s", self.url, ", ".join(self.models) or "models unknown")
         self.health, self.reason = "ready", ""
-        return True
+        return answer.status
 
     async def read_models(self, timeout_s: float) -> None:
         """Learn which models it serves. A worker that does not say gets requests for any."""
@@ -150,7 +151,7 @@ class Worker:
             return
         try:
             listing = msgspec.json.decode(answer.body, type=_Listing)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         self.models = {str(model["id"]): model for model in listing.data if "id" in model}
 
@@ -158,7 +159,7 @@ class Worker:
         """Learn where its transfer agent listens."""
         answer = await self._ask("/get_server_info", timeout_s)
         if isinstance(answer, HttpResponse) and answer.status == 200:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 found = msgspec.json.decode(answer.body, type=_Settings).disaggregation_bootstrap_port
                 self.bootstrap_port = found or BOOTSTRAP_PORT
 

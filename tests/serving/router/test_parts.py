@@ -18,6 +18,7 @@ from headrace.serving.router.limits import MAX_CLIENTS, RateLimit, RateLimited
 from headrace.serving.router.options import RouterOptions, WorkerOptions
 from headrace.serving.router.prompt_view import EMPTY, pack_hint, text_of, view_prompt
 from headrace.serving.router.server import serve_router
+from headrace.serving.router.workers import Worker as FleetWorker
 
 
 def test_prompts_that_begin_alike_have_hints_that_do():
@@ -116,6 +117,54 @@ async def test_a_worker_has_one_name():
         assert fleet.add(" http://127.0.0.1:1/ ") is first and len(fleet) == 1
         assert fleet.drain("127.0.0.1:1/") and len(fleet) == 0
     finally:
+        await fleet.close()
+
+
+async def test_a_worker_drained_by_hand_stays_away_while_it_is_found():
+    url, fleet = "http://127.0.0.1:1", Fleet(WorkerOptions(), "round-robin")
+    try:
+        fleet.replace([url], [])
+        assert fleet.drain(url) and len(fleet) == 0
+        fleet.replace([url], [url])
+        assert len(fleet) == 0
+        fleet.replace([], [url])
+        fleet.replace([url], [])
+        assert len(fleet) == 1, "it has gone and come again"
+    finally:
+        await fleet.close()
+
+
+class Aborted:
+    """Something that runs on a worker, and has ended when it is given up."""
+
+    def __init__(self, fleet: Fleet, worker: FleetWorker):
+        self._fleet, self._worker = fleet, worker
+        worker.relays.add(self)
+
+    def abort(self) -> None:
+        self._worker.relays.discard(self)
+        self._fleet.drop_if_drained(self._worker)
+
+
+async def test_a_fleet_closes_while_workers_are_drained():
+    fleet = Fleet(WorkerOptions(), "round-robin")
+    workers = [fleet.add(f"http://127.0.0.1:{port}") for port in (1, 2)]
+    for worker in workers:
+        Aborted(fleet, worker)
+        fleet.drain(worker.url)
+    await fleet.close()
+    assert not len(fleet) and not any(worker.relays for worker in workers)
+
+
+async def test_a_name_that_is_none_leaves_workers_as_they_are():
+    fleet = Fleet(WorkerOptions(), "round-robin")
+    watching = asyncio.create_task(watch_name("a..b:80", fleet))
+    try:
+        await asyncio.wait([watching], timeout=0.5)
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await fleet.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 from serving.router.workers import EVENTS_HEAD, Asked, Worker, chunk, events, reply, routing
 
 from headrace.serving.http_client import BrokenExchange, EventSplitter, HttpResponse
+from headrace.serving.router import forwarding
 from headrace.serving.router.options import RouterOptions
 from headrace.serving.router.relay import MAX_BACKLOG_BYTES
 
@@ -168,6 +169,25 @@ async def test_a_worker_that_hangs_is_given_up():
         await running.until_ready(2)
 
 
+async def test_a_worker_that_shuts_down_ends_its_streams_itself():
+    gate = asyncio.Event()
+    leaving = Worker(answer=lambda asked: [EVENTS_HEAD, chunk(b"data: one\n\n"), gate, *events("two")[1:]])
+    async with routing(leaving, health_failures=1) as running:
+        streaming = asyncio.create_task(stream_of(running))
+        await running.until(lambda: bool(leaving.asked))
+        leaving.status, seen = 503, leaving.num_checks
+        await running.until(lambda: leaving.num_checks >= seen + 3)
+        gate.set()
+        _, found = await streaming
+    assert found == [b"one", b"two", b"[DONE]"]
+
+
+async def test_a_listing_that_cannot_be_read_is_none():
+    worker = Worker(listing=b'{"data": [{"x": ' + b"[" * 100_000)
+    async with routing(worker) as running:
+        assert (await running.post(model="m"))[0] == 200
+
+
 async def test_the_breaker_keeps_requests_away_for_a_while():
     bad = Worker("bad", answer=lambda asked: reply(500, {"from": "bad"}))
     async with routing(bad, Worker("good"), breaker_failures=2) as running:
@@ -219,6 +239,14 @@ async def test_an_abort_goes_to_all():
     async with routing(*workers) as running:
         assert (await running.post("/abort_request", rid="1"))[0] == 200
     assert [[asked.target for asked in worker.asked] for worker in workers] == [["/abort_request"]] * 2
+
+
+async def test_an_abort_does_not_wait_for_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forwarding, "BROADCAST_S", 0.2)
+    never = asyncio.Event()
+    workers = [Worker("hung", answer=lambda asked: [never]), Worker("good")]
+    async with routing(*workers) as running:
+        assert await running.post("/abort_request", rid="1") == (200, {"from": "good"})
 
 
 async def test_admin_routes_and_unknown_paths_are_not_passed_on():

@@ -117,6 +117,24 @@ async def test_a_client_that_leaves_ends_both_requests():
         hold.set()
 
 
+async def test_a_prompt_whose_decode_worker_refuses_is_given_up():
+    hold = asyncio.Event()
+    prefill = Worker("prefill", answer=lambda asked: [hold])
+    decode = Worker("decode", answer=lambda asked: reply(429, {}))
+    async with pairing(prefill, decode) as router:
+        response = await router.client.send("POST", "/v1/completions", json.dumps(BODY).encode())
+        assert response.status == 429
+        await router.until(lambda: not any(worker.relays for worker in router.router.all_workers()))
+        hold.set()
+
+
+async def test_an_abort_goes_to_prefill_workers_too():
+    prefill, decode = Worker("prefill"), Worker("decode")
+    async with pairing(prefill, decode) as router:
+        await router.client.send("POST", "/abort_request", b'{"rid": "1"}')
+    assert fields(prefill) == fields(decode) == {"rid": "1"}
+
+
 async def test_workers_are_listed_with_their_roles_and_counted():
     prefill, decode = Worker("prefill", answer=answer("p")), Worker("decode", answer=answer("d"))
     async with pairing(prefill, decode) as router:

@@ -64,6 +64,10 @@ class Worker:
     asked: list[Asked] = field(default_factory=list)
     num_lost_clients: int = 0
     is_stopped: bool = False
+    num_checks: int = 0
+    """Health checks that were answered."""
+    listing: bytes | None = None
+    """Answers ``/v1/models`` instead of ``models``."""
     url: str = ""
     _server: asyncio.Server | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -104,7 +108,9 @@ class Worker:
             await asyncio.sleep(0.01)
         if target in ("/ready", "/v1/models"):
             content = {"data": [{"id": model, "from": self.name, **self.cards.get(model, {})} for model in self.models]}
-            writer.write(reply(self.status, content))
+            listed = target == "/v1/models" and self.listing is not None
+            writer.write(reply(self.status, self.listing if listed else content))
+            self.num_checks += target == "/ready"
             return True
         self.asked.append(asked)
         answer = self.answer(asked) if self.answer else reply(200, {"from": self.name})
