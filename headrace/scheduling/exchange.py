@@ -118,10 +118,10 @@ class Exchange:
         """Bring the pages of a request that waits into a lease, as they are computed."""
         self._exports[request_id] = _Export(lease)
 
-    def stop(self, request_id: str) -> None:
-        """Nobody wants the pages any more."""
+    def stop(self, request_id: str, ticket: int) -> None:
+        """Nobody wants the pages under a ticket any more. The request may have ended, and its id be another's."""
         export = self._exports.get(request_id)
-        if export is not None:
+        if export is not None and export.lease.ticket == ticket:
             export.is_stopped = True
 
     def note_computed(self, request: Request) -> None:

@@ -93,12 +93,13 @@ class PeerTiers(FakeTiers):
 
 
 class FakeAgent:
-    """The agent and whoever is behind it; stands for `AgentLine`. ``open``: leases that it uses."""
+    """The agent and whoever is behind it; stands for `AgentLine`. ``open``: leases that it uses; ``asks``: requests by
+    room."""
 
     descriptor = None
 
-    def __init__(self, tiers: PeerTiers, num_bytes: int, asks: dict[str, EngineRequest]):
-        self.tiers, self.num_bytes, self.asks = tiers, num_bytes, asks
+    def __init__(self, tiers: PeerTiers, num_bytes: int):
+        self.tiers, self.num_bytes, self.asks = tiers, num_bytes, dict[str, EngineRequest]()
         self.is_up, self.silent_s, self.heard = True, 0.0, list[FromAgent]()
         self.open: dict[int, Offer | Fetch] = {}
         self.lost: set[int] = set()
@@ -222,21 +223,24 @@ class ExchangeMachine(PagesMachine):
         runner.tiers = self.tiers = PeerTiers(runner.kv, runner.random)
         role = Role(is_prefill, [PAGE_BYTES] * len(layout.groups))
         scheduler.exchange.assume(role)
-        self.agent = FakeAgent(self.tiers, num_leases * 11 * PAGE_BYTES * len(layout.groups), self.engine.asks)
+        self.agent = FakeAgent(self.tiers, num_leases * 11 * PAGE_BYTES * len(layout.groups))
         self.agent.extent = scheduler.exchange.measure
         self.gate = TransferGate(role, self.agent, scheduler.exchange, clock=lambda: self.now)
         self.room = WaitingRoom(scheduler, [self.gate])
 
-    def submit(self, prompt: list[int], num_tokens: int, *, is_exchanged: bool) -> None:
+    def submit(self, prompt: list[int], num_tokens: int, *, is_exchanged: bool, name: str = "") -> None:
+        """``name``: of one that has ended, whose id comes again."""
         self.count += 1
-        name = f"r{self.count}"
-        ask = make_ask(name, prompt, num_tokens, transfer=TransferSpec(name, "peer", 1) if is_exchanged else None)
+        name, room = name or f"r{self.count}", f"room {self.count}"
+        self.engine.finishes.pop(name, None)
+        ask = make_ask(name, prompt, num_tokens, transfer=TransferSpec(room, "peer", 1) if is_exchanged else None)
         engine, must_wait = self.engine, self.gate.concerns(ask)
         engine.scheduler.add(ask, is_held=must_wait)
         if self.is_prefill and is_exchanged:  # samples one token
             engine.asks[name] = msgspec.structs.replace(ask, stop=msgspec.structs.replace(ask.stop, max_tokens=1))
         else:
             engine.asks[name] = ask
+        self.agent.asks[room] = engine.asks[name]
         engine.tokens[name], engine.prompt_positions[name], engine.runner.namespaces[name] = [], [], ""
         if must_wait:
             self.room.enter(ask)
@@ -254,6 +258,14 @@ class ExchangeMachine(PagesMachine):
     def add(self, asks, steps):
         for stem, length, tail, out, is_exchanged in asks:
             self.submit(STEMS[stem][:length] + [self.count % VOCAB] * tail, out, is_exchanged=is_exchanged)
+        self.step(steps)
+
+    @precondition(lambda self: self.engine.finishes)
+    @rule(pick=st.integers(0, 100), stem=st.integers(0, 3), length=st.integers(1, STEM_LEN), steps=st.integers(0, 3))
+    def add_again(self, pick, stem, length, steps):
+        """A client that gave a request up sends another one with its id."""
+        ended = list(self.engine.finishes)
+        self.submit(STEMS[stem][:length], 3, is_exchanged=True, name=ended[pick % len(ended)])
         self.step(steps)
 
     def step(self, steps: int) -> None:
@@ -336,6 +348,35 @@ def test_pages_that_arrive_for_a_request_that_has_just_ended_leave_their_lease()
     machine.step(1)
     machine.agent.go_on(1)  # on its way when the request ends
     machine.engine.abort("r1")
+    machine.teardown()
+
+
+def test_who_waits_for_memory_and_ends_does_not_get_in_the_way_of_the_next_of_its_id():
+    machine = decode_machine(spare=8)
+    for stem in range(4):
+        machine.submit(STEMS[stem], 3, is_exchanged=True)
+    machine.submit(STEMS[0][::-1], 3, is_exchanged=True)  # finds no lease
+    machine.step(1)
+    machine.engine.abort("r5")
+    machine.submit(STEMS[1][::-1], 3, is_exchanged=True, name="r5")
+    machine.step(1)
+    machine.agent.go_on(1)
+    machine.step(20)
+    rooms = [lease.spec.room for lease in machine.agent.open.values()]
+    assert "room 6" in rooms and "room 5" not in rooms
+    machine.teardown()
+
+
+def test_what_becomes_of_an_ended_request_does_not_stop_the_next_of_its_id():
+    machine = ExchangeMachine()
+    machine.build(is_prefill=True, window=0, full=True, spare=8, host_pages=40, depth=1, rows=4, num_leases=4)
+    machine.submit(STEMS[0], 3, is_exchanged=True)
+    machine.step(1)
+    machine.engine.abort("r1")
+    machine.poll()  # the agent is told, and its answer is on its way
+    machine.submit(STEMS[1], 3, is_exchanged=True, name="r1")
+    machine.step(20)
+    assert list(machine.agent.complete) == [2]
     machine.teardown()
 
 

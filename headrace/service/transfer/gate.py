@@ -87,6 +87,8 @@ class TransferGate:
     def hold(self, request: EngineRequest) -> None:
         """See `RequestCoordinator`."""
         self._exchange.expected[request.request_id] = 0
+        for waiting in [one for one in self._no_room if one[0].request_id == request.request_id]:
+            self._no_room.remove(waiting)  # it has ended, and its id comes again
         if not self._line.is_up:
             self._go_alone(request, "the transfer agent is being started")
         elif self._line.silent_s > PATIENCE_S:
@@ -176,7 +178,7 @@ class TransferGate:
                     self.outcomes["lost" if message.reason else "sent"] += 1
                     if message.reason:
                         self._log(f"pages were not fetched: {message.reason}")
-                    self._exchange.stop(held.request.request_id)
+                    self._exchange.stop(held.request.request_id, message.ticket)
         self._drop_if_free(held)
 
     def _pass_on(self, event: Event) -> None:
@@ -213,7 +215,7 @@ class TransferGate:
         for held in self._held.values():
             if held.is_waiting:
                 self._go_alone(held.request, "the transfer agent was lost")
-            self._exchange.stop(held.request.request_id)
+            self._exchange.stop(held.request.request_id, held.lease.ticket)
         self._held.clear()
         self._leases.clear()
         while self._no_room:
