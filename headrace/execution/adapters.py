@@ -69,15 +69,22 @@ def count_startup_bytes(banks: AdapterBanks | None, config: AdapterConfig, item_
 
 @dataclass
 class _Source:
-    """Where an adapter comes from, and what it was when it was first read."""
+    """Where an adapter comes from, and what it was when it was first read. ``digest``: of the content that it must
+    have, where another rank has read it first."""
 
     call: LoadAdapter
     facts: AdapterFacts | None = None
+    digest: str = ""
 
     def describe(self, _: PreparedAdapter) -> AdapterFacts:
         """What it was when it was read."""
         assert self.facts is not None
         return self.facts
+
+    def check(self) -> None:
+        """Raise `ModelError` where it was read, but is not what it must be."""
+        if self.facts is not None and self.digest not in ("", self.facts.digest):
+            raise ModelError(f"the files of adapter {self.call.name} changed while the ranks read them")
 
 
 class _Room:
@@ -166,8 +173,9 @@ class AdapterStore:
         prepared = self._keep(adapter_id, self._threads.submit(self._read_first, adapter_id, source))
         return self._threads.submit(lambda: source.describe(prepared.result()))
 
-    def prepare(self, adapter_id: int) -> Future[PreparedAdapter]:
-        """Have an adapter in host memory soon; the future raises what reading it raises."""
+    def prepare(self, adapter_id: int, digest: str = "") -> Future[PreparedAdapter]:
+        """Have an adapter in host memory soon; the future raises what reading it raises. ``digest``: of rank 0's."""
+        self._sources[adapter_id].digest = digest or self._sources[adapter_id].digest
         known = self._prepared.get(adapter_id) or self._wanted.get(adapter_id)
         if known is None or (known.done() and known.exception()):  # what failed is tried again
             known = self._threads.submit(self._read_again, self._sources[adapter_id])
@@ -212,8 +220,11 @@ class AdapterStore:
             self._begun.record(torch.cuda.current_stream(self._own_banks.device))
 
     def _take(self, adapter_id: int) -> PreparedAdapter:
-        adapter = self.prepare(adapter_id).result() if adapter_id else PreparedAdapter()
+        if not adapter_id:
+            return PreparedAdapter()
+        adapter = self.prepare(adapter_id).result()
         self._wanted.pop(adapter_id, None)
+        self._sources[adapter_id].check()
         return adapter
 
     def close(self) -> None:

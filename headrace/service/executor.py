@@ -50,9 +50,10 @@ class Adapters(Protocol):
     def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
         """Read an adapter on another thread; the future raises what reading it raises."""
 
-    def prepare(self, adapter_id: int) -> Future[Any]:
+    def prepare(self, adapter_id: int, digest: str = "") -> Future[Any]:
         """Have an adapter that was read in host memory, reading it again if it has been dropped there meanwhile. A plan
-        that loads it may then be executed without waiting."""
+        that loads it may then be executed without waiting, and fails where the content has another digest than is
+        given."""
 
     def forget(self, adapter_id: int) -> None:
         """Drop an adapter that no plan will load any more; harmless for an unknown number."""

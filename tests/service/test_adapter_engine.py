@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from headrace.base.adapters import AdapterConfig, LoadAdapter, PinAdapter, UnloadAdapter
 from headrace.base.admin import DEVICE_PARTS
 from headrace.base.config import CacheConfig, ModelConfig
-from headrace.base.errors import AdapterError, Conflict, NotFound
+from headrace.base.errors import AdapterError, Conflict, ModelError, NotFound
 from headrace.base.messages import Call, EngineRequest
 from headrace.execution import adapters
 from headrace.layers.lora.extras import MEASURED, MEASURED_COPIES
@@ -369,6 +369,17 @@ def test_weights_whose_norms_an_adapter_needs_must_fit(rig: Rig, monkeypatch: py
     monkeypatch.setattr(adapters, "free_bytes", lambda _: MEASURED)
     with pytest.raises(AdapterError, match=f"and {MEASURED * MEASURED_COPIES >> 20} MiB while it is loaded"):
         rig.engine.adapters.load(LoadAdapter("dora", str(folder)))
+
+
+def test_what_a_rank_has_read_must_be_what_the_first_has(rig: Rig):
+    engine = make_engine_of_one(rig, "alike", "kept")
+    store, adapter = engine.executor.adapters, engine.adapters._by_name["alike"]
+    store.prepare(adapter.number, adapter.facts.digest)
+    store.load(0, adapter.number)
+    store.prepare(adapter.number, "f" * 64)
+    with pytest.raises(ModelError, match="alike changed while the ranks read them"):
+        store.load(0, adapter.number)
+    engine.close()
 
 
 def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):

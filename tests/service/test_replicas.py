@@ -258,6 +258,39 @@ async def test_an_adapter_that_cannot_be_put_back_is_unloaded_on_all(previous: s
     assert all(len(replica.calls) == 1 for replica in alike), "all have the old one still"
 
 
+class Reader(HalfReplica):
+    """Reads files of this content."""
+
+    def __init__(self, name: str, digest: str):
+        super().__init__(name)
+        self.digest = digest
+
+    async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        if method == ListAdapters.method:
+            return msgspec.to_builtins([AdapterInfo("sql", "good", self.digest, 1, 0)])
+        await super().call(method, args, timeout_s)
+        return msgspec.to_builtins(AdapterInfo("sql", "good", self.digest, 1, 0))
+
+
+async def test_files_that_change_while_replicas_read_them_are_refused():
+    replicas = [Reader("replica 0", "aa"), Reader("replica 1", "bb")]
+    with pytest.raises(AdapterError, match="changed while the replicas read them"):
+        await call_all(replicas, LoadAdapter("sql", "good"), engine_config(model="0", skip_tokenizer=True), 1.0)
+    for replica in replicas:
+        assert replica.calls == [("load_adapter", "sql", "good"), ("unload_adapter", "sql", None)]
+
+
+@pytest.mark.parametrize("digest", ["aa", "bb"])
+async def test_files_that_a_restarted_replica_reads_otherwise_are_read_by_all(digest: str):
+    client = AdapterClient([])
+    client.config = replace(client.config, adapters=AdapterConfig(enable_lora=True, lora_modules="sql=good"))
+    client.replicas = [Reader("replica 0", "aa"), Reader("replica 1", digest)]
+    catalog = AdapterCatalog(client)  # type: ignore[arg-type]
+    client.on_restart(client.replicas[1])
+    await asyncio.wait(catalog._reloading)
+    assert client.loaded == ["sql"] * (digest == "bb")
+
+
 class AdapterClient:
     """Answers what a catalog asks; ``left``: the adapters that engines have after a load of ``bad``."""
 
@@ -266,10 +299,14 @@ class AdapterClient:
     def __init__(self, left: list[str]):
         self.config = replace(engine_config(model="0"), adapters=AdapterConfig(enable_lora=True))
         self._left, self.on_restart = left, None
+        self.replicas: list[HalfReplica] = []
+        self.loaded: list[str] = []
 
     async def control(self, method: Any, timeout_s: float = 0.0) -> Any:
         if isinstance(method, LoadAdapter) and method.path == "bad":
             raise AdapterError("torn")
+        if isinstance(method, LoadAdapter):
+            self.loaded.append(method.name)
         infos = [AdapterInfo(name, "", "", 1, 0) for name in self._left]
         return msgspec.to_builtins(infos if isinstance(method, ListAdapters) else AdapterInfo("sql", "", "", 1, 0))
 

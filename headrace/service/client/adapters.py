@@ -209,7 +209,7 @@ class AdapterCatalog:
                 self._forget(name)
 
     def _begin_reload(self, replica: Replica) -> None:
-        if self._find_changes():
+        if self._find_changes() or (self._known and len(self._client.replicas) > 1):
             task = asyncio.get_running_loop().create_task(self._reload(replica), name="adapter-reload")
             self._reloading.add(task)
             task.add_done_callback(self._reloading.discard)
@@ -234,3 +234,27 @@ class AdapterCatalog:
                     if isinstance(call, LoadAdapter):
                         logger.warning("adapter %r could not be loaded again and is gone: %s", call.name, error)
                         self._forget(call.name)
+            with contextlib.suppress(EngineUnavailable):
+                await self._align(replica)
+
+    async def _align(self, replica: Replica) -> None:
+        """Have all replicas load the adapters that a restarted one has read otherwise than the others have."""
+        other = next((one for one in self._client.replicas if one is not replica and one.is_up), None)
+        if other is None:
+            return
+        digests, others = await _read_digests(replica), await _read_digests(other)
+        changed = [name for name, digest in digests.items() if others.get(name, digest) != digest]
+        for name in [name for name in changed if name in self._known and name not in self._from_tensors]:
+            logger.warning("the files of adapter %r have changed since it was loaded; all replicas load them", name)
+            call = LoadAdapter(name, self._known[name].path, name in self._pinned, replaces=True)
+            try:
+                await self._client.control(call, timeout_s=LOADING_TIMEOUT_S)
+            except HeadraceError as error:
+                logger.warning("adapter %r could not be loaded again: %s", name, error)
+                await self._find_out(name)
+
+
+async def _read_digests(replica: Replica) -> dict[str, str]:
+    """Of the adapters that requests may name, by name."""
+    infos = msgspec.convert(await replica.call(ListAdapters.method), list[AdapterInfo])
+    return {info.name: info.digest for info in infos if not info.is_draining}

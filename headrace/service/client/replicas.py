@@ -16,7 +16,7 @@ import msgspec
 from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
-from headrace.base.errors import EngineUnavailable, HeadraceError
+from headrace.base.errors import AdapterError, EngineUnavailable, HeadraceError
 from headrace.base.messages import (
     EngineStats,
     HotSlotStats,
@@ -50,6 +50,12 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
         (replica, result) for replica, result in zip(chosen, results, strict=True) if isinstance(result, BaseException)
     ]
     if not failed:
+        if isinstance(method, LoadAdapter) and not _are_alike(results):
+            await _undo_all(chosen, UnloadAdapter(method.name), timeout_s)
+            raise AdapterError(
+                f"the files of adapter {method.name!r} changed while the replicas read them; it is unloaded on all: "
+                "load it again when they are complete", param="lora_path"
+            )
         return _merge(method, results)
     undo, is_partial = _undo(method, config), len(failed) < len(chosen)
     if undo is not None and is_partial:
@@ -126,6 +132,11 @@ async def _undo_all(replicas: Sequence[Replica], undo: Method, timeout_s: float)
             logger.error("%s could not be put back: %s", replica.name, result)
             if isinstance(undo, ReplaceWeights):  # or the replicas would serve different weights
                 _restart(replica, "its weights could not be put back")
+
+
+def _are_alike(loaded: Sequence[Any]) -> bool:
+    """Whether replicas have loaded the same adapter, by what they answered."""
+    return len({info.get("digest") for info in loaded}) == 1
 
 
 def _restart(replica: Replica, reason: str) -> None:

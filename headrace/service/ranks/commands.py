@@ -83,9 +83,10 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="read_adapte
 
 
 class PrepareAdapter(msgspec.Struct, frozen=True, array_like=True, tag="prepare_adapter"):
-    """Begin to read it again, if need be."""
+    """Begin to read it again, if need be. ``digest``: of what rank 0 has read; other content fails."""
 
     adapter_id: int
+    digest: str
 
 
 class ForgetAdapter(msgspec.Struct, frozen=True, array_like=True, tag="forget_adapter"):

@@ -112,23 +112,27 @@ def _broken(step_id: int, error: Exception) -> EngineBroken:
 
 class RankedAdapters:
     """Adapters in host memory of all ranks. Answers are rank 0's: the others read the same files, and those that are
-    slower make the first step with an adapter wait."""
+    slower make the first step with an adapter wait. One that has read other content fails that step."""
 
     def __init__(self, own: Adapters, workers: Workers):
         self._own, self._workers = own, workers
+        self._facts: dict[int, Future[AdapterFacts]] = {}
 
     def read(self, adapter_id: int, call: LoadAdapter) -> Future[AdapterFacts]:
         """See `headrace.service.executor.Adapters`, here and below."""
         self._workers.send(ReadAdapter(adapter_id, call))
-        return self._own.read(adapter_id, call)
+        facts = self._facts[adapter_id] = self._own.read(adapter_id, call)
+        return facts
 
-    def prepare(self, adapter_id: int) -> Future[Any]:
-        """On all ranks."""
-        self._workers.send(PrepareAdapter(adapter_id))
-        return self._own.prepare(adapter_id)
+    def prepare(self, adapter_id: int, digest: str = "") -> Future[Any]:
+        """On all ranks; it has been read here."""
+        digest = digest or self._facts[adapter_id].result().digest
+        self._workers.send(PrepareAdapter(adapter_id, digest))
+        return self._own.prepare(adapter_id, digest)
 
     def forget(self, adapter_id: int) -> None:
         """On all ranks."""
+        self._facts.pop(adapter_id, None)
         self._workers.send(ForgetAdapter(adapter_id))
         self._own.forget(adapter_id)
 

@@ -132,8 +132,8 @@ class CommandLoop:
                 executor.reset()
             case ReadAdapter(adapter_id, call):
                 executor.adapters.read(adapter_id, call)  # what fails, fails on rank 0, or when a plan loads it
-            case PrepareAdapter(adapter_id):
-                executor.adapters.prepare(adapter_id)
+            case PrepareAdapter(adapter_id, digest):
+                executor.adapters.prepare(adapter_id, digest)
             case ForgetAdapter(adapter_id):
                 executor.adapters.forget(adapter_id)
             case OpenRegion(handle, epoch):
