@@ -167,6 +167,10 @@ async def test_over_a_process(start_client):
     assert not late.done()
     with pytest.raises(Conflict):
         await admin.sleep()
+    async with asyncio.timeout(PATIENCE_S):  # it would wait for ever, and keep others from waking or continuing
+        with pytest.raises(Conflict, match="generation is paused"):
+            await admin.sleep(mode="wait")
+    assert not client.is_held
     await admin.pause(False)
     assert (await late)[1] == "length"
     waiting = asyncio.create_task(admin.sleep(mode="wait"))

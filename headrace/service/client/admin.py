@@ -60,7 +60,8 @@ class EngineAdmin:
         mode: SleepMode = "refuse"
     ) -> None:
         """Release parts of the device's memory. ``mode`` says what happens while requests run or wait: ``refuse``
-        raises `Conflict`, ``abort`` ends them, ``wait`` waits for their end; new ones are refused meanwhile."""
+        raises `Conflict`, ``abort`` ends them, ``wait`` waits for their end, and raises `Conflict` while generation is
+        paused; new ones are refused meanwhile."""
         async with self._turn:
             client = self._client
             if mode == "refuse" and client.num_inflight:
@@ -108,6 +109,11 @@ class EngineAdmin:
         try:
             async with asyncio.timeout(limit_s):
                 while self._client.num_inflight:
+                    if limit_s is None and self.is_paused:
+                        raise Conflict(
+                            f"generation is paused, and {self._client.num_inflight} requests cannot end; continue it, "
+                            "or end them with mode abort"
+                        )
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             raise Conflict(f"{self._client.num_inflight} requests did not end within {limit_s:g} s") from None
