@@ -141,6 +141,29 @@ def test_a_full_disk_costs_one_line_and_is_tried_again_later(
     assert store.put(["a-0-11"], [page(1)]) == [True]
 
 
+def test_on_a_disk_that_is_smaller_than_allowed_later_pages_replace_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store, writev, now = open_disk(tmp_path), os.writev, time.monotonic()
+
+    def write(descriptor: int, buffers: list[bytes]) -> int:
+        if size_of(tmp_path) >= 2 * (WIDTH + 64):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(descriptor, buffers)
+
+    monkeypatch.setattr(disk.os, "writev", write)
+    monkeypatch.setattr(disk.time, "monotonic", lambda: now)
+    names, pages = [f"a-0-{number}1" for number in range(5)], [page(number) for number in range(5)]
+    assert store.put(names[:3], pages[:3]) == [True, True, False]
+    now += disk.PAUSE_S + 1
+    assert store.put(names[3:], pages[3:]) == [True, True]
+    assert store.exists(names) == [False, False, False, True, True] and read(store, names[4]) == bytes(pages[4])
+    monkeypatch.undo()
+    later = time.monotonic() + disk.FULL_S + disk.PAUSE_S + 2
+    monkeypatch.setattr(disk.time, "monotonic", lambda: later)
+    assert store.put(names[:1], pages[:1]) == [True] and store.exists(names[3:]) == [True, True]
+
+
 def test_files_that_cannot_be_deleted_count_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     size = disk._HEADER.size + len(page(0))
     store = open_disk(tmp_path, capacity=2 * size)

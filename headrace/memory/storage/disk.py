@@ -35,6 +35,9 @@ SUFFIX, LOCK = ".page", "lock"
 LOG_PERIOD_S = 60.0
 PAUSE_S = 10.0
 """After a write has failed, so long none is tried: a full disk stays full for a while."""
+FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL_S = 600.0
+"""After the disk was full, for so long pages take the place of older ones, though more are allowed."""
 
 
 class DiskStore:
@@ -48,6 +51,7 @@ class DiskStore:
         self._files: OrderedDict[str, int] = OrderedDict()  # bytes by name, least recently used first
         self._mutex = threading.Lock()
         self._logged_at, self._paused_until = -LOG_PERIOD_S, 0.0
+        self._full_bytes, self._full_until = 0, 0.0  # how much there was when the disk was full
         try:
             self._lock = _take_lock(self._root)
         except BlockingIOError as error:
@@ -142,7 +146,9 @@ class DiskStore:
             if self._num_writing + size > self._capacity or time.monotonic() < self._paused_until:
                 return False
             victims = []
-            while self._num_bytes + size > self._capacity:
+            is_full = time.monotonic() < self._full_until
+            room = min(self._capacity, self._full_bytes) if is_full else self._capacity
+            while self._num_bytes + size > room and self._files:
                 victim, taken = self._files.popitem(last=False)
                 self._num_bytes -= taken
                 victims.append((victim, taken))
@@ -159,7 +165,7 @@ class DiskStore:
             with partial.open("wb", buffering=0) as file:
                 header = _HEADER.pack(FORMAT, VERSION, zlib.crc32(buffer), len(buffer))
                 if os.writev(file.fileno(), [header, buffer]) != size:
-                    raise OSError("the disk is full")
+                    raise OSError(errno.ENOSPC, "the disk is full")
             partial.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -172,6 +178,8 @@ class DiskStore:
                     self._files[victim] = taken
                     self._files.move_to_end(victim, last=False)
                 self._paused_until = time.monotonic() + PAUSE_S
+                if error.errno in FULL:
+                    self._full_bytes, self._full_until = self._num_bytes, time.monotonic() + FULL_S
             self._complain(f"{path} cannot be written, and the page is not kept: {error}")
             return False
         with self._mutex:
