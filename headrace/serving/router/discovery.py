@@ -25,23 +25,40 @@ def read_workers(path: Path) -> list[str]:
     return [full_url(line) for line in lines if line and not line.startswith("#")]
 
 
-async def watch_file(path: Path, fleet: Fleet) -> None:
-    """Use the workers of a file, now and whenever it changes. While it cannot be read, those that are known stay."""
-    stamp: tuple[int, int] | None = None
-    found: Sequence[str] = ()
-    is_missing = False
-    while True:
+class WorkersFile:
+    """A file of workers, for a fleet. New ones are used as soon as it has them. One that it has no longer is drained
+    when the file has stayed the same from one `poll` to the next: it may be in the middle of being written."""
+
+    def __init__(self, path: Path, fleet: Fleet):
+        self._path, self._fleet = path, fleet
+        self._stamp: tuple[int, int] | None = None
+        self._used: list[str] = []
+        self._is_settled = self._is_missing = False
+
+    def poll(self) -> None:
+        """Use the workers of the file. While it cannot be read, those that are known stay."""
         try:
-            status = path.stat()
-            if (status.st_mtime_ns, status.st_size) != stamp:
-                urls = read_workers(path)
-                fleet.replace(urls, found)
-                stamp, found = (status.st_mtime_ns, status.st_size), urls
-            is_missing = False
+            status = self._path.stat()
+            stamp = status.st_mtime_ns, status.st_size
+            if self._is_settled and stamp == self._stamp:
+                return
+            urls = read_workers(self._path)
         except OSError as error:
-            if not is_missing:
-                logger.warning("workers_file %s: %s; workers stay as they are", path, error.strerror or error)
-            is_missing = True
+            if not self._is_missing:
+                logger.warning("workers_file %s: %s; workers stay as they are", self._path, error.strerror or error)
+            self._is_missing = True
+            return
+        self._is_missing, self._is_settled, self._stamp = False, stamp == self._stamp, stamp
+        kept = [] if self._is_settled else [url for url in self._used if url not in urls]
+        self._fleet.replace([*urls, *kept], self._used)
+        self._used = [*urls, *kept]
+
+
+async def watch_file(path: Path, fleet: Fleet) -> None:
+    """Use the workers of a file, now and whenever it changes."""
+    file = WorkersFile(path, fleet)
+    while True:
+        file.poll()
         await asyncio.sleep(FILE_POLL_S)
 
 

@@ -12,7 +12,7 @@ from serving.router.workers import Worker
 
 from headrace.base.errors import ConfigError
 from headrace.service.balancing import ReplicaState, RoutedRequest, create_policy
-from headrace.serving.router.discovery import read_workers, split_name, watch_file, watch_name
+from headrace.serving.router.discovery import WorkersFile, read_workers, split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.limits import MAX_CLIENTS, RateLimit, RateLimited
 from headrace.serving.router.options import RouterOptions, WorkerOptions
@@ -107,6 +107,29 @@ async def test_a_file_of_workers_may_change(tmp_path: Path):
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        await fleet.close()
+
+
+async def test_a_file_that_is_being_written_drains_nobody(tmp_path: Path):
+    path, fleet = tmp_path / "workers.txt", Fleet(WorkerOptions(), "round-robin")
+    file, urls = WorkersFile(path, fleet), [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+
+    def write(*names: str) -> set[str]:
+        path.write_text("".join(f"{name}\n" for name in names))
+        file.poll()
+        return {worker.url for worker in fleet}
+
+    try:
+        assert write(*urls[:2]) == set(urls[:2])
+        assert write() == set(urls[:2]), "truncated"
+        assert write(urls[0]) == set(urls[:2])
+        assert write(urls[0], urls[2]) == set(urls)
+        file.poll()
+        assert {worker.url for worker in fleet} == {urls[0], urls[2]}
+        write()
+        file.poll()
+        assert not len(fleet)
+    finally:
         await fleet.close()
 
 
