@@ -3,6 +3,7 @@ and the list of workers. `create_app` puts the gates in front of it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -25,8 +26,10 @@ from headrace.serving.http.transport.access import (
     open_gates,
     read_proxies,
 )
+from headrace.serving.http.transport.endpoint import GAP_TIMEOUT_S
 from headrace.serving.http.transport.errors import (
     BodyTooLarge,
+    BodyTooSlow,
     EncodedResponse,
     JsonResponse,
     path_of,
@@ -141,15 +144,21 @@ class Router:
             self.num_running -= 1
 
     async def _read_body(self, receive: Receive) -> bytes:
-        most, message = self._options.max_body_bytes, await receive()
-        body: bytes = message.get("body", b"")
-        if message.get("more_body"):
-            pieces, size = [body], len(body)
-            while message.get("more_body") and size <= most:
+        most, clock, size = self._options.max_body_bytes, asyncio.get_running_loop().time, 0
+        try:
+            async with asyncio.timeout(GAP_TIMEOUT_S) as limit:
                 message = await receive()
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-            body = b"".join(pieces)
+                body: bytes = message.get("body", b"")
+                if message.get("more_body"):
+                    pieces, size = [body], len(body)
+                    while message.get("more_body") and size <= most:
+                        limit.reschedule(clock() + GAP_TIMEOUT_S)
+                        message = await receive()
+                        pieces.append(message.get("body", b""))
+                        size += len(pieces[-1])
+                    body = b"".join(pieces)
+        except TimeoutError:
+            raise BodyTooSlow(f"no body data for {GAP_TIMEOUT_S:g} s; {size} bytes were received") from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         if len(body) > most:

@@ -55,6 +55,8 @@ class Fleet:
     def add(self, url: str) -> Worker:
         """Begin to use a worker, or use one that is being drained again. Raises `ConfigError` for an invalid URL."""
         url = full_url(url)
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ConfigError("a worker's URL has no user and password: they would not be sent; give --worker-api-key")
         known = self._workers.get(url)
         if known is not None:
             known.is_draining = False

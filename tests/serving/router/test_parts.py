@@ -139,6 +139,9 @@ async def test_a_worker_has_one_name():
         first = fleet.add("127.0.0.1:1")
         assert fleet.add(" http://127.0.0.1:1/ ") is first and len(fleet) == 1
         assert fleet.drain("127.0.0.1:1/") and len(fleet) == 0
+        with pytest.raises(ConfigError, match="worker-api-key") as refused:  # `/ready` would tell it to anybody
+            fleet.add("http://me:secret@127.0.0.1:1")
+        assert "secret" not in refused.value.message
     finally:
         await fleet.close()
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from serving.router.workers import EVENTS_HEAD, Asked, Running, Worker, chunk, events, reply, routing
 
+from headrace.serving.router import app
 from headrace.serving.router.options import RouterOptions
 
 
@@ -162,6 +163,19 @@ async def test_other_methods_keep_their_connection(method: str):
                 body = b"" if method == "HEAD" else await reader.readuntil(b"}")
             assert head.startswith(b"HTTP/1.1 200") and method.encode() in (body or b"HEAD")
     assert [asked.method for asked in worker.asked] == [method] * 2
+
+
+async def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "GAP_TIMEOUT_S", 0.2)
+    worker = Worker(answer=echo)
+    async with routing(worker) as running:
+        for begun in (b"", b"{"):
+            async with connected(running) as (reader, writer):
+                writer.write(post(b"", "content-length: 9") + begun)
+                async with asyncio.timeout(5):
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 408 ")
+        assert running.router.num_running == 0
+    assert not worker.asked
 
 
 async def test_heads_have_a_limit():
