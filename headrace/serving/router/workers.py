@@ -102,6 +102,8 @@ class Worker:
         if not failed:
             self.failures = 0
             return
+        if time.monotonic() < self.open_until:  # it began before the break, and ended with those that caused it
+            return
         self.failures += 1
         if self.failures >= self.breaker_failures:
             num_breaks = self.failures - self.breaker_failures

@@ -12,6 +12,7 @@ from serving.router.workers import Worker
 
 from headrace.base.errors import ConfigError
 from headrace.service.balancing import ReplicaState, RoutedRequest, create_policy
+from headrace.serving.router import workers
 from headrace.serving.router.discovery import WorkersFile, read_workers, split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.limits import MAX_CLIENTS, RateLimit, RateLimited
@@ -174,12 +175,28 @@ class Aborted:
 
 async def test_a_fleet_closes_while_workers_are_drained():
     fleet = Fleet(WorkerOptions(), "round-robin")
-    workers = [fleet.add(f"http://127.0.0.1:{port}") for port in (1, 2)]
-    for worker in workers:
+    added = [fleet.add(f"http://127.0.0.1:{port}") for port in (1, 2)]
+    for worker in added:
         Aborted(fleet, worker)
         fleet.drain(worker.url)
     await fleet.close()
-    assert not len(fleet) and not any(worker.relays for worker in workers)
+    assert not len(fleet) and not any(worker.relays for worker in added)
+
+
+async def test_requests_that_fail_together_are_one_reason_for_a_break(monkeypatch: pytest.MonkeyPatch):
+    now, fleet = 100.0, Fleet(WorkerOptions(breaker_failures=5), "round-robin")
+    monkeypatch.setattr(workers.time, "monotonic", lambda: now)
+    try:
+        worker = fleet.add("http://127.0.0.1:1")
+        for _ in range(40):
+            worker.note_outcome(failed=True)
+        assert worker.open_until == now + workers.FIRST_BREAK_S
+        now = worker.open_until
+        worker.note_outcome(failed=True)  # of the one that finds out
+        assert worker.open_until == now + 2 * workers.FIRST_BREAK_S
+    finally:
+        monkeypatch.undo()
+        await fleet.close()
 
 
 async def test_a_name_that_is_none_leaves_workers_as_they_are():
