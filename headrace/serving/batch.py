@@ -277,15 +277,16 @@ async def run_batch(
 
 
 async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) -> InsideResponse:
-    """The response to a request. Retried up to `TRIES` times while the queue is full or the engine restarts, after
-    the wait that the response asks for; the last response is returned whatever its status. Raises
-    `EngineGivenUp` if the engine has stopped for good."""
+    """The response to a request. Retried after the wait that the response asks for: while the engine restarts, which
+    may take as long as loading does, and up to `TRIES` times while the queue is full; the last response is returned
+    whatever its status. Raises `EngineGivenUp` if the engine has stopped for good."""
     assert item.line is not None
-    body = msgspec.json.encode(item.line.body)
-    for _ in range(TRIES):
+    body, num_left = msgspec.json.encode(item.line.body), TRIES
+    while True:
         response = await client.post(item.line.url, body)
-        if response.status not in (QUEUE_FULL, UNAVAILABLE):
-            break
+        num_left -= response.status == QUEUE_FULL
+        if response.status not in (QUEUE_FULL, UNAVAILABLE) or not num_left:
+            return response
         if not is_alive():
             raise EngineGivenUp(
                 "the engine crashed too often and is not restarted; run the batch again to continue"
@@ -294,4 +295,3 @@ async def _send(client: InsideClient, item: Item, is_alive: Callable[[], bool]) 
         wait_s = float(response.headers.get("retry-after", "1"))
         logger.info("line %d: status %d, retrying in %g s", item.number, response.status, wait_s)
         await asyncio.sleep(wait_s)
-    return response

@@ -16,7 +16,7 @@ from fake_client import FakeClient, expected_text
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.server_config import ServerConfig
 from headrace.serving import batch as batch_lines
-from headrace.serving.batch import Completed, InsideClient, count_lines, open_output, read_items, run_batch
+from headrace.serving.batch import TRIES, Completed, InsideClient, count_lines, open_output, read_items, run_batch
 from headrace.serving.http.app import create_app
 
 
@@ -93,24 +93,28 @@ async def test_a_second_run_answers_what_is_left(tmp_path: Path):
     assert sorted(str(r["custom_id"]) for r in again) == ["None", "a", "a", "b", "c"]
 
 
-async def test_a_full_queue_is_waited_for_and_a_dead_engine_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(("status", "failures", "failed"), [
+    (429, 2, 0), (429, TRIES, 1), (503, 3 * TRIES, 0),
+], ids=["a full queue", "one that stays full", "an engine that loads for long"])
+async def test_what_passes_is_waited_for(status: int, failures: int, failed: int):
     class Flaky(InsideClient):
         tries = 0
 
         async def post(self, path, body):
             self.tries += 1
             answer = await super().post(path, body)
-            if self.tries < 3:
-                answer.status, answer.headers = 429, {"retry-after": "0"}
+            if self.tries <= failures:
+                answer.status, answer.headers = status, {"retry-after": "0"}
             return answer
 
     client = Flaky(create_app(FakeClient(), ServerConfig()))
     output = io.BytesIO()
     items = read_items(io.BytesIO(line("a", GOOD)), Completed(set(), set()))
     tally = await run_batch(client, items, output, concurrency=2)
-    assert (client.tries, tally.completed, tally.failed) == (3, 1, 0)
+    assert (client.tries, tally.completed, tally.failed) == (failures + 1 - failed, 1, failed)
+
+
+async def test_a_dead_engine_ends_the_run(tmp_path: Path):
     fake = FakeClient()
     fake.state = "stopped"
     with pytest.raises(EngineUnavailable):
