@@ -42,16 +42,15 @@ class WorkersFile:
             stamp = status.st_mtime_ns, status.st_size
             if self._is_settled and stamp == self._stamp:
                 return
-            urls = read_workers(self._path)
+            is_settled, urls = stamp == self._stamp, read_workers(self._path)
+            used = urls if is_settled else [*urls, *(url for url in self._used if url not in urls)]
+            self._fleet.replace(used, self._used)
         except OSError as error:
             if not self._is_missing:
                 logger.warning("workers_file %s: %s; workers stay as they are", self._path, error.strerror or error)
             self._is_missing = True
             return
-        self._is_missing, self._is_settled, self._stamp = False, stamp == self._stamp, stamp
-        kept = [] if self._is_settled else [url for url in self._used if url not in urls]
-        self._fleet.replace([*urls, *kept], self._used)
-        self._used = [*urls, *kept]
+        self._is_missing, self._is_settled, self._stamp, self._used = False, is_settled, stamp, used
 
 
 async def watch_file(path: Path, fleet: Fleet) -> None:

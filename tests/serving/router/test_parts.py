@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from pathlib import Path
@@ -111,7 +112,11 @@ async def test_a_file_of_workers_may_change(tmp_path: Path):
         await fleet.close()
 
 
-async def test_a_file_that_is_being_written_drains_nobody(tmp_path: Path):
+def refuse(*_: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_a_file_that_is_being_written_drains_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, fleet = tmp_path / "workers.txt", Fleet(WorkerOptions(), "round-robin")
     file, urls = WorkersFile(path, fleet), [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
 
@@ -130,6 +135,11 @@ async def test_a_file_that_is_being_written_drains_nobody(tmp_path: Path):
         write()
         file.poll()
         assert not len(fleet)
+        with monkeypatch.context() as shortage:  # of descriptors, for the certificates of one with https
+            shortage.setattr(fleet, "replace", refuse)
+            write(urls[0])
+        file.poll()
+        assert len(fleet) == 1
     finally:
         await fleet.close()
 
