@@ -33,7 +33,7 @@ from headrace.service.client.client import NO_TAGS
 from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import ChoiceDelta, ReplicaStatus
 from headrace.service.client.prompts import open_request
-from headrace.service.client.requests import refuse_generation
+from headrace.service.client.requests import check_ids, refuse_generation
 from headrace.service.client.stream import RequestStream
 from headrace.service.tokenization.bounds import TokenBound
 from headrace.service.tokenization.tokenizer import GapMarks
@@ -286,8 +286,15 @@ class FakeClient:
         if any(i >= VOCAB for i in ids):
             raise RequestError(f"prompt holds an id that is not in the vocabulary of {VOCAB}", param="prompt")
         limit = self.max_len - len(ids)
-        if limit < 1 or (params.max_tokens or 0) > limit:
+        if limit < 1:
             raise ContextLengthExceeded(f"at most {self.max_len} tokens fit", param="prompt")
+        if (params.max_tokens or 0) > limit:
+            raise ContextLengthExceeded(
+                f"at most {self.max_len} tokens fit; the prompt has {len(ids)} and max_tokens is {params.max_tokens}",
+                param="max_tokens"
+            )
+        for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
+            check_ids(getattr(params, name) or (), name, VOCAB)
         self.submitted.append((request_id, params, namespace, priority))
         self.deadlines.append(deadline_s)
         self.prompts.append(prompt)

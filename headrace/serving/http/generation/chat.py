@@ -3,7 +3,7 @@ Every API that answers conversations is converted to `ChatRequest` and comes thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -226,10 +226,11 @@ def _fit(
 
 async def prepare_chat(
     request: Request, context: AppContext, body: ChatRequest, *, id_prefix: str, fits: bool = False,
-    prompt_field: str = "messages",
+    field_names: Mapping[str, str] | None = None,
 ) -> Chat:
     """Render the conversation of ``body``, check it, and plan its output. ``fits``: ``max_tokens`` beyond the room
-    in the context is lowered instead of refused. ``prompt_field`` is named in errors. Submits nothing. Raises typed
+    in the context is lowered instead of refused. ``field_names`` are those of the API where they are not those of a
+    chat request (`GenerationRequest`). Submits nothing. Raises typed
     errors for what cannot be served."""
     adapter = context.check_request(body.model)
     params = _params(body, context)  # cheap checks first: rendering may take long
@@ -237,7 +238,7 @@ async def prepare_chat(
     chat = await compute(
         request,
         lambda: _prepare(
-            request, context, body, params, items, id_prefix=id_prefix, fits=fits, prompt_field=prompt_field
+            request, context, body, params, items, id_prefix=id_prefix, fits=fits, field_names=field_names or {}
         ),
         size=render_size(body)
     )
@@ -246,15 +247,18 @@ async def prepare_chat(
 
 def _prepare(
     request: Request, context: AppContext, body: ChatRequest, params: SamplingParams, items: Sequence[PreparedItem], *,
-    id_prefix: str, fits: bool, prompt_field: str,
+    id_prefix: str, fits: bool, field_names: Mapping[str, str],
 ) -> Chat:
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    named = {"prompt": "messages", "max_tokens": limit, **field_names}
     prompt = render_conversation(context, body)
     plan = _plan_output(context, body, prompt)
     has_special = bool(body.add_special_tokens)  # default off: templates write the special tokens themselves
     given: Prompt = prompt
     if items:
         given = place_items(
-            prompt, items, context.client.tokenizer, context.facts(), add_special_tokens=has_special, param=prompt_field
+            prompt, items, context.client.tokenizer, context.facts(), add_special_tokens=has_special,
+            param=named["prompt"]
         )
     fitted, is_capped = _fit(context, given, params, add_special_tokens=has_special) if fits else (given, False)
     # Tool schemas compile to a grammar, too: errors name the field ``tools`` unless the request has a grammar of its
@@ -264,6 +268,6 @@ def _prepare(
         params=with_transfers([plan.extend(params)], body, context.client.config), namespace=body.cache_salt or "",
         priority=body.priority or 0, deadline_s=body.deadline_s, add_special_tokens=has_special,
         truncate=body.truncate_prompt_tokens, keeps_begin=body.truncation_side == "right",
-        grammar_field=lambda: grammar_field(body) or "tools", prompt_field=prompt_field,
+        grammar_field=lambda: grammar_field(body) or "tools", field_names=named,
     )
     return Chat(generation, plan, is_capped)

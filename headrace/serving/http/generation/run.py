@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -58,8 +59,9 @@ class GenerationRequest:
     ``truncate``: keep at most this many tokens at the end of each prompt (at the begin if ``keeps_begin``); -1: as many
     as leave room for the output.
     ``deadline_s``: seconds. ``adapter``: the one to use, or one for each prompt; empty for none.
-    ``grammar_field`` returns the request field that holds the grammar, and ``prompt_field`` is that of the prompts, for
-    errors. ``is_continued``: the client's request has begun already, so that it goes on while the server drains.
+    ``grammar_field`` returns the request field that holds the grammar, and ``field_names`` has the request fields that
+    the engine knows by other names (the prompts as ``prompt``), both for errors. ``is_continued``: the client's request
+    has begun already, so that it goes on while the server drains.
     """
 
     request_id: str
@@ -74,7 +76,7 @@ class GenerationRequest:
     truncate: int | None = None
     keeps_begin: bool = False
     grammar_field: Callable[[], str] | None = None
-    prompt_field: str = "prompt"
+    field_names: Mapping[str, str] = field(default_factory=dict)
     adapter: str | list[str] = ""
     is_continued: bool = False
 
@@ -89,6 +91,13 @@ class GenerationRequest:
     def adapters(self) -> list[str]:
         """The adapter of each prompt."""
         return self.adapter if isinstance(self.adapter, list) else [self.adapter] * len(self.prompts)
+
+    def name_fields(self, message: str, param: str | None) -> tuple[str, str | None]:
+        """An error's message and field in the names of the request's API."""
+        for name, own_name in self.field_names.items():
+            if "_" in name:  # the others are words, too
+                message = re.sub(rf"(?<![\w.]){name}\b", own_name, message)
+        return message, self.field_names.get(param, param) if param is not None else None
 
     def name_model(self, base: str) -> str:
         """The model that answers, as clients call it: the adapter of all prompts, else the served model, ``base``."""
@@ -280,9 +289,9 @@ class Generation:
         self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
 
     def _name_field(self, error: ErrorInfo, params: SamplingParams | PoolingSpec) -> ErrorInfo:
-        """An error about the prompt or the grammar, with the name of the request field that holds it."""
-        if error.param == "prompt":
-            return ErrorInfo(error.kind, error.message, self.request.prompt_field, error.retry_after)
+        """An error about a field or the grammar, with the name of the request field that holds it."""
+        if error.param in self.request.field_names:
+            return ErrorInfo(error.kind, *self.request.name_fields(error.message, error.param), error.retry_after)
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         field = self.request.grammar_field() if self.request.grammar_field is not None else ""
         if grammar is None or not field or error.param not in (grammar.kind, "grammar"):
@@ -325,8 +334,7 @@ async def open_generation(
     try:
         return await _submit_all(http_request, request, is_detached=is_detached)
     except HeadraceError as error:
-        if error.param == "prompt":
-            error.param = request.prompt_field
+        error.message, error.param = request.name_fields(error.message, error.param)
         raise
 
 

@@ -336,7 +336,7 @@ class Transcriber:
         return GenerationRequest(
             request_id=self.task.request_id, stream_ids=[f"{self.task.request_id}-{self._num_asked}"],
             prompts=[prompt], params=[params],
-            namespace=self.task.namespace, priority=self.task.priority, prompt_field="file",
+            namespace=self.task.namespace, priority=self.task.priority, field_names={"prompt": "file"},
             is_continued=self._num_asked > 1,
         )
 

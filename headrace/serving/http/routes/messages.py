@@ -33,6 +33,7 @@ from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody
 from headrace.serving.http.transport.errors import JsonResponse
 
 BODY, COUNT_BODY = JsonBody(wire.MessagesRequest), JsonBody(wire.CountRequest)
+FIELD_NAMES = {"max_tokens": "max_tokens"}
 ROLES: dict[type, tuple[str, str]] = {
     wire.ToolResultBlock: ("user", "tool_result"), wire.ToolUseBlock: ("assistant", "tool_use"),
     wire.ThinkingBlock: ("assistant", "thinking"),
@@ -320,7 +321,7 @@ async def create_message(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
     converted = await compute(request, lambda: convert_request(body))
-    chat = await prepare_chat(request, context, converted, id_prefix="msg_", fits=True)
+    chat = await prepare_chat(request, context, converted, id_prefix="msg_", fits=True, field_names=FIELD_NAMES)
     if body.stream:
         return await start_stream(request, chat.request, lambda g: MessageEvents(g, chat, g.model_name))
     generation, (output,) = await collect_generation(request, chat.request)

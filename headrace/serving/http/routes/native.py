@@ -34,6 +34,11 @@ from headrace.serving.http.transport.errors import JsonResponse
 
 BODY = JsonBody(GenerateRequest, nested=("sampling_params", NativeSampling))
 WITHIN = "sampling_params."
+FIELD_NAMES = {name: WITHIN + name for name in NativeSampling.__struct_fields__} | {
+    "max_tokens": WITHIN + "max_new_tokens", "min_tokens": WITHIN + "min_new_tokens",
+    "logprobs": "top_logprobs_num", "prompt_logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob",
+}
+"""Fields by the names that the engine's errors have."""
 
 
 def _prompts(body: GenerateRequest, limit: int) -> tuple[list[PlainPrompt], bool]:
@@ -135,6 +140,7 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         namespace=namespace, priority=body.priority or 0,
         deadline_s=body.deadline_s, discards_output=_discards_output(sampling), adapter=adapter,
         grammar_field=lambda: next(filter(None, (grammar_field(s, within=WITHIN) for s in sampling)), ""),
+        field_names={**FIELD_NAMES, "prompt": "text" if body.input_ids is None else "input_ids"},
     )
     is_list = is_batch or any(p.n > 1 for p in params)
     names = TokenNames(context.client.tokenizer) if body.return_text_in_logprobs else None

@@ -47,6 +47,7 @@ GENERATE_BODY = JsonBody(wire.OllamaGenerateRequest, nested=OPTIONS, takes_any_t
 SHOW_BODY = JsonBody(wire.OllamaShowRequest, takes_any_type=True)
 EMBED_BODY = JsonBody(wire.OllamaEmbedRequest, nested=OPTIONS, takes_any_type=True)
 LEGACY_EMBED_BODY = JsonBody(wire.OllamaLegacyEmbedRequest, nested=OPTIONS, takes_any_type=True)
+FIELD_NAMES = {"max_tokens": "options.num_predict"}
 SECOND = 1_000_000_000
 NDJSON = "application/x-ndjson"
 FAR_FUTURE = "2318-01-01T00:00:00Z"
@@ -244,7 +245,7 @@ async def _respond(
     if body is None:  # the client checks that the model is loaded
         context.check_request(plain_name(model))
         return JsonResponse(OllamaWriter(model, None, names, is_chat=is_chat).end(None, "load", None))
-    chat = await prepare_chat(request, context, body, id_prefix="ollama-", fits=True)
+    chat = await prepare_chat(request, context, body, id_prefix="ollama-", fits=True, field_names=FIELD_NAMES)
     writer = OllamaWriter(model, chat.plan, names, is_chat=is_chat)
     if body.stream:
         return await start_stream(request, chat.request, lambda g: OllamaEvents(writer, g))

@@ -29,6 +29,7 @@ from headrace.serving.http.transport.errors import EncodedResponse, JsonResponse
 
 BODY = JsonBody(wire.ResponsesRequest)
 ENABLE_STORE = "start the server with --responses-store MIB to store responses"
+FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 MAX_PAGE = 100
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _decode_items = msgspec.json.Decoder(list[wire.InputItem]).decode
@@ -107,7 +108,7 @@ async def create_response(request: Request) -> JsonResponse | EventStream | Stre
         raise RequestError("background needs the response to be stored; leave store out", param="background")
     previous = _find_previous(context, owner, body.previous_response_id)
     converted = await compute(request, lambda: convert_request(body, _history(previous)))
-    chat = await prepare_chat(request, context, converted, id_prefix="resp_", prompt_field="input")
+    chat = await prepare_chat(request, context, converted, id_prefix="resp_", field_names=FIELD_NAMES)
     is_kept = body.background or (store.is_open and body.store is not False)
     keeper = Keeper(store, owner, body, previous) if is_kept else None
     request_id, names = chat.request.request_id, TokenNames(context.client.tokenizer)
