@@ -307,3 +307,16 @@ async def test_concurrency_64(api):
         )
 
     assert await asyncio.gather(*map(one, range(64))) == [expected_text(f"p{i}", 30) for i in range(64)]
+
+
+@pytest.mark.parametrize("side, kept", [("left", "def"), ("right", "abc")])
+async def test_the_echo_of_a_prompt_that_was_cut(api, side, kept):
+    """It is what the model has read, as the tokens of the logprobs say."""
+    extra = {"truncate_prompt_tokens": 4, "truncation_side": side, "return_token_ids": True}
+    for prompt, expected in (("abcdef", kept), ("x", "x")):
+        answer = await api.completions.create(
+            model="fake-model", prompt=prompt, max_tokens=2, echo=True, logprobs=0, extra_body=extra
+        )
+        found = answer.choices[0]
+        assert found.text == expected + "".join(found.logprobs.tokens[-2:])
+        assert bytes(i for i in found.prompt_token_ids if i < 256).decode() == expected

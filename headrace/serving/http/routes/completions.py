@@ -169,7 +169,7 @@ class ChoiceWriter:
     def _echo(self, prompt_index: int, writer: CompletionLogprobsWriter) -> tuple[str, CompletionLogprobs | None]:
         ids = self._generation.streams[prompt_index].prompt_token_ids
         prompt = self._generation.request.prompts[prompt_index]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and self._body.truncate_prompt_tokens is None:
             text = prompt
         elif self._tokenizer is None:
             text = ""
