@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import psutil
@@ -16,9 +17,17 @@ from fakes import PATIENCE_S, FakeExecutor, continuation
 from test_client import SLOW, greedy, ids, read, until
 
 from headrace.base.adapters import AdapterConfig, AdapterInfo, ListAdapters, LoadAdapter
-from headrace.base.admin import StartProfile
+from headrace.base.admin import ReplaceWeights, StartProfile
 from headrace.base.config import engine_config
-from headrace.base.errors import AdapterError, Conflict, EngineUnavailable, ModelError, PluginError, RequestError
+from headrace.base.errors import (
+    AdapterError,
+    Conflict,
+    EngineAsleep,
+    EngineUnavailable,
+    ModelError,
+    PluginError,
+    RequestError,
+)
 from headrace.base.messages import EngineStats, SpeculationStats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.adapters import AdapterCatalog
@@ -256,6 +265,31 @@ async def test_an_adapter_that_cannot_be_put_back_is_unloaded_on_all(previous: s
     with pytest.raises(AdapterError, match=r"replica 1: torn$"):
         await call_all(alike, call, engine_config(model="0", skip_tokenizer=True), 1.0)
     assert all(len(replica.calls) == 1 for replica in alike), "all have the old one still"
+
+
+class Crowded(HalfReplica):
+    """Finds no room for its cache when its weights are replaced; ``ends``: why it is restarted."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.ends: list[str] = []
+        self.supervisor = self
+
+    def replace_process(self, reason: EngineUnavailable) -> None:
+        self.ends.append(reason.message)
+
+    async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        raise EngineAsleep("no room for the KV cache")
+
+
+async def test_a_replica_that_may_have_either_weights_is_restarted():
+    crowded, other = Crowded("replica 0"), HalfReplica("replica 1")
+    other.call = replaced = AsyncMock(return_value=[])
+    config = engine_config(model="old", skip_tokenizer=True)
+    with pytest.raises(EngineAsleep, match="replica 0: no room"):
+        await call_all([crowded, other], ReplaceWeights("new", "auto"), config, 1.0)
+    assert [call.args[1]["model"] for call in replaced.await_args_list] == ["new", "old"]
+    assert len(crowded.ends) == 1 and "replica 0 is restarted" in crowded.ends[0]
 
 
 class Reader(HalfReplica):

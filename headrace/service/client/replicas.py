@@ -16,7 +16,7 @@ import msgspec
 from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
-from headrace.base.errors import AdapterError, EngineUnavailable, HeadraceError
+from headrace.base.errors import AdapterError, EngineAsleep, EngineUnavailable, HeadraceError
 from headrace.base.messages import (
     EngineStats,
     HotSlotStats,
@@ -40,7 +40,8 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     """Make one call to all replicas at once and merge the results. ``config``: of the weights that are loaded now.
 
     When some fail, what the call did on the others is undone if possible, and the error of the first is raised; with
-    several replicas it names those that failed. One that did not answer in time, and may obey later, is restarted.
+    several replicas it names those that failed. One that did not answer in time, and may obey later, is restarted, and
+    so is one that has lost its cache while its weights were replaced: it may have either.
     """
     chosen = _concerned(replicas, method)
     results = await asyncio.gather(
@@ -68,6 +69,8 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
         for replica, error in failed:
             if isinstance(error.__cause__, TimeoutError):
                 _restart(replica, "it did not answer")
+            elif isinstance(method, ReplaceWeights) and isinstance(error, EngineAsleep):
+                _restart(replica, "it may have the new weights, without room for its cache")
     raise _name_error(failed, len(replicas), "; undone on the others" if undo is not None and is_partial else "")
 
 
