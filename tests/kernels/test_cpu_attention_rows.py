@@ -1,5 +1,6 @@
 """A row of attention is one number, bit for bit, however it is computed: decoded alone or beside others, as a draft, in
-a prompt cut anywhere, over a shared prefix, by any number of threads."""
+a prompt cut anywhere, over a shared prefix, by any number of threads. Tiles of AMX, for prompts over pages of bfloat16
+and int8, add in another order than decodes: there the number is close."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from attention_cases import Case, Problem, code_problem, make_problem
 from cpu_isas import ISAS, isa  # noqa: F401
+from devices import relative_error
 
 from headrace.layers.attention.contract import AttentionInputs
 from headrace.layers.attention.cpu import CpuAttention
@@ -83,11 +85,22 @@ def decode_alone(name: str, dtype: torch.dtype, isa: str) -> dict[int, torch.Ten
     return {at: run(problem, (at, at + 1))[0][0] for at in POSITIONS}
 
 
-def check(alone: dict[int, torch.Tensor], spans: list[tuple[int, int]], out: list[torch.Tensor]) -> None:
+def check(
+    alone: dict[int, torch.Tensor], spans: list[tuple[int, int]], out: list[torch.Tensor], *, is_close: bool = False
+) -> None:
     for (first, end), rows in zip(spans, out, strict=True):
         for at in range(first, end):
             if at in alone:
-                assert torch.equal(rows[at - first], alone[at]), (at, first, end, torch.get_num_threads())
+                row, place = rows[at - first], (at, first, end, torch.get_num_threads())
+                if is_close:
+                    assert relative_error(row, alone[at].double()) < 2e-2, place
+                else:
+                    assert torch.equal(row, alone[at]), place
+
+
+def has_tiles(isa: str, dtype: torch.dtype) -> bool:  # noqa: F811
+    """Whether prompts are tiles that add in an order of their own."""
+    return isa == "amx" and dtype in (torch.bfloat16, torch.int8)
 
 
 @pytest.mark.parametrize(("isa", "name", "dtype"), COMBINATIONS, indirect=["isa"], ids=str)
@@ -97,7 +110,7 @@ class TestOneRow:
         alone, spans = decode_alone(name, dtype, isa), [(0, LENGTH)]
         for threads in THREADS:
             torch.set_num_threads(threads)
-            check(alone, spans, run(problem, *spans))
+            check(alone, spans, run(problem, *spans), is_close=has_tiles(isa, dtype))
 
     def test_wherever_a_prompt_is_cut(self, isa: str, name: str, dtype: torch.dtype):  # noqa: F811
         problem = make(name, dtype)
@@ -106,7 +119,7 @@ class TestOneRow:
             torch.set_num_threads(threads)
             spans = [(first, min(first + size, LENGTH)) for first in range(0, LENGTH, size)]
             spans = [span for span in spans if any(first in range(*span) for first in POSITIONS)]
-            check(alone, spans, [run(problem, span)[0] for span in spans])
+            check(alone, spans, [run(problem, span)[0] for span in spans], is_close=has_tiles(isa, dtype))
 
     def test_decodes_over_a_shared_prefix(self, isa: str, name: str, dtype: torch.dtype):  # noqa: F811
         """Requests of one query that share nothing, some, or nearly all of their pages, in one step."""
@@ -122,5 +135,5 @@ class TestOneRow:
         spans = [(at - n, at + 1) for n, at in zip((1, 2, 3, 4, 6, 9, 15, 0, 30), POSITIONS[-9:], strict=True)]
         for threads in THREADS:
             torch.set_num_threads(threads)
-            check(alone, spans, run(problem, *spans))
-            check(alone, spans, [run(problem, span)[0] for span in spans])
+            check(alone, spans, run(problem, *spans), is_close=has_tiles(isa, dtype))
+            check(alone, spans, [run(problem, span)[0] for span in spans], is_close=has_tiles(isa, dtype))

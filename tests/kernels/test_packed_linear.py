@@ -99,11 +99,16 @@ FORMS = {
 }
 
 
+LEAST_TILE_ROWS = 24
+"""From which AMX multiplies group formats as bfloat16 tiles, with inputs that are not in steps."""
+
+
 def check(packed: PackedMatrix, x: torch.Tensor, *, name: str, uses_half: bool) -> None:
     bias = torch.linspace(-1, 1, packed.out_features)
     out = PACKED_LINEAR.load(name)(x, packed, bias, torch.float32)
     values = x.double()
-    if not packed.format.is_exact:
+    uses_half = uses_half and len(x) >= LEAST_TILE_ROWS
+    if not packed.format.is_exact and not uses_half:
         values = (
             fake_quantise(values, packed.in_features) if packed.format is Format.INT8
             else fake_quantise(values, 32, 2.0 if packed.format is Format.INT8_GROUP else 4.0)
@@ -113,7 +118,9 @@ def check(packed: PackedMatrix, x: torch.Tensor, *, name: str, uses_half: bool) 
     size = values.abs() @ dense.abs().t() + 1  # sums of magnitudes, by which rounding grows
     # codes of activations that lie halfway may go either way: half a step of one input in some dozen
     share = 2e-6 if packed.format.is_exact else 2e-3
-    assert ((out - expected).abs() / size).max() < (4e-3 if uses_half else share)
+    # both operands are rounded to bfloat16, by up to 2**-8 each: all of it where one product outweighs the others
+    most = 2**-7 if uses_half else share
+    assert ((out - expected).abs() / size).max() < most
 
 
 @pytest.mark.parametrize("form", FORMS)
