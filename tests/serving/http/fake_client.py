@@ -224,6 +224,7 @@ class FakeClient:
     prompts: list[str | list[int]] = field(default_factory=list)
     tasks: set[asyncio.Task] = field(default_factory=set)
     children: dict[str, asyncio.Event] = field(default_factory=dict)
+    replicas: tuple[()] = ()
     controls: list[object] = field(default_factory=list)
     refusal: HeadraceError | None = None
     released: set[str] = field(default_factory=set)
