@@ -42,7 +42,7 @@ class Referee:
 
     def choose(self, logits: np.ndarray, request: EngineRequest, output: list[int], allowed: set[int] | None) -> int:
         """The token that follows ``output``. ``allowed``: what a grammar leaves."""
-        prompt, spec = request.prompt_token_ids, request.sampling
+        prompt, spec = request.prompt_token_ids.tolist(), request.sampling
         edited = edited_logits(logits, spec, prompt, output)
         if allowed is not None:
             edited[[token for token in range(len(edited)) if token not in allowed]] = -math.inf

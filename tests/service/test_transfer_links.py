@@ -14,6 +14,7 @@ import pytest
 
 from headrace.base.errors import TransferFailed
 from headrace.base.sampling import TransferSpec
+from headrace.base.token_ids import pack_ids
 from headrace.base.transfer import (
     Alive,
     Fetch,
@@ -68,13 +69,13 @@ def test_whatever_a_backend_raises_fails_the_transfer():
 def test_prompts_of_other_adapters_and_salts_are_others():
     adapter = "f" * 64
     names = ["", "salt", f"{adapter}/", f"{adapter}/one", f"{adapter}/two", "x" * 200, "x" * 200 + "y"]
-    assert len({digest_prompt([1, 2], name) for name in names}) == len(names)
+    assert len({digest_prompt(pack_ids([1, 2]), name) for name in names}) == len(names)
 
 
 def test_prompts_are_named_alike_by_all_versions():
     ids = [0, 1, 128_000, 2**31 - 1, -1]
     packed, key = b"".join(each.to_bytes(4, "little", signed=True) for each in ids), blake2b(b"salt").digest()
-    assert digest_prompt(ids, "salt") == blake2b(packed, digest_size=16, key=key).digest()
+    assert digest_prompt(pack_ids(ids), "salt") == blake2b(packed, digest_size=16, key=key).digest()
 
 
 HELLO = Hello(PeerFacts("m", 16, []), 1, "other", b"")
