@@ -31,6 +31,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", root)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for check in ("READY", "HEALTH"):  # else Ray kills its proxies where other tests take their time
+        monkeypatch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "60")
     node = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **node})
     try:
