@@ -89,7 +89,7 @@ class Rows:
     def start(self, start: RowStart, *, has_adapter_extras: bool = False) -> RowTokens:
         """Take a row and overwrite what it held."""
         spec = start.sampling
-        known = RowTokens(np.array(start.token_ids).astype(np.int64), start.prompt_len, spec, start.pooling)
+        known = RowTokens(np.array(start.token_ids, dtype=np.int64), start.prompt_len, spec, start.pooling)
         self._rows[start.row] = known
         self.prompt_len_np[start.row] = start.prompt_len
         # top_k is -1 or 0 for no limit; the kernels know 0 alone. With XTC the cuts are made before it, not behind.

@@ -200,12 +200,6 @@ __device__ __forceinline__ void locate(Reader &reader, const Call &call, const S
   }
 }
 
-// STEP units of eight rows of the weight.
-__device__ __forceinline__ void load_side(uint32 to, const TensorMap *map, uint32 bar, int row, int unit) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-               "[%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(unit) : "memory");
-}
-
 struct Ring {  // of a warp, in shared memory: codes [DEPTH, 2, SIDE], scales [DEPTH, 2, TABLE], barriers
   const char *codes, *scales;
   uint32 codes_address, scales_address, full;
@@ -220,8 +214,8 @@ __device__ __forceinline__ void fetch(
     if (lane == 0) {
       const uint32 to = ring.codes_address + slot * STAGE, bar = ring.full + 8 * slot;
       expect_bytes(bar, reader.is_there ? 2 * SIDE : SIDE);
-      load_side(to, map, bar, int(reader.rows[0]), unit);
-      if (reader.is_there) load_side(to + SIDE, map, bar, int(reader.rows[1]), unit);
+      load_pieces(to, map, bar, int(reader.rows[0]), unit);
+      if (reader.is_there) load_pieces(to + SIDE, map, bar, int(reader.rows[1]), unit);
     }
     const int row = lane / STEP, word = unit + lane % STEP;
     if (row < 8 && word < work.units) {

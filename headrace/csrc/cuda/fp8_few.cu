@@ -49,8 +49,7 @@ __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.
 // UNIT blocks from `block` on of 64 rows of the weight from `row` on, or of 32 of gate and of up
 __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint32 bar, int row, int block) {
   if (DOWN)
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
-                 "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(block) : "memory");
+    load_pieces(to, map, bar, row, block);
   else
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, "
                  "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(block) : "memory");

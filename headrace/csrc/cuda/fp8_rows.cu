@@ -46,8 +46,7 @@ __device__ __forceinline__ void load_tile(uint32 to, const TensorMap *map, uint3
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, "
                  "%4, %5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * 4), "r"(block) : "memory");
   else
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
-                 "%5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(tile * TILE), "r"(block) : "memory");
+    load_pieces(to, map, bar, tile * TILE, block);
 }
 
 // x: pieces of 16 inputs, of each piece all `rows`; eight of them are 128 bytes, not swizzled.

@@ -44,6 +44,12 @@ __device__ __forceinline__ void load_box(uint32 to, const TensorMap *map, uint32
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
 }
+// The same of a map of [pieces, rows, columns], from the first column on.
+__device__ __forceinline__ void load_pieces(uint32 to, const TensorMap *map, uint32 bar, int row, int piece) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+               "[%1, {%3, %4, %5}], [%2];"
+               ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(row), "r"(piece) : "memory");
+}
 // Ask for a box for those programs of a cluster whose bits are set, to the same place and barrier of each.
 __device__ __forceinline__ void load_box_for(
     uint16 programs, uint32 to, const TensorMap *map, uint32 bar, int column, int row
