@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import struct
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +17,9 @@ import torch
 
 from headrace.base.errors import AdapterError, HeadraceError, RequestError, UnsupportedFeature
 from headrace.layers.lora.contract import AdapterSite, AdapterSites
-from headrace.layers.lora.memory import AdapterMemory
+from headrace.layers.lora.memory import AdapterMemory, view_bytes
 from headrace.models.adapters import contents as contents_module
-from headrace.models.adapters.contents import check_parts
+from headrace.models.adapters.contents import Contents, Piece, Stored, check_parts, examine
 from headrace.models.adapters.reader import AdapterSource, read_adapter
 from headrace.models.adapters.tensors import AdapterTensors
 from headrace.models.weights.safetensors_file import pack_tensors
@@ -347,6 +349,27 @@ def test_what_is_examined_when_it_is_read_is_what_is_there(
     for part, other in zip(weights.parts, whole.parts, strict=True):
         assert torch.equal(part.a, other.a) and torch.equal(part.b, other.b) and part.b.dtype == other.b.dtype
         assert part.bound == other.bound
+
+
+def test_a_piece_that_takes_longer_keeps_its_place(monkeypatch: pytest.MonkeyPatch):
+    """The digest of a tensor must not depend on which thread read which part of it."""
+    monkeypatch.setattr(contents_module, "PIECE_BYTES", 40)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensor = torch.arange(40, dtype=torch.float32)
+    stored = Stored(tensor.data_ptr(), view_bytes(tensor.data_ptr(), tensor.nbytes).data, tensor.dtype)
+    third_is_read = threading.Event()
+
+    def read(piece: Piece) -> None:
+        ((_, part),) = piece
+        if part.at == 40:
+            assert third_is_read.wait(60)
+        elif part.at == 80:
+            third_is_read.set()
+
+    contents = Contents()
+    examine([stored], contents, read)
+    wanted = [hashlib.sha256(tensor[i : i + 10].numpy().tobytes()).digest() for i in range(0, 40, 10)]
+    assert contents.digests == {(tensor.data_ptr(), tensor.nbytes): wanted} and contents.bound == 39.0
 
 
 def test_one_module_by_two_names(tmp_path: Path):

@@ -62,18 +62,19 @@ def examine(tensors: Iterable[Stored], contents: Contents, read: Callable[[Piece
     """Scan and hash tensors piece by piece, behind ``read`` of each, and add what is known of them; raises what reading
     raised. A thread takes the next piece when it is done with one; this one is one of them."""
     pieces = list(_cut(tensors))
-    left = iter(pieces)
+    left = iter(enumerate(pieces))
 
-    def work(_: int = 0) -> list[tuple[Piece, list[bytes], float]]:
-        return [(piece, *_examine_piece(piece, read)) for piece in left]
+    def work(_: int = 0) -> list[tuple[int, list[bytes], float]]:
+        return [(i, *_examine_piece(piece, read)) for i, piece in left]
 
     count = min(MAX_THREADS, torch.get_num_threads(), len(pieces))
     with ThreadPoolExecutor(max(1, count - 1), "adapter-piece") as threads:
         others = threads.map(work, range(1, count))
-        for piece, digests, bound in chain(work(), *others):
-            contents.bound = max(contents.bound, bound)
-            for owner, digest in zip((span for span, part in piece if part.is_examined), digests, strict=True):
-                contents.digests[owner].append(digest)
+        examined = sorted(chain(work(), *others))  # in the order of pieces, whichever thread took them
+    for i, digests, bound in examined:
+        contents.bound = max(contents.bound, bound)
+        for owner, digest in zip((span for span, part in pieces[i] if part.is_examined), digests, strict=True):
+            contents.digests[owner].append(digest)
 
 
 def _cut(tensors: Iterable[Stored]) -> Iterator[Piece]:
