@@ -16,7 +16,7 @@ import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation
 from test_client import SLOW, greedy, ids, read, until
 
-from headrace.base.adapters import AdapterConfig, AdapterInfo, ListAdapters, LoadAdapter
+from headrace.base.adapters import AdapterConfig, AdapterInfo, AdapterStats, ListAdapters, LoadAdapter
 from headrace.base.admin import ReplaceWeights, StartProfile
 from headrace.base.config import engine_config
 from headrace.base.errors import (
@@ -28,7 +28,7 @@ from headrace.base.errors import (
     PluginError,
     RequestError,
 )
-from headrace.base.messages import EngineStats, SpeculationStats
+from headrace.base.messages import EngineStats, ExpertStats, SpeculationStats, StatsByTier, TierStats, TransferStats
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
@@ -414,8 +414,18 @@ async def test_a_poisoned_request_kills_one_replica_alone(start_client: Callable
 
 
 def test_statistics_are_added_up():
-    one = EngineStats(num_pages=3, steps_total=2, speculation=SpeculationStats(1, 2, 3, [2, 1]))
-    other = EngineStats(num_pages=4, num_running=1, speculation=SpeculationStats(1, 1, 1, [1]))
+    one = EngineStats(
+        num_pages=3, steps_total=2, speculation=SpeculationStats(1, 2, 3, [2, 1]), experts=ExpertStats([1, 2], 0.5),
+        adapters=AdapterStats(2, 1, 3, running={"a": 1}),
+        tiers=StatsByTier(TierStats(num_pages=1), peers=TransferStats(2, sent_pages_total=5)),
+    )
+    other = EngineStats(
+        num_pages=4, num_running=1, speculation=SpeculationStats(1, 1, 1, [1]),
+        adapters=AdapterStats(2, 2, 1, running={"a": 1, "b": 2}),
+        tiers=StatsByTier(TierStats(num_pages=2), peers=TransferStats(1, lost_requests_total=1)),
+    )
     assert sum_stats([one, other]) == EngineStats(
-        num_pages=7, num_running=1, steps_total=2, speculation=SpeculationStats(2, 3, 4, [3, 1])
+        num_pages=7, num_running=1, steps_total=2, speculation=SpeculationStats(2, 3, 4, [3, 1]),
+        experts=ExpertStats([1, 2], 0.5), adapters=AdapterStats(2, 3, 4, running={"a": 2, "b": 2}),
+        tiers=StatsByTier(TierStats(num_pages=3), peers=TransferStats(3, 0, 1, 5)),
     )

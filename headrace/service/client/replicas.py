@@ -9,23 +9,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
-from headrace.base.adapters import AdapterStats, LoadAdapter, UnloadAdapter
+from headrace.base.adapters import LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import AdapterError, EngineAsleep, EngineUnavailable, HeadraceError
-from headrace.base.messages import (
-    EngineStats,
-    HotSlotStats,
-    MemoryLine,
-    ModelFacts,
-    SpeculationStats,
-    StatsByTier,
-    TierStats,
-)
+from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
 
 logger = logging.getLogger(__name__)
@@ -161,50 +154,25 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The statistics of several engines as one."""
     if len(stats) == 1:
         return stats[0]
-    sums = {name: sum(getattr(one, name) for one in stats) for name in _NUMBERS}
-    # replicas that divide experts see the same loads
+    total: EngineStats = _add_up(stats)
+    # Replicas that divide experts see the same loads, and each replica has loaded all adapters.
     experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
-    return EngineStats(
-        **sums, speculation=_sum_speculation([one.speculation for one in stats]), experts=experts,
-        adapters=_sum_adapters([one.adapters for one in stats]),
-        tiers=StatsByTier(
-            _sum_tiers([one.tiers.host for one in stats]), _sum_tiers([one.tiers.storage for one in stats]),
-            hot_slots=_sum_hot_slots([one.tiers.hot_slots for one in stats]),
-        ),
+    num_loaded = max(one.adapters.num_loaded for one in stats)
+    return msgspec.structs.replace(
+        total, experts=experts, adapters=msgspec.structs.replace(total.adapters, num_loaded=num_loaded)
     )
 
 
-_NUMBERS = tuple(field.name for field in msgspec.structs.fields(EngineStats) if field.type is int)
-
-
-def _sum_adapters(stats: Sequence[AdapterStats]) -> AdapterStats:
-    """Each replica has loaded all adapters, and has its own of them on the device."""
-    running, waiting = (
-        sum((Counter(counts) for counts in every), Counter[str]())
-        for every in ([one.running for one in stats], [one.waiting for one in stats])
-    )
-    return AdapterStats(
-        max(one.num_loaded for one in stats), sum(one.num_resident for one in stats),
-        sum(one.loads_total for one in stats), sum(one.evictions_total for one in stats), dict(running), dict(waiting)
-    )
-
-
-def _sum_hot_slots(stats: Sequence[HotSlotStats]) -> HotSlotStats:
-    return HotSlotStats(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, stats), strict=True)))
-
-
-def _sum_tiers(stats: Sequence[TierStats]) -> TierStats:
-    return TierStats(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, stats), strict=True)))
-
-
-def _sum_speculation(stats: Sequence[SpeculationStats]) -> SpeculationStats:
-    by_position = [one.num_accepted_tokens_per_position for one in stats]
-    longest = max(map(len, by_position))
-    return SpeculationStats(
-        sum(one.num_drafts for one in stats), sum(one.num_draft_tokens for one in stats),
-        sum(one.num_accepted_tokens for one in stats),
-        [sum(counts[i] for counts in by_position if i < len(counts)) for i in range(longest)],
-    )
+def _add_up(values: Sequence[Any]) -> Any:
+    """Add numbers; in lists by position, in dicts by key, in records by field."""
+    first = values[0]
+    if isinstance(first, msgspec.Struct):
+        return type(first)(*map(_add_up, zip(*map(msgspec.structs.astuple, values), strict=True)))
+    if isinstance(first, dict):
+        return dict(sum(map(Counter, values), Counter()))
+    if isinstance(first, list):
+        return [sum(counts) for counts in zip_longest(*values, fillvalue=0)]
+    return sum(values)
 
 
 def join_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
