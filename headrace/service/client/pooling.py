@@ -15,6 +15,7 @@ from headrace.base.messages import ModelFacts
 from headrace.base.pooling import Activation, PoolingSpec, unpack_floats
 from headrace.service.client.media import MediaPrompt
 from headrace.service.client.prompts import (
+    encode_prompt_begin,
     encode_prompt_end,
     encode_text,
     read_truncation,
@@ -55,20 +56,14 @@ class PoolingEncoder:
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = True) -> PoolingInput:
         """A single text, or its token ids as they are."""
-        if self.keeps_end and self.limit is not None:
-            given = text
-            has_special = add_special_tokens
-            return PoolingInput(encode_prompt_end(given, self.tokenizer, self.limit, add_special_tokens=has_special))
-        if isinstance(text, str):
-            tokenizer = require_tokenizer(self.tokenizer)
-            if self.limit is None:
-                return PoolingInput(
-                    encode_text(
-                        text, tokenizer, self.facts.max_model_len, "input", add_special_tokens=add_special_tokens
-                    )
-                )
-            return PoolingInput(tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=self.limit))
-        return PoolingInput(list(text[: self.limit]))
+        tokenizer, limit = self.tokenizer, self.limit
+        if limit is not None:
+            cut = encode_prompt_end if self.keeps_end else encode_prompt_begin
+            return PoolingInput(cut(text, tokenizer, limit, add_special_tokens=add_special_tokens))
+        if not isinstance(text, str):
+            return PoolingInput(list(text))
+        known, most = require_tokenizer(tokenizer), self.facts.max_model_len
+        return PoolingInput(encode_text(text, known, most, "input", add_special_tokens=add_special_tokens))
 
     def take(self, prompt: MediaPrompt) -> PoolingInput:
         """A prompt with media as it is; raises `UnsupportedFeature` for one that would have to be truncated."""
