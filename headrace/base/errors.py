@@ -5,6 +5,8 @@ Refuses: formatting for a particular protocol (``serving/`` does that).
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class HeadraceError(Exception):
     """Root of the tree. ``status`` is the HTTP status, ``kind`` a stable machine-readable name."""
@@ -17,6 +19,10 @@ class HeadraceError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
+
+    def with_message(self, message: str, *, param: str | None = None) -> Self:
+        """The same error with another message, and with ``param`` unless that is None."""
+        return type(self)(message, param=param or self.param, retry_after=self.retry_after)
 
 
 class ConfigError(HeadraceError, ValueError):

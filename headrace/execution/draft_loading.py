@@ -92,9 +92,8 @@ def load_with_draft(
         if str(error.param).startswith(OPTION):
             raise
         # most of these are also said of the model, by the same words
-        raise type(error)(
-            f"{OPTION}: the drafter {options.model or options.method}: {error}", param=OPTION
-        ) from error
+        named = f"{OPTION}: the drafter {options.model or options.method}: {error}"
+        raise error.with_message(named, param=OPTION) from error
 
 
 def _choose_method(options: SpeculativeOptions, loaded: LoadedModel) -> str | None:

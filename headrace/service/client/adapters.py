@@ -110,7 +110,7 @@ class AdapterCatalog:
             try:
                 return await self._send(LoadAdapter(name, found, is_pinned, replaces), LoRARequest(name, path), found)
             except RequestError as error:  # clients may be on other machines
-                raise type(error)(error.message.replace(found, path), param=error.param) from error
+                raise error.with_message(error.message.replace(found, path)) from error
 
     async def load_tensors(
         self, name: str, tensors: bytes, config: str, *, own_names: Sequence[str] = (), is_pinned: bool = False,

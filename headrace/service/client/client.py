@@ -328,4 +328,4 @@ def _named(replica: Replica, count: int) -> HeadraceError | None:
     error = replica.failure
     if error is None or count == 1:
         return error
-    return type(error)(f"{replica.name}: {error.message}", param=error.param, retry_after=error.retry_after)
+    return error.with_message(f"{replica.name}: {error.message}")

@@ -145,7 +145,7 @@ def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, end
     if count == 1 or not isinstance(error, HeadraceError):
         return error
     message = "; ".join(f"{replica.name}: {problem}" for replica, problem in failed)
-    named = type(error)(message + ending, param=error.param, retry_after=error.retry_after)
+    named = error.with_message(message + ending)
     named.__cause__ = error
     return named
 

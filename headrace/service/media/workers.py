@@ -325,4 +325,4 @@ def _renamed(error: MediaError | WorkerKilled, param: str) -> HeadraceError:
     message = error.message
     if error.param is not None and message.startswith(error.param):
         message = param + message[len(error.param) :]
-    return type(error)(message, param=param, retry_after=error.retry_after)
+    return error.with_message(message, param=param)
