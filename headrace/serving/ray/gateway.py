@@ -8,9 +8,11 @@ import logging
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.base.errors import EngineUnavailable
+from headrace.base.errors import EngineUnavailable, HeadraceError
+from headrace.serving.http.transport.endpoint import read_body
 from headrace.serving.http.transport.errors import end_of_stream, respond_error
 from headrace.serving.ray.engine import Forwarded, Head
 from headrace.serving.router.prompt_view import view_prompt
@@ -34,7 +36,13 @@ class Gateway:
         client hears of it."""
         if scope["type"] != "http":
             return
-        body = await self._read_body(receive)
+        try:
+            body = b"".join(await read_body(scope, receive, self._max_body_bytes))
+        except ClientDisconnect:
+            return
+        except HeadraceError as error:
+            await respond_error(error, scope)(scope, receive, send)
+            return
         request = msgspec.msgpack.encode(Forwarded(
             scope["method"], _path_below_root(scope), scope.get("query_string", b""),
             [(bytes(name), bytes(value)) for name, value in scope["headers"]], body,
@@ -55,17 +63,6 @@ class Gateway:
                 if not num_left or sender.head is not None:
                     await sender.fail(scope, receive)
                     return
-
-    async def _read_body(self, receive: Receive) -> bytes:
-        """The body; of one that is too large a little too much, so that the engine's application refuses it."""
-        pieces, size = [], 0
-        while size <= self._max_body_bytes:
-            message = await receive()
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if not message.get("more_body"):
-                break
-        return b"".join(pieces)
 
 
 def _path_below_root(scope: Scope) -> str:

@@ -3,7 +3,6 @@ and the list of workers. `create_app` puts the gates in front of it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -26,16 +25,8 @@ from headrace.serving.http.transport.access import (
     open_gates,
     read_proxies,
 )
-from headrace.serving.http.transport.endpoint import GAP_TIMEOUT_S
-from headrace.serving.http.transport.errors import (
-    BodyTooLarge,
-    BodyTooSlow,
-    EncodedResponse,
-    JsonResponse,
-    path_of,
-    respond_error,
-    route_of,
-)
+from headrace.serving.http.transport.endpoint import read_body
+from headrace.serving.http.transport.errors import EncodedResponse, JsonResponse, path_of, respond_error, route_of
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.forwarding import Forwarder
 from headrace.serving.router.limits import RateLimit
@@ -132,7 +123,7 @@ class Router:
         self.num_running += 1
         try:
             with self._limit.admit(client) if self._limit.is_on else NO_LIMIT:
-                body = await self._read_body(receive)
+                body = await self._read_body(scope, receive)
                 if path in BROADCAST:
                     answer = await self._forwarder.broadcast(scope, body)
                     await EncodedResponse(answer or b"{}")(scope, receive, send)
@@ -143,27 +134,8 @@ class Router:
         finally:
             self.num_running -= 1
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        most, clock, size = self._options.max_body_bytes, asyncio.get_running_loop().time, 0
-        try:
-            async with asyncio.timeout(GAP_TIMEOUT_S) as limit:
-                message = await receive()
-                body: bytes = message.get("body", b"")
-                if message.get("more_body"):
-                    pieces, size = [body], len(body)
-                    while message.get("more_body") and size <= most:
-                        limit.reschedule(clock() + GAP_TIMEOUT_S)
-                        message = await receive()
-                        pieces.append(message.get("body", b""))
-                        size += len(pieces[-1])
-                    body = b"".join(pieces)
-        except TimeoutError:
-            raise BodyTooSlow(f"no body data for {GAP_TIMEOUT_S:g} s; {size} bytes were received") from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        if len(body) > most:
-            raise BodyTooLarge(f"the body has more than {most} bytes")
-        return body
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        return b"".join(await read_body(scope, receive, self._options.max_body_bytes))
 
     async def _health(self, scope: Scope, receive: Receive) -> Response:
         return JsonResponse({"status": "ok"})
@@ -214,7 +186,7 @@ class Router:
         if in_query:
             return in_query[0]
         try:
-            named_worker: WorkerName = msgspec.json.decode(await self._read_body(receive), type=WorkerName)
+            named_worker: WorkerName = msgspec.json.decode(await self._read_body(scope, receive), type=WorkerName)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f'the body must be {{"url": "http://host:port"}}: {error}', param="url") from error
         return named_worker.url

@@ -7,12 +7,14 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving.router.workers import Worker
 
 from headrace.base.errors import ConfigError
 from headrace.service.balancing import ReplicaState, RoutedRequest, create_policy
+from headrace.serving.ray.gateway import Gateway
 from headrace.serving.router import workers
 from headrace.serving.router.discovery import WorkersFile, read_workers, split_name, watch_file, watch_name
 from headrace.serving.router.fleet import Fleet
@@ -21,6 +23,29 @@ from headrace.serving.router.options import RouterOptions, WorkerOptions
 from headrace.serving.router.prompt_view import EMPTY, pack_hint, text_of, view_prompt
 from headrace.serving.router.server import serve_router
 from headrace.serving.router.workers import Worker as FleetWorker
+
+
+class NoEngines:
+    """The handle of engines that are asked for nothing."""
+
+    def options(self, **_: Any) -> NoEngines:
+        return self
+
+
+@pytest.mark.parametrize("end, status", [({"type": "http.disconnect"}, None), ({"body": b"x" * 999}, 413)])
+async def test_rays_gateway_passes_no_incomplete_body_on(end: dict[str, Any], status: int | None):
+    messages = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}, {"type": "http.request", **end}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await Gateway(NoEngines(), max_body_bytes=500).forward(scope, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [status] * (status is not None)
 
 
 def test_prompts_that_begin_alike_have_hints_that_do():

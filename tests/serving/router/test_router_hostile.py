@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from serving.router.workers import EVENTS_HEAD, Asked, Running, Worker, chunk, events, reply, routing
 
-from headrace.serving.router import app
+from headrace.serving.http.transport import endpoint
 from headrace.serving.router.options import RouterOptions
 
 
@@ -166,7 +166,7 @@ async def test_other_methods_keep_their_connection(method: str):
 
 
 async def test_a_body_that_stops_coming_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(app, "GAP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(endpoint, "GAP_TIMEOUT_S", 0.2)
     worker = Worker(answer=echo)
     async with routing(worker) as running:
         for begun in (b"", b"{"):

@@ -22,7 +22,7 @@ LOAD_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 503)
 async def _read(request: Request, body: JsonBody[T]) -> tuple[AppContext, T]:
     """The context and the decoded body, whose type `AdminGate` has checked; a large one is decoded on a thread."""
     context = context_of(request)
-    data = b"".join(await read_body(request, context.server.max_body_bytes))
+    data = b"".join(await read_body(request.scope, request.receive, context.server.max_body_bytes))
     return context, await context.threads.run(request, len(data), lambda: body.decode(data if data.strip() else b"{}"))
 
 

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol.fields import DEFERRED, IN_WORDS, RESTRICTED, LogitBias
@@ -53,18 +55,18 @@ _INVALID = re.compile(r"^Invalid (?:enum )?value")
 _PART = re.compile(r"^Invalid (?:enum )?value '(?P<kind>.*)' - at `\$\.(?P<path>.*content\[\d+\]\.type)`$", re.DOTALL)
 
 
-async def read_body(request: Request, limit: int) -> list[bytes]:
+async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
     """Read a body of at most ``limit`` bytes, in the parts in which it arrives. Raises `BodyTooLarge`, `BodyTooSlow`
     after `GAP_TIMEOUT_S` without data, and `ClientDisconnect`."""
     # A declared length is refused before anything is read; chunked bodies are counted as they arrive.
-    declared = request.headers.get("content-length", "")
+    declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are accepted")
     chunks, size, has_more = [], 0, True
     while has_more:
         try:
             async with asyncio.timeout(GAP_TIMEOUT_S):
-                message = await request.receive()
+                message = await receive()
         except TimeoutError:
             raise BodyTooSlow(f"no body data for {GAP_TIMEOUT_S:g} s; {size} bytes were received") from None
         if message["type"] == "http.disconnect":
@@ -115,7 +117,7 @@ class JsonBody(Generic[T]):
         their names are in the request's state as ``ignored_fields``, for the response header."""
         _check_media_type(request, takes_any_type=self._takes_any_type)
         ignored: list[str] | None = [] if is_lenient else None
-        parts = await read_body(request, limit)
+        parts = await read_body(request.scope, request.receive, limit)
         request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
         decoded = await threads.run(request, size, partial(self._decode_parts, parts, ignored, most_ids))
         if ignored:
@@ -179,7 +181,7 @@ class JsonBody(Generic[T]):
 
     async def read_optional(self, request: Request, limit: int) -> T:
         """The decoded body, of any declared type; no body is the same as an empty object."""
-        body = b"".join(await read_body(request, limit))
+        body = b"".join(await read_body(request.scope, request.receive, limit))
         return self.decode(body if body.strip() else b"{}")
 
     def decode(self, body: bytes, ignored: list[str] | None = None) -> T:

@@ -45,7 +45,7 @@ class FormBody(JsonBody[T]):
         boundary = _BOUNDARY.search(declared)
         if declared.partition(";")[0].strip().lower() != FORM or boundary is None:
             raise UnsupportedMediaType(f"Content-Type must be {FORM} with a boundary, got {declared[:100] or 'none'}")
-        parts = await read_body(request, limit)
+        parts = await read_body(request.scope, request.receive, limit)
         request.scope.setdefault("state", {})[BODY_BYTES] = size = sum(map(len, parts))
         ignored: list[str] | None = [] if is_lenient else None
         mark = (boundary[1] or boundary[2]).encode()
