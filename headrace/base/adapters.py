@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option
+from headrace.base.option import Section, option, split_list
 
 DEFAULT_CPU_LORAS = 32
 
@@ -92,7 +92,7 @@ class AdapterConfig(Section):
     @property
     def folders(self) -> list[str]:
         """The entries of ``lora_folders``."""
-        return [folder.strip() for folder in self.lora_folders.split(",") if folder.strip()]
+        return split_list(self.lora_folders)
 
 
 def _read_json(text: str) -> tuple[list[LoRARequest], str]:

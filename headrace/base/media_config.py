@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from headrace.base.errors import ConfigError
-from headrace.base.option import Section, option, read_object
+from headrace.base.option import Section, option, read_object, split_list
 
 KINDS = ("image", "video", "audio")
 """Kinds of media."""
@@ -43,7 +43,7 @@ class MediaHosts:
     @classmethod
     def parse(cls, text: str) -> MediaHosts:
         """The hosts of ``allowed_media_domains``; raises `ConfigError`."""
-        entries = [entry.strip().lower() for entry in text.split(",") if entry.strip()]
+        entries = split_list(text.lower())
         if entries == ["none"]:
             return cls(is_closed=True)
         names, networks = [], []

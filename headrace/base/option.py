@@ -142,6 +142,11 @@ class Section:
                 object.__setattr__(self, info.name, checked)
 
 
+def split_list(text: str) -> list[str]:
+    """The entries of a comma-separated option, without the spaces around them; empty entries are dropped."""
+    return [entry for part in text.split(",") if (entry := part.strip())]
+
+
 def read_object(text: str, name: str, *, example: str) -> dict[str, Any]:
     """The JSON object that an option's text is; raises `ConfigError` with an example otherwise."""
     try:

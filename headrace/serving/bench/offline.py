@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.base.errors import ConfigError
+from headrace.base.option import split_list
 from headrace.base.sampling import SamplingParams
 from headrace.service.client.outputs import GenerationOutput
 from headrace.serving.bench.options import OfflineBenchOptions
@@ -90,7 +91,7 @@ def run_offline_bench(
 ) -> list[WorkloadRow]:
     """Load a model (``engine_options`` are those of `headrace.LLM`, ``model`` among them), run the workloads, print a
     table to ``console`` and write the output file if configured. Raises `ConfigError` for an unknown workload."""
-    names = [name.strip() for name in options.workloads.split(",") if name.strip()]
+    names = split_list(options.workloads)
     unknown = [name for name in names if name not in ALL]
     if unknown or not names:
         raise ConfigError(f"workloads must be of {', '.join(ALL)}; got {options.workloads!r}", param="workloads")

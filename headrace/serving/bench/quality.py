@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.base.errors import ConfigError
+from headrace.base.option import split_list
 from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.prompts import require_tokenizer
@@ -63,7 +64,7 @@ def run_quality_bench(
     """Load the model (``engine_options`` are those of `headrace.LLM`, ``model`` among them) once plain and once in each
     form, print a table and write the output file if configured. Raises `ConfigError` for a text that is too short or an
     unknown format."""
-    names = [name.strip() for name in options.compare.split(",") if name.strip()]
+    names = split_list(options.compare)
     if not names:
         raise ConfigError("compare names no weight format; try int8,int4", param="compare")
     text = read_text(options.text)

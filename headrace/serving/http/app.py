@@ -32,6 +32,7 @@ from headrace.serving.http.transport.access import (
     Gates,
     Prefix,
     RequestLedger,
+    cors_options,
     open_gates,
     read_proxies,
 )
@@ -76,12 +77,9 @@ def _add_middleware(app: Starlette, context: AppContext, pages: frozenset[str]) 
         app.add_middleware(Recorder, sinks=sinks, paths=frozenset(e.path for e in ENDPOINTS if not e.is_admin))
     admin_paths = frozenset(e.path for e in ENDPOINTS if e.is_admin)
     app.add_middleware(Gates, gates=open_gates(server, admin_paths, OPEN_PATHS | pages))
-    origins = [o.strip() for o in server.cors_origins.split(",") if o.strip()]
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "Warning"]
-        )
+    cors = cors_options(server)
+    if cors is not None:
+        app.add_middleware(CORSMiddleware, **cors)
     if context.tracing is not None:
         app.add_middleware(TracedRequests, tracing=context.tracing, routes=routes)
     has_log = context.operations.log_requests != "none"

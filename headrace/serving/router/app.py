@@ -22,6 +22,7 @@ from headrace.serving.http.transport.access import (
     Gates,
     RequestLedger,
     client_of,
+    cors_options,
     open_gates,
     read_proxies,
 )
@@ -195,12 +196,9 @@ class Router:
 def create_app(router: Router, options: RouterOptions) -> ASGIApp:
     """The router behind its gates; see `headrace.serving.http.app` for their order."""
     app: ASGIApp = Gates(router, open_gates(options, frozenset({"/workers"}), OPEN_PATHS))
-    origins = [origin.strip() for origin in options.cors_origins.split(",") if origin.strip()]
-    if origins:
-        app = CORSMiddleware(
-            app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "Warning"]
-        )
+    cors = cors_options(options)
+    if cors is not None:
+        app = CORSMiddleware(app, **cors)
     routes = RELAYED | {"/workers"}
     app = cast("ASGIApp", RequestLedger(app, router.metrics.http, routes, has_log=options.log_requests))
     proxies = read_proxies(options.trusted_proxies)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from headrace.base import VERSION
 from headrace.base.errors import ConfigError, EngineAsleep, EngineUnavailable, RequestError
 from headrace.base.messages import ModelFacts
+from headrace.base.option import split_list
 from headrace.base.server_config import OperationsConfig, ServerConfig
 from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
@@ -102,9 +103,8 @@ class AppContext:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names clients use; none while the model is loading and no name was configured."""
-        given = (self.server.served_model_name or "").split(",")
         own = (self.client.facts.model,) if self.client.facts else ()
-        return tuple(dict.fromkeys(name.strip() for name in given if name.strip())) or own
+        return tuple(dict.fromkeys(split_list(self.server.served_model_name or ""))) or own
 
     @property
     def model_name(self) -> str:

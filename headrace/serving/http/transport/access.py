@@ -11,13 +11,14 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import ConfigError, Forbidden, HeadraceError, Unauthorized
+from headrace.base.option import split_list
 from headrace.base.server_config import AccessConfig
 from headrace.serving.http.protocol.fields import REQUEST_ID_PATTERN
 from headrace.serving.http.transport.errors import (
@@ -105,7 +106,7 @@ class OwnNames:
     ``allowed_hosts``. Where a browser believes to be under another one, its page is of another site."""
 
     def __init__(self, server: AccessConfig):
-        self._allowed = frozenset(n.strip().lower() for n in server.allowed_hosts.split(",") if n.strip())
+        self._allowed = frozenset(split_list(server.allowed_hosts.lower()))
         self._host = server.host.lower()
 
     def reason_against(self, headers: Headers) -> str | None:
@@ -160,7 +161,7 @@ def client_of(scope: Scope, *, has_keys: bool) -> tuple[str, ...]:
 
 def read_proxies(given: str) -> list[str] | str:
     """The addresses and networks of ``--trusted-proxies``, or ``*``; raises `ConfigError` for anything else."""
-    proxies = [part.strip() for part in given.split(",") if part.strip()]
+    proxies = split_list(given)
     if "*" in proxies:
         return "*"
     for proxy in proxies:
@@ -174,10 +175,19 @@ def read_proxies(given: str) -> list[str] | str:
     return proxies
 
 
+def cors_options(server: AccessConfig) -> dict[str, Any] | None:
+    """The arguments of Starlette's ``CORSMiddleware`` for ``--cors-origins``; None without origins."""
+    origins = split_list(server.cors_origins)
+    return None if not origins else {
+        "allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"],
+        "expose_headers": ["X-Request-Id", "Retry-After", "Warning"],
+    }
+
+
 def check_form_origin(headers: Headers, server: AccessConfig) -> None:
     """Raise `Forbidden` for a form that a page of another site may have sent: browsers ask the server before they send
     JSON or a key for a page, but not before they send a form."""
-    origin, allowed = headers.get("origin"), [each.strip() for each in server.cors_origins.split(",")]
+    origin, allowed = headers.get("origin"), split_list(server.cors_origins)
     if origin is None or server.api_key is not None or "*" in allowed or origin in allowed:
         return
     is_own = headers.get("sec-fetch-site") == "same-origin"  # which pages cannot set
