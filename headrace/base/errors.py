@@ -60,9 +60,14 @@ class RequestError(HeadraceError, ValueError):
 
 class ContextLengthExceeded(RequestError):
     """Prompt (plus requested output) does not fit ``max_model_len``. Clients that shorten the prompt and retry
-    recognise it by its code, or by the words "this model's maximum context length is"."""
+    recognise it by its code, or by the first words of `of`."""
 
     kind = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, max_len: int, reason: str, *, param: str | None = None) -> ContextLengthExceeded:
+        """``max_len``: tokens that the context takes; ``reason``: what needs more."""
+        return cls(f"this model's maximum context length is {max_len} tokens (max_model_len); {reason}", param=param)
 
 
 class UnsupportedFeature(RequestError):

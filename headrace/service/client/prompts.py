@@ -52,10 +52,7 @@ def encode_prompt(
     model's limit; a text far beyond it is refused after encoding a prefix, as encoding megabytes would take seconds."""
     if not isinstance(prompt, str):
         if most is not None and len(prompt) > most:  # before it is copied: it may have millions
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {most} tokens (max_model_len); the prompt has {len(prompt)}",
-                param="prompt"
-            )
+            raise ContextLengthExceeded.of(most, f"the prompt has {len(prompt)}", param="prompt")
         return list(prompt)
     return encode_text(prompt, require_tokenizer(tokenizer), most, "prompt", add_special_tokens=add_special_tokens)
 
@@ -120,10 +117,8 @@ def check_length(text: str, tokenizer: Tokenizer, most: int, param: str) -> None
 
 
 def _too_long(most: int, param: str) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"this model's maximum context length is {most} tokens (max_model_len); the {param} has more. Shorten it, or "
-        "have it cut off by truncate_prompt_tokens at the routes that take it", param=param,
-    )
+    advice = "Shorten it, or have it cut off by truncate_prompt_tokens at the routes that take it"
+    return ContextLengthExceeded.of(most, f"the {param} has more. {advice}", param=param)
 
 
 def read_truncation(truncate: int, max_len: int, num_out: int = 0) -> int:

@@ -106,11 +106,8 @@ def _check_prompt(ids: Sequence[int], facts: ModelFacts) -> None:
     if not ids:
         raise RequestError("the prompt must hold at least one token", param="prompt")
     if len(ids) >= facts.max_model_len:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len), one of output among "
-            f"them; the prompt has {len(ids)}",
-            param="prompt",
-        )
+        reason = f"the prompt has {len(ids)}, and at least one of output must fit"
+        raise ContextLengthExceeded.of(facts.max_model_len, reason, param="prompt")
     check_ids(ids, "prompt", facts.vocab_size)
 
 
@@ -160,11 +157,8 @@ def _stop_spec(params: SamplingParams, prompt_len: int, facts: ModelFacts, token
     room = facts.max_model_len - prompt_len
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if max_tokens > room:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the prompt has "
-            f"{prompt_len} and max_tokens is {max_tokens}",
-            param="max_tokens",
-        )
+        reason = f"the prompt has {prompt_len} and max_tokens is {max_tokens}"
+        raise ContextLengthExceeded.of(facts.max_model_len, reason, param="max_tokens")
     if params.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens must be at most {max_tokens}, the tokens there is room for; got {params.min_tokens}",
@@ -318,11 +312,8 @@ def build_pooling_request(
     if not token_ids:
         raise RequestError("the text must hold at least one token", param="input")
     if len(token_ids) > facts.max_model_len:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {facts.max_model_len} tokens (max_model_len); the text has "
-            f"{len(token_ids)}. Shorten it, or send "
-            "truncate_prompt_tokens: -1 to have its end cut off", param="input",
-        )
+        advice = "Shorten it, or send truncate_prompt_tokens: -1 to have its end cut off"
+        raise ContextLengthExceeded.of(facts.max_model_len, f"the text has {len(token_ids)}. {advice}", param="input")
     check_ids(token_ids, "input", facts.vocab_size)
     check_schedule(priority, deadline_s)
     check_ids(spec.label_ids, "label_token_ids", facts.vocab_size)

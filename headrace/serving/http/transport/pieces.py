@@ -154,9 +154,7 @@ class PieceReader:
         places = range(span.begin, span.end, PIECE_BYTES)
         count = 1 + sum(self._body.count(b",", place, min(place + PIECE_BYTES, span.end)) for place in places)
         if count > most:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {most} tokens (max_model_len); the prompt has {count}"
-            )
+            raise ContextLengthExceeded.of(most, f"the prompt has {count}")
 
     def _groups(self, span: Span) -> Iterator[tuple[int, int, Span | None]]:
         """``(begin, end)`` of groups of elements between commas, of about `PIECE_BYTES`; a large element has one of its
