@@ -40,6 +40,9 @@ SAMPLING = "sampling_params"
 BIAS = "logit_bias"
 WITH_MARK = "the body begins with a byte order mark; send it as UTF-8 without one"
 BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+MARK_BYTES = 4
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a body raises; `msgspec.ValidationError` is a `msgspec.DecodeError`."""
 BODY_BYTES = "body_bytes"
 LARGE_BYTES = 1 << 19
 """Bodies from this size on are decoded in pieces."""
@@ -156,14 +159,8 @@ class JsonBody(Generic[T]):
             return reader.record(
                 self.record, places, {**given, **self._decode_fields(reader, places, others, ignored)}
             )
-        except msgspec.ValidationError as error:
-            raise _explain(error, self.record, b"") from None
-        except msgspec.DecodeError as error:
-            if body.startswith(BYTE_ORDER_MARKS):
-                raise RequestError(WITH_MARK) from None
-            raise RequestError(f"the body is not valid JSON: {error}") from None
-        except UnicodeDecodeError:
-            raise RequestError("the body is not valid UTF-8") from None
+        except UNREADABLE as error:
+            raise self.explain(error, body[:MARK_BYTES]) from None
 
     def _decode_fields(
         self, reader: PieceReader, places: dict[str, Span], names: Iterable[str], ignored: list[str] | None
@@ -192,17 +189,9 @@ class JsonBody(Generic[T]):
         # One strict pass for valid bodies; only bodies with unknown fields pay for a second one.
         try:
             return self._decode(body)
-        except msgspec.ValidationError as error:
-            if "unknown field" not in str(error):
-                raise _explain(error, self.record, body) from None
-        except msgspec.DecodeError as error:
-            if body.startswith(BYTE_ORDER_MARKS):
-                raise RequestError(WITH_MARK) from None
-            raise RequestError(f"the body is not valid JSON: {error}") from None
-        except UnicodeDecodeError:
-            raise RequestError("the body is not valid UTF-8") from None
-        except RecursionError:
-            raise RequestError("the body is nested too deeply") from None
+        except UNREADABLE as error:
+            if not isinstance(error, msgspec.ValidationError) or "unknown field" not in str(error):
+                raise self.explain(error, body) from None
         return self._decode_known(body, ignored)
 
     def _decode_known(self, body: bytes, ignored: list[str] | None) -> T:
@@ -214,16 +203,20 @@ class JsonBody(Generic[T]):
             self._drop_inner(document, ignored)
             # JSON object keys are strings; ``str_keys`` converts those of ``dict[int, ...]`` fields.
             return msgspec.convert(document, self.record, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise _explain(error, self.record, body) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(f"the body is not valid JSON: {error}") from None
-        except RecursionError:
-            raise RequestError("the body is nested too deeply") from None
+        except UNREADABLE as error:
+            raise self.explain(error, body) from None
 
-    def explain(self, error: msgspec.ValidationError, body: bytes) -> RequestError:
-        """The error of a body that is no record."""
-        return _explain(error, self.record, body)
+    def explain(self, error: Exception, body: bytes) -> RequestError:
+        """The error for the client, of one of `UNREADABLE`. ``body``: the whole one, to name a wrong entry of
+        ``logit_bias``, or only its begin."""
+        match error:
+            case msgspec.ValidationError():
+                return _explain(error, self.record, body)
+            case RecursionError():
+                return RequestError("the body is nested too deeply")
+            case UnicodeDecodeError():
+                return RequestError("the body is not valid UTF-8")
+        return RequestError(WITH_MARK if body.startswith(BYTE_ORDER_MARKS) else f"the body is not valid JSON: {error}")
 
     def _drop_inner(self, document: dict[str, Any], ignored: list[str] | None) -> None:
         inner = document.get(self._nested)
