@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,12 +13,12 @@ from msgspec import UNSET, UnsetType
 from headrace.base.config import EngineConfig
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams, TransferSpec
+from headrace.serving.http.generation.sampling import spread
 from headrace.serving.http.protocol.fields import TransferParams
 from headrace.serving.http.protocol.openai import TransferAnswer
 
 DEFAULT_PORT = 8998
 """Of a transfer agent; SGLang's."""
-T = TypeVar("T")
 
 
 class ExchangeBody(Protocol):
@@ -72,9 +72,9 @@ def answer_router(
 def _read_bootstrap(body: ExchangeBody, count: int) -> list[TransferSpec]:
     if body.bootstrap_room is None:
         return []
-    rooms = _spread(body.bootstrap_room, count, "bootstrap_room")
-    hosts = _spread(body.bootstrap_host, count, "bootstrap_host")
-    ports = _spread(body.bootstrap_port, count, "bootstrap_port")
+    rooms = spread(body.bootstrap_room, count, "bootstrap_room")
+    hosts = spread(body.bootstrap_host, count, "bootstrap_host")
+    ports = spread(body.bootstrap_port, count, "bootstrap_port")
     names = [f"{room}.{i}" for i, room in enumerate(rooms)] if isinstance(body.bootstrap_room, int) else map(str, rooms)
     if count == 1:
         names = [str(rooms[0])]
@@ -102,11 +102,3 @@ def _number(spec: TransferSpec, count: int) -> list[TransferSpec]:
     if count == 1:
         return [spec]
     return [msgspec.structs.replace(spec, room=f"{spec.room}.{i}") for i in range(count)]
-
-
-def _spread(value: T | list[T], count: int, param: str) -> list[T]:
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{param} must be one, or one for each of the {count} prompts", param=param)
-    return value

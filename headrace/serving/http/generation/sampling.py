@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -31,6 +31,7 @@ COPIED_FIELDS = (
 )
 """Fields of `OutputFields` that `SamplingParams` has under the same names."""
 NATIVE_PREFIX = "gen-"
+T = TypeVar("T")
 GrammarField = tuple[str, Callable[..., Grammar | None], object]
 """Request field, constructor taking the value and ``param``, value."""
 NO_FIELDS, NO_OUTPUTS = OpenAIFields(), StructuredOutputs()
@@ -65,6 +66,16 @@ def openai_params(
         fields, model_defaults, max_tokens=max_tokens, logprobs=logprobs, min_tokens=fields.min_tokens,
         prompt_logprobs=fields.prompt_logprobs, logprob_token_ids=fields.logprob_token_ids,
     )
+
+
+def spread(value: T | list[T], count: int, param: str) -> list[T]:
+    """The value of each of ``count`` prompts, of a field that has one for all or a list of them. Raises `RequestError`
+    for a list of another length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{param} must be one, or one for each of the {count} prompts", param=param)
+    return value
 
 
 def new_request_id(prefix: str) -> str:

@@ -18,7 +18,13 @@ from headrace.serving.http.generation.logprobs import TokenNames, native_named, 
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import check_amount
 from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
-from headrace.serving.http.generation.sampling import NATIVE_PREFIX, grammar_field, pick_request_id, sampling_params
+from headrace.serving.http.generation.sampling import (
+    NATIVE_PREFIX,
+    grammar_field,
+    pick_request_id,
+    sampling_params,
+    spread,
+)
 from headrace.serving.http.generation.stream import Events, EventStream, frame, start_stream
 from headrace.serving.http.protocol.native import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -72,17 +78,6 @@ def _params(body: GenerateRequest, fields: NativeSampling, defaults: dict[str, f
     )
 
 
-def _sampling_of_each(body: GenerateRequest, num_prompts: int) -> list[NativeSampling]:
-    given = body.sampling_params or NativeSampling()
-    if not isinstance(given, list):
-        return [given] * num_prompts
-    if len(given) != num_prompts:
-        raise RequestError(
-            f"sampling_params must be one, or one for each of the {num_prompts} prompts", param="sampling_params"
-        )
-    return given
-
-
 def _discards_output(sampling: list[NativeSampling]) -> bool:
     """Whether ``max_new_tokens`` is 0 (only prompt logprobs are wanted). It must be so for all of a batch, or none."""
     of_each = {fields.max_new_tokens == 0 for fields in sampling}
@@ -97,10 +92,9 @@ def _request_ids(body: GenerateRequest, request: Request, num_prompts: int) -> t
     """``(id of the HTTP request, id of each prompt or None if the client gave none)``."""
     if not isinstance(body.rid, list):
         return pick_request_id(body.rid, request, NATIVE_PREFIX), None
-    if len(body.rid) != num_prompts:
-        raise RequestError(f"rid must be one, or one for each of the {num_prompts} prompts", param="rid")
+    ids: list[str] = spread(body.rid, num_prompts, "rid")
     # The whole HTTP request runs under the first id: aborting that aborts all prompts.
-    return body.rid[0], body.rid
+    return ids[0], ids
 
 
 def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> str | list[str]:
@@ -108,9 +102,8 @@ def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> st
     given = body.lora_path
     if not isinstance(given, list):
         return context.check_model(given, field="lora_path")
-    if len(given) != num_prompts:
-        raise RequestError(f"lora_path must be one, or one for each of the {num_prompts} prompts", param="lora_path")
-    return [context.check_model(name, field="lora_path") for name in given]
+    names: list[str | None] = spread(given, num_prompts, "lora_path")
+    return [context.check_model(name, field="lora_path") for name in names]
 
 
 async def generate(request: Request) -> JsonResponse | EventStream:
@@ -124,7 +117,8 @@ async def generate(request: Request) -> JsonResponse | EventStream:
         raise RequestError("logprobs of all tokens (-1) cannot be streamed", param="top_logprobs_num")
     prompts, is_batch = _prompts(body, context.server.max_batch_prompts)
     adapter = _adapter(body, context, len(prompts))
-    sampling, defaults = _sampling_of_each(body, len(prompts)), context.facts().default_sampling
+    sampling = spread(body.sampling_params or NativeSampling(), len(prompts), "sampling_params")
+    defaults = context.facts().default_sampling
     if isinstance(body.sampling_params, list):
         params = [_params(body, fields, defaults) for fields in sampling]
     else:
