@@ -1,4 +1,4 @@
-"""How the engine process and its workers end: with their parent, at once, and with a last word to the client; and how
+"""How the engine process and its workers end: with their parent, or at once after they told the client why; and how
 long one has shown no sign of life.
 
 Refuses: deciding that the process has to end.
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import psutil
@@ -21,38 +22,23 @@ logger = logging.getLogger(__name__)
 PARENT_POLL_S = 1.0
 
 
-class LastWord:
-    """Who is told why this process ends. One for the process, as threads without a way to the client may end it."""
+@dataclass
+class ExitCalls:
+    """What this process calls when it ends. ``on_error`` tells the client why, and must be safe to call from any
+    thread; ``on_stop`` is called before an end that was asked for."""
 
-    def __init__(self) -> None:
-        self._tell: Callable[[Exception], None] | None = None
-        self._part: Callable[[], None] = lambda: None
-
-    def goes_to(self, tell: Callable[[Exception], None]) -> None:
-        """Call ``tell`` before the end; it must be safe to call from any thread."""
-        self._tell = tell
-
-    def say(self, error: Exception) -> None:
-        """Tell it, if somebody listens."""
-        if self._tell is not None:
-            self._tell(error)
-
-    def before_end(self, part: Callable[[], None]) -> None:
-        """Call ``part`` when this process ends as it was told to, and not because of an error."""
-        self._part = part
-
-    def part(self) -> None:
-        """Take leave of whom `before_end` named."""
-        self._part()
+    on_error: Callable[[Exception], None] = lambda _: None
+    on_stop: Callable[[], None] = lambda: None
 
 
-LAST_WORD = LastWord()
+EXIT = ExitCalls()
+"""One for the process, as threads without a way to the client may end it."""
 
 
 def end_with(error: Exception) -> NoReturn:
     """Log why, tell the client, and end the process at once, from any thread and whatever the others do."""
     logger.error("the engine ends: %s", error)
-    LAST_WORD.say(error)
+    EXIT.on_error(error)
     leave(1)
 
 

@@ -46,7 +46,7 @@ from headrace.base.token_ids import pack_ids
 from headrace.kernels.early import start_early
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.control import Control
-from headrace.service.ending import LAST_WORD, die_with_parent, leave
+from headrace.service.ending import EXIT, die_with_parent, leave
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
 from headrace.service.gathering import Gathering
@@ -187,7 +187,7 @@ def produce_token(engine: Engine) -> None:
 
 
 def _leave_before_serving(_: int, __: FrameType | None) -> None:
-    LAST_WORD.part()
+    EXIT.on_stop()
     leave(0)  # nothing has been served yet, and a half-done import or load cannot be waited for
 
 
@@ -261,14 +261,14 @@ def main(argv: list[str] | None = None) -> int:
         importing.submit(importlib.import_module, arguments.imports)
     channel, config = _open_channel()
     die_with_parent(channel.await_end, parent)
-    LAST_WORD.goes_to(partial(_tell, channel))
+    EXIT.on_error = partial(_tell, channel)
     if config.parallel.data_parallel_size > 1:
         logging.basicConfig(force=True, **_log_options(f"engine {config.replica}"))
     try:
         with kept:
             loop = _start(config, builder, channel, arguments.began)
         loop.run()
-        LAST_WORD.part()
+        EXIT.on_stop()
     except Exception as error:  # process main: tell the client why, then end
         if isinstance(error, HeadraceError) and not isinstance(error, PluginError):  # the client reports it to the user
             logger.debug("the engine ends: %s", error, exc_info=error)

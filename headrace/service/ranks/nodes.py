@@ -15,7 +15,7 @@ from headrace.base import VERSION
 from headrace.base.config import EngineConfig, flatten
 from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.base.messages import Place
-from headrace.service.ending import LAST_WORD
+from headrace.service.ending import EXIT
 from headrace.service.executor import Progress
 from headrace.service.ranks.launch import Host, LocalHost
 from headrace.service.ranks.remote import Arrival, Listener, RemoteHost
@@ -84,7 +84,7 @@ class HostAssembly:
 
     def wait(self) -> list[RemoteHost]:
         """Wait until the workers of all hosts run."""
-        LAST_WORD.before_end(self.dismiss)
+        EXIT.on_stop = self.dismiss
         with ExitStack() as undo:
             undo.callback(self._close)
             report_at, waited = time.monotonic(), ""
