@@ -19,7 +19,7 @@ from headrace.execution.device import resolve_device, set_threads, take_cores
 from headrace.execution.draft_loading import load_with_draft
 from headrace.execution.executor import LocalExecutor
 from headrace.execution.facts import read_facts
-from headrace.execution.loading import LoadedModel, Progress
+from headrace.execution.loading import LoadedModel, Progress, ignore_progress
 from headrace.execution.sketch import kernels_ahead
 from headrace.execution.sleep import DeviceModel, sweep
 from headrace.execution.tiers import fit_host, staging_bytes
@@ -34,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.5
 """Of the free host memory, what is taken for entries behind hot slots where the user does not say."""
-
-
-def ignore_progress(stage: str, fraction: float) -> None:
-    """A `Progress` that reports to nobody."""
 
 
 def build_executor(

@@ -67,6 +67,10 @@ Progress = Callable[[str, float], None]
 Fill = Callable[[ServedModel, ModelSource, EngineConfig, Build, Progress], None]
 
 
+def ignore_progress(stage: str, fraction: float) -> None:
+    """A `Progress` that reports to nobody."""
+
+
 @dataclass(frozen=True)
 class LoadedDraft:
     """A drafter on the target's device. ``groups``: the cache groups of both models, without pages yet; the drafter's

@@ -20,7 +20,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.quantization import AS_STORED
 from headrace.base.speculation import TEXT_METHODS
 from headrace.execution.assembly import Assembly
-from headrace.execution.loading import LoadedModel, Progress, load_model
+from headrace.execution.loading import LoadedModel, Progress, ignore_progress, load_model
 from headrace.execution.warmup import few_layers, prepare_steps
 from headrace.kernels.precompile import compile_ahead
 from headrace.layers.build import Build
@@ -75,17 +75,13 @@ def _has_known_form(source: ModelSource) -> bool:
 def run_sketch(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> None:
     """Make a sketch and run its steps without other ranks. Called in a dry run."""
     with ranks.muted():
-        loaded = load_model(config, device, _ignore_progress, ranks, fill=lend_weights)
+        loaded = load_model(config, device, ignore_progress, ranks, fill=lend_weights)
         with few_layers(loaded.model):
             prepare_steps(assemble(loaded))
     model = weakref.ref(loaded.model)
     del loaded
     if model() is not None:  # part of a cycle
         gc.collect()  # torch keeps the memory, for the model
-
-
-def _ignore_progress(stage: str, fraction: float) -> None:
-    pass
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from headrace.base.registry import start_plugins
 from headrace.base.step import StepPlan
 from headrace.execution.building import build_executor
 from headrace.execution.executor import LocalExecutor
+from headrace.execution.loading import ignore_progress
 from headrace.parallel.ranks import Ranks
 from headrace.scheduling.drafting import build_drafting
 from headrace.scheduling.scheduler import Features, Scheduler
@@ -38,10 +39,6 @@ HOOKS.add(
     supports=lambda config: None if env.log_level() == "debug" else "needs --log-level debug",
     doc="steps and requests in the log, at level debug",
 )
-
-
-def ignore_progress(stage: str, fraction: float) -> None:
-    """A `Progress` that does nothing."""
 
 
 def read_vocabulary(config: ModelConfig) -> Vocabulary:

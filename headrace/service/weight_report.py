@@ -44,17 +44,13 @@ def describe_weights(config: EngineConfig) -> Iterator[WeightKind]:
     import torch
 
     from headrace.execution.device import resolve_device, resolve_dtypes
-    from headrace.execution.loading import choose_schemes, keeps_blocks
+    from headrace.execution.loading import choose_schemes, ignore_progress, keeps_blocks
     from headrace.models.source import resolve_source
 
     device = resolve_device(config.device.device)
     source = resolve_source(config.model)
-
-    def report(stage: str, share: float) -> None:
-        pass
-
     dtype, _ = resolve_dtypes(config.model.dtype, "auto", source.config, device, rounds_inputs=False)
-    keeps = keeps_blocks(source, config.model, device, dtype, report)
+    keeps = keeps_blocks(source, config.model, device, dtype, ignore_progress)
     chain = choose_schemes(source, config.model, dtype, device, keeps_blocks=keeps)
     modules, tensors = _first_of_each(source)
     with torch.no_grad():

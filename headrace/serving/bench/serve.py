@@ -31,14 +31,14 @@ def run_serve_bench(options: ServeBenchOptions, console: Console | None = None) 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         report, timings = runner.run(_measure(options, console))
     if options.load.output_file:
-        details = {"requests": [describe(timing, report) for timing in timings]} if options.load.details else {}
+        details = {"requests": [describe(timing) for timing in timings]} if options.load.details else {}
         write_json(options.load.output_file, {**report.to_dict(), **details})
     if console:
         print_report(report, console)
     return report
 
 
-def describe(timing: Timing, report: Report) -> dict[str, Any]:
+def describe(timing: Timing) -> dict[str, Any]:
     """One request's measurements, in milliseconds."""
     described = {"latency_ms": timing.latency * 1e3, "ttft_ms": timing.ttft * 1e3 if timing.arrivals else None}
     counts = {name: getattr(timing, name) for name in ("prompt_tokens", "output_tokens", "cached_tokens", "error")}

@@ -34,7 +34,7 @@ async def load(request: Request) -> JsonResponse:
         body.lora_name, body.lora_path, own_names=context.own_names, is_pinned=bool(body.pinned),
         replaces=bool(body.load_inplace),
     )
-    return _loaded(context, info)
+    return _loaded(info)
 
 
 async def load_tensors(request: Request) -> JsonResponse:
@@ -46,10 +46,10 @@ async def load_tensors(request: Request) -> JsonResponse:
         body.lora_name, body.tensors, config, own_names=context.own_names, is_pinned=bool(body.pinned),
         replaces=bool(body.load_inplace),
     )
-    return _loaded(context, info)
+    return _loaded(info)
 
 
-def _loaded(context: AppContext, info: AdapterInfo) -> JsonResponse:
+def _loaded(info: AdapterInfo) -> JsonResponse:
     message = f"LoRA adapter {info.name!r} is loaded: rank {info.rank}, {info.num_bytes / 1e6:.1f} MB"
     return JsonResponse(wire.AdapterResponse(True, message, info))
 
