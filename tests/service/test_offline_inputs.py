@@ -102,7 +102,7 @@ USER = {"role": "user", "content": "hi"}
     ({"messages": [USER], "chat_template": 5}, "chat_template"),
     *[
         ({"messages": [USER], "chat_template_kwargs": value}, "chat_template_kwargs")
-        for value in (5, {5: 1}, {"messages": 1}, {"template": "x"})
+        for value in (5, {5: 1}, {"messages": 1}, {"template": "x"}, {"self": 1})
     ],
 ])
 def test_conversations_of_the_wrong_type(llm: LLM, arguments: dict[str, Any], param: str):

@@ -18,7 +18,19 @@ INTRODUCTION = (
     "You may call tools to help with the user's request. These are the tools, with the JSON schemas of their arguments:"
 )
 INSTRUCTION = "To call a tool, write nothing but this, once for each call, with the tool's name and arguments:"
+RESERVED = frozenset({
+    "messages", "tools", "template", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "conversation", "self", "tokenizer", "formats",
+})
+"""Template variables that ``chat_template_kwargs`` may not set: they have other ways, or are arguments here."""
 RESULTS = "<tool_response>\n{}\n</tool_response>"
+
+
+def check_variables(given: Mapping[Any, object]) -> None:
+    """Raise `RequestError` for a variable of ``chat_template_kwargs`` that may not be set."""
+    wrong = next((name for name in given if not isinstance(name, str) or name in RESERVED), None)
+    if wrong is not None:
+        raise RequestError(f"chat_template_kwargs cannot set {wrong!r}", param="chat_template_kwargs")
 
 
 def explain_tools(

@@ -13,11 +13,7 @@ from headrace.base.messages import ModelFacts
 from headrace.base.sampling import SamplingParams
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.forcing import confine_output
-
-OWN_VARIABLES = frozenset(
-    {"tokenizer", "messages", "formats", "tools", "template", "add_generation_prompt", "continue_final_message"}
-)
-"""Names that ``chat_template_kwargs`` may not set: they are arguments of `render_with_tools`."""
+from headrace.service.parsing.rendering import check_variables
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -47,9 +43,7 @@ def read_template_options(template: str | None, options: dict[str, Any] | None) 
         raise RequestError(
             f"chat_template_kwargs is an object, got {type(options).__name__}", param="chat_template_kwargs"
         )
-    wrong = [name for name in options or {} if not isinstance(name, str) or name in OWN_VARIABLES]
-    if wrong:
-        raise RequestError(f"chat_template_kwargs cannot set {wrong[0]!r}", param="chat_template_kwargs")
+    check_variables(options or {})
     return dict(options or {})
 
 

@@ -13,7 +13,7 @@ from headrace.service.client.media import place_items
 from headrace.service.client.prompts import check_length
 from headrace.service.client.requests import refuse_generation
 from headrace.service.media.wire import PreparedItem
-from headrace.service.parsing.rendering import render_with_tools
+from headrace.service.parsing.rendering import check_variables, render_with_tools
 from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
 from headrace.serving.http.generation.media import template_content
@@ -34,11 +34,6 @@ MAX_SCHEMA_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 # C0 controls except tab, LF and CR; and DEL.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-RESERVED = frozenset({
-    "messages", "tools", "template", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-    "conversation", "self", "tokenizer", "formats",
-})
-"""Template variables that ``chat_template_kwargs`` may not set."""
 ROLES_WITH_MEDIA = ("user", "tool")
 ROLE_OF_TEMPLATE = {"developer": "system"}
 """OpenAI's roles that chat templates know under another name."""
@@ -150,9 +145,7 @@ def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:
 def _template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Template variables besides the messages: the reasoning switches, then ``chat_template_kwargs``, which win."""
     options = request.chat_template_kwargs or {}
-    reserved = sorted(RESERVED & options.keys())
-    if reserved:
-        raise RequestError(f"chat_template_kwargs cannot set {reserved[0]!r}", param="chat_template_kwargs")
+    check_variables(options)
     return {**_reasoning_switches(request), **options} if isinstance(request, ReasoningFields) else options
 
 
