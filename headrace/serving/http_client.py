@@ -311,6 +311,10 @@ class HttpClient:
         """The base URL of routes."""
         return f"{'https' if self._tls else 'http'}://{self._headers['Host']}{self._path}"
 
+    def explain(self, error: Exception) -> str:
+        """For users: that there was no response, and why."""
+        return f"no server responds at {self.root}: {str(error) or type(error).__name__}"
+
     def close(self) -> None:
         """Close kept connections."""
         for connection in self._kept:

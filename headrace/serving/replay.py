@@ -274,9 +274,7 @@ async def _reach(http: HttpClient) -> None:
     try:
         await http.send("GET", "/health")
     except OSError as error:
-        raise ConfigError(
-            f"no server responds at {http.root}: {str(error) or type(error).__name__}", param="base_url"
-        ) from error
+        raise ConfigError(http.explain(error), param="base_url") from error
 
 
 async def _send(http: HttpClient, record: Record, model: str | None) -> Record:

@@ -143,16 +143,21 @@ def activate(logits: list[float], activation: Activation) -> list[float]:
     return logits
 
 
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raise `RequestError` for more dimensions than an embedding has."""
+    if dimensions is not None and dimensions > size:
+        raise RequestError(
+            f"dimensions must be at most {size}, the size of this model's embeddings; got {dimensions}",
+            param="dimensions"
+        )
+
+
 def shorten(vector: list[float], dimensions: int | None) -> list[float]:
     """The first ``dimensions`` numbers, normalized to unit length (Matryoshka embeddings, arXiv:2205.13147). None
     returns the vector as it is; raises `RequestError` for more than it has."""
+    check_dimensions(dimensions, len(vector))
     if dimensions is None:
         return vector
-    if dimensions > len(vector):
-        raise RequestError(
-            f"dimensions must be at most {len(vector)}, the width of this model's embeddings; got {dimensions}",
-            param="dimensions"
-        )
     kept = vector[:dimensions]
     return [x / _length(kept) for x in kept]
 

@@ -39,9 +39,9 @@ class RequestTags:
         return [msgspec.structs.replace(one, origin=self.origin, adapter=self.adapter) for one in requests]
 
 
-def new_request_id() -> str:
+def new_request_id(prefix: str = "") -> str:
     """A unique request id."""
-    return uuid.uuid4().hex
+    return prefix + uuid.uuid4().hex
 
 
 def encode_prompt(

@@ -82,9 +82,7 @@ class ServerConnection:
         try:
             response = await self._http.send("GET", "/v1/models")
         except OSError as error:
-            raise ConfigError(
-                f"no server responds at {url}: {str(error) or type(error).__name__}", param="base_url"
-            ) from error
+            raise ConfigError(self._http.explain(error), param="base_url") from error
         if response.status != 200:
             detail = f"{response.status}: {_shorten(response.body)}"
             raise ConfigError(f"{url} responds with {detail}; give --model or --api-key", param="base_url")

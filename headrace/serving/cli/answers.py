@@ -126,7 +126,7 @@ class ServerModel:
         try:
             await self._http.send("GET", "/v1/models", response=response)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{_unreachable(self._http.root, error)}; is it running?", param="url") from error
+            raise ConfigError(f"{self._http.explain(error)}; is it running?", param="url") from error
         if response.status != 200:
             raise ConfigError(f"{self._http.root}: {_refusal(response)}", param="url")
         self._model = self._model or _only_model(response.body, self._http.root)
@@ -151,7 +151,7 @@ class ServerModel:
                         is_finished = is_finished or piece.finish_reason is not None
                         yield piece
         except OSError as error:
-            raise HeadraceError(_unreachable(self._http.root, error)) from error
+            raise HeadraceError(self._http.explain(error)) from error
         except ValueError as error:
             raise HeadraceError(f"the server sent what is no chat completion: {error}") from error
         if response.status != 200:
@@ -162,10 +162,6 @@ class ServerModel:
     async def close(self) -> None:
         """Close the connection."""
         self._http.close()
-
-
-def _unreachable(root: str, error: Exception) -> str:
-    return f"no server responds at {root}: {str(error) or type(error).__name__}"
 
 
 def _refusal(response: HttpResponse) -> str:

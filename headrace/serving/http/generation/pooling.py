@@ -18,10 +18,10 @@ from headrace.base.pooling import PoolingFacts, PoolingKind
 from headrace.service.client.media import place_items
 from headrace.service.client.outputs import pooled_of
 from headrace.service.client.pooling import PoolingEncoder, PoolingInput
+from headrace.service.client.prompts import new_request_id
 from headrace.serving.http.generation.context import compute, context_of
 from headrace.serving.http.generation.media import media_of, prepare_media, template_content
 from headrace.serving.http.generation.run import Generation, GenerationRequest, PlainPrompt, collect_generation
-from headrace.serving.http.generation.sampling import new_request_id
 from headrace.serving.http.protocol.openai import ChatMessage
 from headrace.serving.http.protocol.pooling import EmbeddingRequest, PoolingFields, PoolingUsage
 
@@ -66,9 +66,7 @@ def require_kind(facts: ModelFacts, kind: PoolingKind) -> PoolingFacts:
 def split_inputs(given: object, limit: int, param: str = "input", *, noun: str = "texts") -> list[PlainPrompt]:
     """One input or several: a text, token ids, or a list of only one of these. Raises `RequestError` for a mixture or
     for more than ``limit``."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, array):
+    if isinstance(given, str | array):
         return [given]
     items = cast("list[object]", given)
     kinds = set(map(type, items))
@@ -84,15 +82,6 @@ def check_amount(count: int, limit: int, param: str, noun: str = "texts") -> Non
     """Raise `RequestError` for more than ``limit`` inputs."""
     if count > limit:
         raise RequestError(f"{param} may hold at most {limit} {noun}, got {count}", param=param)
-
-
-def check_dimensions(dimensions: int | None, size: int) -> None:
-    """Raise `RequestError` for more dimensions than an embedding has."""
-    if dimensions is not None and dimensions > size:
-        raise RequestError(
-            f"dimensions must be at most {size}, the size of this model's embeddings; got {dimensions}",
-            param="dimensions"
-        )
 
 
 def encoder_for(request: Request, truncate: int | None, side: str | None = None) -> PoolingEncoder:

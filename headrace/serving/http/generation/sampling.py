@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from headrace.base.errors import RequestError
 from headrace.base.generation import DEFAULT_FIELDS
 from headrace.base.grammar import Grammar
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.prompts import new_request_id
 from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.protocol.fields import (
     IdentityFields,
@@ -76,11 +76,6 @@ def spread(value: T | list[T], count: int, param: str) -> list[T]:
     if len(value) != count:
         raise RequestError(f"{param} must be one, or one for each of the {count} prompts", param=param)
     return value
-
-
-def new_request_id(prefix: str) -> str:
-    """A unique id."""
-    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def body_request_id(fields: IdentityFields) -> str | None:

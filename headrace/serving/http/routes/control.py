@@ -22,9 +22,9 @@ from headrace.base.errors import EngineUnavailable, RequestError
 from headrace.base.messages import EngineStats
 from headrace.base.pooling import PoolingSpec
 from headrace.base.sampling import SamplingParams
+from headrace.service.client.prompts import new_request_id
 from headrace.serving.http.generation.context import AppContext, context_of, read_request
 from headrace.serving.http.generation.run import GenerationRequest, collect_generation
-from headrace.serving.http.generation.sampling import new_request_id
 from headrace.serving.http.protocol.admin import (
     AbortRequest,
     AbortResponse,

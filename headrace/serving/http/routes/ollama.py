@@ -15,20 +15,13 @@ from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.messages import ModelFacts
 from headrace.base.pooling import unpack_floats
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
-from headrace.service.client.pooling import shorten
+from headrace.service.client.pooling import check_dimensions, shorten
 from headrace.service.parsing.events import CallArguments, CallEnd, CallStart, TextDelta
 from headrace.serving.http.generation.chat import OutputPlan, OutputReader, prepare_chat
 from headrace.serving.http.generation.context import AppContext, compute, context_of, read_request
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs
 from headrace.serving.http.generation.media import DATA
-from headrace.serving.http.generation.pooling import (
-    check_amount,
-    check_dimensions,
-    encoder_for,
-    require_kind,
-    run_pooling,
-    tokenize,
-)
+from headrace.serving.http.generation.pooling import check_amount, encoder_for, require_kind, run_pooling, tokenize
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.stream import Events, EventStream, start_stream
 from headrace.serving.http.protocol import ollama as wire

@@ -13,12 +13,11 @@ from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.pooling import PoolingSpec, pack_floats, unpack_floats
-from headrace.service.client.pooling import PoolingInput, activate, plan_scores, shorten
+from headrace.service.client.pooling import PoolingInput, activate, check_dimensions, plan_scores, shorten
 from headrace.serving.http.generation.context import read_request
 from headrace.serving.http.generation.pooling import (
     PooledOutputs,
     check_amount,
-    check_dimensions,
     encoder_for,
     read_messages,
     require_kind,
