@@ -76,7 +76,8 @@ def test_a_batch_is_prepared_while_the_device_computes(monkeypatch: pytest.Monke
     def take():
         for prompt in waiting:
             taken.append(prompt)
-            yield client.prepare(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False))
+            params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+            yield client.jobs.make(prompt, params, client.facts)
 
     def build(config, progress):
         made.append(FakeExecutor(config))

@@ -20,17 +20,13 @@ from headrace.base.adapters import AdapterCall, ListAdapters, LoadAdapter, PinAd
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.base.messages import EngineRequest, EngineStats, MemoryLine, ModelFacts, RequestOutput
-from headrace.base.pooling import PoolingSpec
 from headrace.base.registry import load_target
-from headrace.base.sampling import SamplingParams
 from headrace.service.bytecode import keep_bytecode
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
-from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import GenerationOutput
 from headrace.service.joining import join_outputs
 from headrace.service.spawn import ENGINE_BUILDER
 from headrace.service.stages import Stages
-from headrace.service.tokenization import Tokenizer
 
 if TYPE_CHECKING:
     from headrace.service.engine import Engine
@@ -97,7 +93,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class LocalClient:
-    """Prepares jobs (every check happens here, before anything is scheduled) and runs them. Threads take turns."""
+    """Runs jobs that its ``jobs`` made, which checks everything before anything is scheduled. Threads take turns."""
 
     def __init__(self, config: EngineConfig, *, builder: str = ENGINE_BUILDER):
         self.config = config
@@ -110,7 +106,7 @@ class LocalClient:
         # Reentrant: a signal handler that interrupts the owner may take them again. Order: `_turn` before `_touch`.
         self._turn = threading.RLock()  # for a whole run
         self._touch = threading.RLock()  # for one call of the engine, which is not thread-safe
-        self._maker = JobMaker(config)
+        self.jobs = JobMaker(config)
         self._is_sound = True
         self._is_closed = False  # no step begins any more
         self._is_freed = False
@@ -124,21 +120,6 @@ class LocalClient:
     def memory(self) -> list[MemoryLine]:
         """The memory plan: each part and its bytes on the device."""
         return self._engine.executor.memory
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded on first use; None when it has none."""
-        return self._maker.tokenizer
-
-    def prepare(
-        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
-        add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
-    ) -> Job:
-        """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
-        one."""
-        return self._maker.make(
-            prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
-        )
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """Run jobs to their end and return their outputs in the same order; calls ``on_finish`` as each one ends.

@@ -17,15 +17,11 @@ from headrace.base.adapters import AdapterCall
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable
 from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
-from headrace.base.pooling import PoolingSpec
-from headrace.base.sampling import SamplingParams
 from headrace.service.client.adapters import LOADING_TIMEOUT_S
 from headrace.service.client.client import EngineClient
 from headrace.service.client.jobs import Job, JobMaker, defer_interrupt
-from headrace.service.client.media import MediaPrompt
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.replica import Supervision
-from headrace.service.tokenization import Tokenizer
 
 POLL_S = 0.1
 """How late an interrupt may be noticed."""
@@ -117,12 +113,12 @@ class _Batch:
 
 
 class ReplicatedClient:
-    """Prepares jobs and runs them on the replicas, each where the balancing policy puts it. Threads take turns. A
+    """Runs jobs on the replicas, each where the balancing policy puts it; ``jobs`` makes them. Threads take turns. A
     request on a replica that dies ends with a typed error; others go on, and later ones go to those that live."""
 
     def __init__(self, config: EngineConfig, *, supervision: Supervision = Supervision()):  # noqa: B008 (frozen)
         self.config = config
-        self._maker = JobMaker(config)
+        self.jobs = JobMaker(config)
         self._turn = threading.RLock()
         self._is_closed = False
         self._client = EngineClient(config, supervision=supervision)
@@ -144,21 +140,6 @@ class ReplicatedClient:
     def memory(self) -> list[MemoryLine]:
         """The memory plans of all replicas, added up."""
         return self._client.memory
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded on first use; None when it has none."""
-        return self._maker.tokenizer
-
-    def prepare(
-        self, prompt: str | list[int] | MediaPrompt, params: SamplingParams | PoolingSpec, *,
-        add_special_tokens: bool = True, priority: int = 0, adapter: str = ""
-    ) -> Job:
-        """Tokenize and check one prompt; raises `RequestError` naming what is wrong. ``adapter``: the name of a loaded
-        one."""
-        return self._maker.make(
-            prompt, params, self.facts, add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
-        )
 
     def run(self, jobs: Iterable[Job], on_finish: Callable[[], None] = lambda: None) -> list[GenerationOutput]:
         """As `LocalClient.run`; ``on_finish`` is called on another thread."""

@@ -89,7 +89,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None when it has none."""
-        return self._client.tokenizer
+        return self._client.jobs.tokenizer
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt] | None = None, sampling_params: Params = None, *,
@@ -109,8 +109,8 @@ class LLM:
         # A generator: `LocalClient.run` prepares later prompts while the first ones run.
         adapters = self.adapters.choose(lora_request, len(chosen))
         jobs = (
-            self._client.prepare(
-                self._place(prompt, add_special_tokens) if isinstance(prompt, WithMedia) else prompt, p,
+            self._client.jobs.make(
+                self._place(prompt, add_special_tokens) if isinstance(prompt, WithMedia) else prompt, p, self.facts,
                 add_special_tokens=add_special_tokens, priority=priority, adapter=adapter
             )
             for prompt, p, adapter in zip(chosen, params, adapters, strict=True)
@@ -256,7 +256,7 @@ class LLM:
     def _read(self, inputs: list[PoolingInput], progress: bool, lora_request: LoRARequests) -> list[bytes]:
         adapters = self.adapters.choose(lora_request, len(inputs))
         jobs = (
-            self._client.prepare(item.token_ids, item.spec, adapter=adapter)
+            self._client.jobs.make(item.token_ids, item.spec, self.facts, adapter=adapter)
             for item, adapter in zip(inputs, adapters, strict=True)
         )
         return [pooled_of(output) for output in self._run(jobs, len(inputs), progress, "raise")]
