@@ -201,9 +201,10 @@ def _give_memory_back() -> None:
 def _start(config: EngineConfig, builder: Future[Builder], channel: EngineChannel, began: float) -> EngineLoop:
     stages = Stages(lambda stage, fraction: channel.send(Starting(stage, fraction)), began)
     stages("importing", 0.0)
-    engine = builder.result()(config, stages)
-    stages("producing a first token", 1.0)
-    produce_token(engine)
+    with stages.repeated():
+        engine = builder.result()(config, stages)
+        stages("producing a first token", 1.0)
+        produce_token(engine)
     _give_memory_back()
     gc.freeze()  # without a collection before: it would take longer than what it frees is worth
     gc.set_threshold(*GC_THRESHOLDS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from headrace.service.executor import Progress
 
 LEAST_S = 0.05
 """Shorter stages are left out of the line."""
+LIFE_S = 5.0
+"""Between two signs of life."""
 
 
 class Stages:
@@ -22,13 +26,31 @@ class Stages:
     ):
         self._progress, self._clock = progress, clock
         self._began = self._since = began
-        self._stage = first
+        self._stage, self._told = first, (first, 0.0)
         self._took: dict[str, float] = {}
 
     def __call__(self, stage: str, fraction: float) -> None:
         """See `Progress`."""
         self.enter(stage.partition(":")[0])
+        self._told = stage, fraction
         self._progress(stage, fraction)
+
+    @contextlib.contextmanager
+    def repeated(self, period_s: float = LIFE_S) -> Iterator[None]:
+        """While the body runs, pass on the latest report again and again, from a thread: it is a sign of life."""
+        has_ended = threading.Event()
+
+        def repeat() -> None:
+            while not has_ended.wait(period_s):
+                self._progress(*self._told)
+
+        thread = threading.Thread(target=repeat, name="start-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def enter(self, stage: str) -> None:
         """The stage until now ends, and ``stage`` begins; one that was left before goes on."""

@@ -46,12 +46,15 @@ grow and for other programs on the same cores."""
 LEAST_STALL_S = 20.0
 LEAST_COMPILING_STALL_S = 60.0
 """Lower bounds of the silence limit, on a CPU and on other devices, where kernels may be compiled within a step."""
+LEAST_LOADING_STALL_S = 120.0
+"""The same while it loads: importing a library from a slow disk may hold the interpreter for long."""
 
 
 class SilenceWatch:
-    """Decides when a loaded engine has hung. The limit is `STALL_FACTOR` times its step bound, between ``_least_s`` and
-    ``most_s``; it is ``most_s`` before a step was measured and during an admin call. Counts the ticks of its owner
-    instead of reading a clock: if this process is suspended, the time does not count against the engine."""
+    """Decides when an engine has hung. The limit is `STALL_FACTOR` times its step bound, between ``_least_s`` and
+    ``most_s``; it is ``most_s`` before a step was measured and during an admin call. An engine that loads reports all
+    the time, however long it takes. Counts the ticks of its owner instead of reading a clock: if this process is
+    suspended, the time does not count against the engine."""
 
     def __init__(self, most_s: float):
         self._most_s = most_s
@@ -63,17 +66,19 @@ class SilenceWatch:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the engine has said that it is ready; loading may take any time."""
+        """Whether the engine has said that it is ready."""
         return self._is_loaded
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing was heard in the last interval between two ticks or longer."""
-        return self._silent_s > 0
+        """Whether nothing was heard of a loaded engine in the last interval between two ticks or longer."""
+        return self._is_loaded and self._silent_s > 0
 
     @property
     def limit_s(self) -> float:
         """Seconds that the engine may be silent now."""
+        if not self._is_loaded:
+            return max(self._most_s, LEAST_LOADING_STALL_S)
         limit = math.inf if self._calls else max(self._least_s, STALL_FACTOR * self._step_s)
         return min(self._most_s, limit)
 
@@ -96,7 +101,7 @@ class SilenceWatch:
     def tick(self, seconds: float) -> bool:
         """Advance by ``seconds``; returns whether the engine has been silent for too long."""
         # An interval in which anything was heard counts as nothing, so the limit may be exceeded by one tick.
-        if self._is_loaded and not self._is_heard:
+        if not self._is_heard:
             self._silent_s += seconds
         self._is_heard = False
         return self._silent_s >= self.limit_s
@@ -175,8 +180,8 @@ class EngineProcess:
 class Supervisor:
     """Starts an engine process and restarts it when it dies: at once the first time, then with exponential backoff, at
     most ``max_restarts`` times in ten minutes. If the first process dies before it is ready there is no restart: the
-    configuration is wrong, and would be wrong again. A process that is ready and then sends nothing for as long as
-    `SilenceWatch` allows (at most ``stall_timeout_s`` seconds; 0: no limit) is killed. ``engine``: a process that was
+    configuration is wrong, and would be wrong again. A process that sends nothing for as long as `SilenceWatch` allows
+    (once it is ready at most ``stall_timeout_s`` seconds; 0: no limit) is killed. ``engine``: a process that was
     spawned ahead of time for the same configuration, used for the first run."""
 
     def __init__(
@@ -297,7 +302,8 @@ class Supervisor:
                     exc_info=channel.failure.result()
                 )
             elif silence.done():
-                words = f"the engine gave no sign of life for {self._silence.limit_s:g} s and was killed"
+                stage = "" if self._silence.is_loaded else " while loading"
+                words = f"the engine gave no sign of life{stage} for {self._silence.limit_s:g} s and was killed"
                 self._last_words = EngineUnavailable(words, retry_after=5.0)
             code = process.exit_code.result() if process.exit_code.done() else await process.kill()
         finally:
@@ -334,7 +340,7 @@ class Supervisor:
             pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
 
     async def _await_silence(self, channel: ClientChannel) -> None:
-        """Return when a loaded engine has been silent for too long."""
+        """Return when the engine has been silent for too long."""
         if not self._stall_timeout_s:
             await asyncio.Event().wait()  # for ever
         tick_s = min(self._stall_timeout_s, LEAST_STALL_S) / STALL_TICKS

@@ -302,6 +302,8 @@ def build_fake_rank(assignment: Assignment, progress: Progress) -> RecordingExec
     revision = assignment.config.model.revision if assignment.rank == 1 else None
     if revision == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if revision == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if revision == "raises":
         raise WeightError("a tensor is missing", param="model")
     if revision == "breaks":

@@ -24,10 +24,12 @@ from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import EngineBroken, EngineUnavailable, HeadraceError, ModelError, WeightError
 from headrace.base.messages import EngineRequest, Place
 from headrace.base.sampling import SamplingSpec, StopSpec
+from headrace.service.ranks import worker
 from headrace.service.ranks.commands import Reset
 from headrace.service.ranks.heartbeats import SILENCE_S, Heartbeats, Silence
-from headrace.service.ranks.launch import LocalHost
+from headrace.service.ranks.launch import LocalHost, LocalLauncher
 from headrace.service.ranks.ring import RingPlace, RingReader, RingWriter
+from headrace.service.ranks.workers import Workers
 
 
 def ring_reader(writer: RingWriter, reader: int = 0) -> RingReader:
@@ -238,6 +240,29 @@ def test_a_start_that_fails_says_why(config_only: Path, revision: str, kind: typ
     assert failures == [caught.value]
     # errors cross processes by their kind: the class is that which defines it
     assert caught.value.kind == kind.kind
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_killed(config_only: Path):
+    failures, config = queue.SimpleQueue[HeadraceError](), ranked_config(config_only, 2, revision="stops")
+    workers = Workers(config, 2, LocalLauncher(config, 2, "fakes:build_fake_rank"), on_failure=failures.put)
+    process = next(c for c in psutil.Process().children() if "headrace.service.ranks.worker" in c.cmdline())
+    workers.assign(1)
+    deadline = time.monotonic() + PATIENCE_S
+    while process.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers._workers[0].silence.limit_s = 0.5
+    with pytest.raises(ModelError, match=r"rank 1 \(pid \d+\) gives no sign of life while drawing fakes"):
+        workers.await_ready()
+    workers.close()
+    assert failures.get(timeout=0.0) is workers.failure and not process.is_running()
+
+
+def test_a_parent_that_stands_still_while_a_rank_starts_ends_it(monkeypatch: pytest.MonkeyPatch):
+    beats, left = Heartbeats(2), threading.Event()
+    monkeypatch.setattr(worker, "START_SILENCE_S", 0.4)
+    monkeypatch.setattr(worker, "leave", lambda _: left.set())
+    worker.watch_parent(beats, os.getppid(), kills=False)
+    assert left.wait(PATIENCE_S)
 
 
 def test_a_killed_worker_is_noticed_within_a_second(config_only: Path):

@@ -10,10 +10,17 @@ from msgspec import structs
 
 from headrace.base.admin import ReleaseMemory
 from headrace.base.config import engine_config
-from headrace.base.messages import Call, EngineRequest, Outputs, Ready, Reply
+from headrace.base.messages import Call, EngineRequest, Outputs, Ready, Reply, Starting
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.service.engine import StepTimes
-from headrace.service.supervisor import LEAST_COMPILING_STALL_S, LEAST_STALL_S, PING, STALL_FACTOR, SilenceWatch
+from headrace.service.supervisor import (
+    LEAST_COMPILING_STALL_S,
+    LEAST_LOADING_STALL_S,
+    LEAST_STALL_S,
+    PING,
+    STALL_FACTOR,
+    SilenceWatch,
+)
 
 MOST_S = 300.0
 FACTS = FakeExecutor(engine_config()).facts
@@ -59,9 +66,16 @@ def test_any_message_is_a_sign_of_life():
         assert not watch.tick(1.0)
 
 
-def test_loading_may_take_any_time():
-    watch = SilenceWatch(MOST_S)
-    assert not any(watch.tick(100.0) for _ in range(100))
+@pytest.mark.parametrize("most_s", [MOST_S, 5.0])
+def test_loading_may_take_any_time_with_signs_of_life(most_s: float):
+    watch = SilenceWatch(most_s)
+    for _ in range(100):
+        watch.note_heard(Starting("loading weights", 0.5))
+        assert not watch.tick(5.0) and not watch.is_silent
+    ticks = 1
+    while not watch.tick(5.0):
+        ticks += 1
+    assert 5.0 * ticks == max(most_s, LEAST_LOADING_STALL_S) and not watch.is_silent
 
 
 def test_admin_calls_may_take_the_whole_timeout_and_other_calls_may_not():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,14 @@ def test_stages_are_told_apart_and_added_up():
     )
     assert told[1] == ("compiling CPU kernels: 0 of 2 files", 0.0) and len(told) == 7
     assert Stages(stages, now, clock=lambda: now).describe() == "started in 0.0 s"
+
+
+def test_a_stage_is_repeated_as_a_sign_of_life():
+    told = queue.SimpleQueue[tuple[str, float]]()
+    stages = Stages(lambda *report: told.put(report), began=0.0, clock=lambda: 0.0)
+    stages("loading weights: 1 of 2 files", 0.5)
+    with stages.repeated(0.01):
+        assert {told.get(timeout=20.0) for _ in range(3)} == {("loading weights: 1 of 2 files", 0.5)}
 
 
 async def test_an_engine_logs_its_stages(

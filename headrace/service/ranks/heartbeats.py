@@ -10,6 +10,8 @@ LINE_WORDS, WORD_BYTES = 8, 8
 BEAT_S = 0.2
 SILENCE_S = 10.0
 """A rank whose counter stands still for so long is stopped: no call of a library holds the interpreter as long."""
+START_SILENCE_S = 120.0
+"""The same of a rank that starts: importing a library from a slow disk may hold the interpreter for long."""
 
 
 class Heartbeats:
@@ -55,11 +57,11 @@ class Silence:
     was stopped, nobody is to blame for the time between two looks."""
 
     def __init__(self, period_s: float, limit_s: float = SILENCE_S):
-        self._most = max(1, round(limit_s / period_s))
+        self.limit_s, self._period_s = limit_s, period_s
         self._count, self._num_looks = -1, 0
 
     def note(self, count: int) -> bool:
         """The counter as seen now, every ``period_s``; returns whether it has stood still for ``limit_s`` seconds."""
         self._num_looks = self._num_looks + 1 if count == self._count else 0
         self._count = count
-        return self._num_looks >= self._most
+        return self._num_looks * self._period_s >= self.limit_s

@@ -57,7 +57,7 @@ from headrace.service.ranks.commands import (
     decode_command,
     decode_shared,
 )
-from headrace.service.ranks.heartbeats import BEAT_S, Heartbeats, Silence
+from headrace.service.ranks.heartbeats import BEAT_S, SILENCE_S, START_SILENCE_S, Heartbeats, Silence
 from headrace.service.ranks.ring import SPIN_CPU_S, SPIN_GPU_S, RingReader
 from headrace.service.transport import engine_line
 
@@ -156,9 +156,10 @@ class CommandLoop:
             self._line.send(Done())
 
 
-def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> None:
-    """From a thread, end this process when the heartbeat of its parent stands still, and the parent too if told."""
-    silence = Silence(BEAT_S)
+def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> Silence:
+    """From a thread, end this process when the heartbeat of its parent stands still, and the parent too if told.
+    Returns what says for how long it may, at first that of a start."""
+    silence = Silence(BEAT_S, START_SILENCE_S)
 
     def watch() -> None:
         while not silence.note(heartbeats.count(0)):
@@ -169,21 +170,17 @@ def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> None:
         leave(1)
 
     threading.Thread(target=watch, name="parent-silence", daemon=True).start()
+    return silence
 
 
-def start(
-    assignment: Assignment, shared: Shared, line: RankLine, build: Callable[[], RankBuilder], parent: int
-) -> CommandLoop:
+def start(assignment: Assignment, shared: Shared, line: RankLine, build: Callable[[], RankBuilder]) -> CommandLoop:
     """Build the executor, for commands to be carried out."""
-    heartbeats = Heartbeats(shared.num_heartbeats, shared.heartbeats)
-    heartbeats.start(shared.heartbeat)
     line.send(Starting("importing", 0.0))
     executor = build()(assignment, lambda stage, fraction: line.send(Starting(stage, fraction)))
     gc.freeze()
     gc.enable()
     is_cpu = executor.facts.device == "cpu"
     ring = RingReader(shared.ring, SPIN_CPU_S if is_cpu else SPIN_GPU_S)
-    watch_parent(heartbeats, parent, kills=shared.parent_is_replaced)
     line.send(RankReady())
     return CommandLoop(executor, line, ring)
 
@@ -213,6 +210,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     die_with_parent(line.await_end, parent)
+    shared = decode_shared(arguments.shared)
+    heartbeats = Heartbeats(shared.num_heartbeats, shared.heartbeats)
+    heartbeats.start(shared.heartbeat)
+    silence = watch_parent(heartbeats, parent, kills=shared.parent_is_replaced)
     gc.disable()  # while starting, as in the engine process: a collection would also make all ranks wait
     open_driver()
     try:
@@ -223,8 +224,8 @@ def main(argv: list[str] | None = None) -> int:
             if assignment is None:
                 return 1
             _start_logging(assignment.config, assignment.rank)
-            shared = decode_shared(arguments.shared)
-            loop = start(assignment, shared, line, builder.result, parent)
+            loop = start(assignment, shared, line, builder.result)
+        silence.limit_s = SILENCE_S
         loop.run()
     except Exception as error:  # process main: tell rank 0 why, then end
         level = logging.DEBUG if isinstance(error, HeadraceError) else logging.ERROR

@@ -35,7 +35,7 @@ from headrace.service.ranks.commands import (
     RankReady,
     decode_reply,
 )
-from headrace.service.ranks.heartbeats import BEAT_S, Silence
+from headrace.service.ranks.heartbeats import BEAT_S, SILENCE_S, START_SILENCE_S, Silence
 from headrace.service.ranks.launch import CLOSE_S, LOOPBACK, Host, Launcher, WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class _Worker:
     since: float = field(default_factory=time.monotonic)
     is_ready: bool = False
     failure: HeadraceError | None = None
-    silence: Silence = field(default_factory=lambda: Silence(BEAT_S))
+    silence: Silence = field(default_factory=lambda: Silence(BEAT_S, START_SILENCE_S))
     answers: queue.SimpleQueue[ErrorInfo | None] = field(default_factory=queue.SimpleQueue)
     frames: Frames[FromWorker] = field(default_factory=lambda: Frames(decode_reply))
 
@@ -212,7 +212,7 @@ class Workers:
                 case Starting(stage, _):
                     worker.enter(stage)
                 case RankReady():
-                    worker.is_ready = True
+                    worker.is_ready, worker.silence.limit_s = True, SILENCE_S
                     worker.enter("ready")
                     self._changed.set()
                 case Done(error):
@@ -224,9 +224,9 @@ class Workers:
         return bool(data) and worker.failure is None
 
     def _is_silent(self, worker: _Worker) -> bool:
-        if not worker.is_ready or not worker.silence.note(worker.handle.beats):
+        if not worker.silence.note(worker.handle.beats):
             return False
-        worker.failure = self._broken(f"{worker.handle.name} gives no sign of life")
+        worker.failure = self._describe_loss(worker, "gives no sign of life")
         worker.handle.kill()
         return True
 
@@ -252,11 +252,13 @@ class Workers:
         how = alive if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
             f"ended with exit code {code}"
         )
-        who = f"{worker.handle.name} {how}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL and not self._is_serving else ""
+        return self._describe_loss(worker, f"{how}{hint}")
+
+    def _describe_loss(self, worker: _Worker, how: str) -> HeadraceError:
         if self._is_serving:
-            return self._broken(f"{who} while {self._doing}")
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return ModelError(f"{who}{hint} while {worker.stage}; the engine cannot start without it")
+            return self._broken(f"{worker.handle.name} {how} while {self._doing}")
+        return ModelError(f"{worker.handle.name} {how} while {worker.stage}; the engine cannot start without it")
 
     def _broken(self, what: str) -> EngineBroken:
         return EngineBroken(f"{what}; the engine restarts", retry_after=1.0)
