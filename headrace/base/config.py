@@ -281,6 +281,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.disaggregation.disaggregation_mode is not None:
             self._check_role()
+        if self.adapters.enable_lora:
+            self._check_adapters()
         if not self.parallel.shares_experts:
             return
         if self.parallel.pipeline_parallel_size > 1:
@@ -292,6 +294,17 @@ class EngineConfig:
             raise ConfigError(
                 "replicas that divide experts are on one host; leave nnodes at 1 and executor at local, or leave out "
                 "enable_expert_parallel", param="enable_expert_parallel"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "adapters are not served by pipeline stages; use tensor_parallel_size, or leave out enable_lora",
+                param="enable_lora",
+            )
+        if self.parallel.enable_eplb:
+            raise ConfigError(
+                "adapters are not served where experts move; leave out enable_eplb or enable_lora", param="enable_lora"
             )
 
     def _check_role(self) -> None:

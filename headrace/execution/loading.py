@@ -43,21 +43,20 @@ from headrace.layers.quantization.storage import (
     find_stored,
     store_fastest,
 )
-from headrace.layers.spec import DecoderSpec
 from headrace.memory.pools import POOLS
-from headrace.models.catalog import find_family
 from headrace.models.checkpoint import has_blocks, open_weights, weigh_layers
-from headrace.models.config_fields import explain_errors
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
-from headrace.models.pooling import PoolingPlan, config_for, plan_pooling, read_task
-from headrace.models.source import ModelSource, resolve_source
+from headrace.models.pooling import PoolingPlan
+from headrace.models.reading import count_layers, read_model
+from headrace.models.source import ModelSource
 from headrace.models.weights.dummy import fill_dummy_weights, read_initializer_range
 from headrace.models.weights.gguf_tensors import is_mostly_blocks
 from headrace.models.weights.safetensors_file import read_safetensors
+from headrace.parallel.division import Division
 from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import Group
-from headrace.parallel.layout import Layout, Stage, divide_layers, read_division, stage_of
+from headrace.parallel.layout import Layout, Stage, stage_of
 from headrace.parallel.ranks import Ranks
 from headrace.parallel.share import share_kv_heads
 
@@ -163,7 +162,7 @@ def load_model(
     ranks = ranks or Ranks()
     group = ranks.tensor
     progress("reading the model's configuration", 0.0)
-    source, family, spec, pooling = _read(config.model)
+    source, family, spec, pooling = read_model(config.model)
     rounds_inputs = _rounds_inputs(source, config.model, device, progress)
     dtype, resolved = resolve_dtypes(
         config.model.dtype, config.cache.kv_dtype, source.config, device, rounds_inputs=rounds_inputs
@@ -193,8 +192,9 @@ def load_model(
         )
         with deferred_matrices():
             model = family.build_model(spec, build)
-        if config.parallel.enable_expert_parallel and stage.is_whole:
-            _check_experts(model, source.name)
+        if stage.is_whole:
+            mixtures = [module for module in model.modules() if isinstance(module, ExpertWeights | Mxfp4ExpertWeights)]
+            Division.of(config.parallel).check_has_experts(len(mixtures))
         model.adapters = find_banks(model, build, family)
         (fill or _fill)(model, source, config, build, progress)
         balancer = _finish(model, config, build, progress)
@@ -223,30 +223,11 @@ def _finish(
     return balancer
 
 
-def _check_experts(model: ServedModel, name: str) -> None:
-    if not any(isinstance(module, ExpertWeights | Mxfp4ExpertWeights) for module in model.modules()):
-        raise ConfigError(
-            f"enable_expert_parallel divides experts among ranks, and {name} has none; leave it out: "
-            "tensor_parallel_size alone divides its layers, data_parallel_size alone runs whole copies",
-            param="enable_expert_parallel",
-        )
-
-
 def choose_banks(config: EngineConfig, *, is_coded: bool = False) -> BankSizes | None:
-    """What layers make room for, in 8 bits and elsewhere in bfloat16 if ``is_coded``, else in the dtype of weights;
-    raises `ConfigError` where adapters cannot be served."""
-    adapters, parallel = config.adapters, config.parallel
+    """What layers make room for, in 8 bits and elsewhere in bfloat16 if ``is_coded``, else in the dtype of weights."""
+    adapters = config.adapters
     if not adapters.enable_lora:
         return None
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "adapters are not served by pipeline stages; use tensor_parallel_size, or leave out enable_lora",
-            param="enable_lora",
-        )
-    if parallel.enable_eplb:
-        raise ConfigError(
-            "adapters are not served where experts move; leave out enable_eplb or enable_lora", param="enable_lora"
-        )
     dtype = torch.bfloat16 if is_coded else None
     return BankSizes(adapters.max_loras, adapters.max_lora_rank, dtype, is_coded)
 
@@ -266,21 +247,17 @@ def choose_stage(
 ) -> Stage:
     """The layers of a rank: as ``pipeline_layers`` says, or such that the stage with the most bytes of weights has as
     few as possible; raises `ConfigError`."""
-    stages, stated = layout.pipeline, config.parallel.pipeline_layers
-    if stages == 1:
+    if layout.pipeline == 1:
         return Stage()
     if not family.model_class(spec).supports_stages:
         raise ConfigError(
             f"{family.name} models cannot be divided into pipeline stages; use tensor_parallel_size",
             param="pipeline_parallel_size",
         )
-    if stated is not None:
-        return stage_of(read_division(stated, spec.num_layers, stages), layout.stage)
     weights, head = [1] * spec.num_layers, 0
-    if config.model.load_format != "dummy":
+    if config.parallel.pipeline_layers is None and config.model.load_format != "dummy":
         weights, head = weigh_layers(source, family, spec.num_layers)
-    begins = spec.stage_begins if isinstance(spec, DecoderSpec) else None
-    return stage_of(divide_layers(weights, head, stages, begins), layout.stage)
+    return stage_of(count_layers(spec, config.parallel, weights, head), layout.stage)
 
 
 def own_groups(specs: Sequence[CacheSpec | None], own: Collection[int], group: Group) -> list[CacheGroup]:
@@ -316,19 +293,10 @@ def explain_full_device(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _read(model: ModelConfig) -> tuple[ModelSource, Family, Any, PoolingPlan | None]:
-    """Everything about a model but its weights."""
-    source = resolve_source(model)
-    family = find_family(source.architecture)
-    task = read_task(source, family, model.task)
-    with explain_errors(f"the configuration of {source.path}"):
-        return source, family, family.read_config(config_for(source, task)), plan_pooling(source, family, task)
-
-
 def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
     """Raise `RequestError` unless a model can replace the loaded one: the same family and the same ``spec``, which is
     the part of the configuration that the model is built from."""
-    source, family, spec, _ = _read(model)
+    source, family, spec, _ = read_model(model)
     if family.name != loaded.family.name or spec != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
         raise RequestError(

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, Protocol
 
 from headrace.base.cache import CacheSpec
 from headrace.base.errors import ConfigError
+from headrace.parallel.division import Divisible, Division
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
@@ -104,6 +105,10 @@ class AttentionSpec:
             value_dim=self.head_dim, dtype=kv_dtype, window=layer.window,
         )
 
+    def check_division(self, division: Division) -> None:
+        """See `Divisible`, here and below."""
+        division.check_heads(self.num_heads, self.num_kv_heads)
+
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
@@ -126,6 +131,10 @@ class LatentAttentionSpec:
     def cache_spec(self, layer: LayerSpec, kv_dtype: str) -> CacheSpec:
         """One row a token: the latent, then the rotated dims; values are the latent."""
         return CacheSpec("mla", 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, kv_dtype)
+
+    def check_division(self, division: Division) -> None:
+        """All ranks cache the latent."""
+        division.check_heads(self.num_heads, 1)
 
 
 class SelectingAttention(ABC):
@@ -161,6 +170,10 @@ class MlpSpec:
     @property
     def branch(self) -> str:
         return "headrace.layers.mlp:GatedMlp" if self.gated else "headrace.layers.mlp:Mlp"
+
+    def check_division(self, division: Division) -> None:
+        """See `Divisible`."""
+        division.check_dims(self.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -198,6 +211,12 @@ class MoeSpec:
     shared_gate: bool = False
 
     branch: ClassVar[str] = "headrace.layers.moe.layer:MoeMlp"
+
+    def check_division(self, division: Division) -> None:
+        """See `Divisible`."""
+        division.check_experts(self.routing.num_experts, self.expert.intermediate_size)
+        if self.shared is not None:
+            self.shared.check_division(division)
 
 
 @dataclass(frozen=True)
@@ -270,6 +289,16 @@ class DecoderSpec:
         hidden states."""
         return [i for i, layer in enumerate(self.layers) if not layer.follows]
 
+    def check_division(self, division: Division) -> None:
+        """See `Divisible`."""
+        division.check_vocabulary(self.vocab_size)
+        mlps = {layer.mlp or self.mlp for layer in self.layers}
+        if all(isinstance(mlp, MlpSpec) for mlp in mlps):
+            division.check_has_experts(0)
+        for part in (*{layer.attention or self.attention for layer in self.layers}, *mlps):
+            if isinstance(part, Divisible):
+                part.check_division(division)
+
     @property
     def vocab_size(self) -> int:
         return self.vocabulary.size
@@ -316,6 +345,12 @@ class EncoderSpec:
     def max_model_len(self) -> int:
         """Tokens for which there is a position embedding."""
         return self.tables.num_positions - self.tables.first_position
+
+    def check_division(self, division: Division) -> None:
+        """See `Divisible`."""
+        division.check_has_experts(0)
+        division.check_heads(self.num_heads, self.num_heads)
+        self.mlp.check_division(division)
 
 
 def encoder_cache_specs(spec: EncoderSpec, kv_dtype: str) -> list[CacheSpec | None]:

@@ -8,12 +8,24 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.base.errors import ConfigError
 from headrace.parallel.share import divide
 
 NOBODY = -1
 """In a slot without an expert."""
 LEAST_GAIN = 0.02
 """By which share the busiest rank's load must shrink for experts to move."""
+
+
+def check_copies(num_experts: int, num_copies: int, num_ranks: int) -> None:
+    """Raise `ConfigError` unless ranks can have so many experts and copies of them in equal numbers."""
+    num_slots = num_experts + num_copies
+    if num_slots % num_ranks or num_slots > num_experts * num_ranks:
+        least = -num_experts % num_ranks
+        raise ConfigError(
+            f"eplb_config: {num_ranks} ranks cannot have {num_experts} experts and {num_copies} copies in equal "
+            f"numbers; set num_redundant_experts to {least} or {least + num_ranks}", param="eplb_config",
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from headrace.base.messages import ExpertStats
 from headrace.base.parallel import BalancingOptions
 from headrace.layers.moe.layer import MoeMlp
 from headrace.parallel.experts import ExpertRanks
-from headrace.parallel.placement import Placement, balancedness, place_experts
+from headrace.parallel.placement import Placement, balancedness, check_copies, place_experts
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,8 @@ class ExpertBalancer:
 
     def _make_room(self, mixture: MoeMlp) -> Placement:
         count, size = mixture.num_experts, self._ranks.group.size
-        num_slots = count + self._options.num_redundant_experts
-        if num_slots % size or num_slots > count * size:
-            least = -count % size
-            raise ConfigError(
-                f"eplb_config: {size} ranks cannot have {count} experts and {num_slots - count} copies in equal "
-                f"numbers; set num_redundant_experts to {least} or {least + size}", param="eplb_config",
-            )
-        placement = Placement.initial(count, num_slots, size)
+        check_copies(count, self._options.num_redundant_experts, size)
+        placement = Placement.initial(count, count + self._options.num_redundant_experts, size)
         mixture.spread(placement)
         return placement
 

@@ -12,7 +12,6 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from headrace.base.errors import ConfigError
 from headrace.kernels.coded_linear.forms import CodedWeight, multiply_in_groups
 from headrace.kernels.coded_linear.reference import multiply_groups
 from headrace.kernels.compressor import FINISH_PROJECTIONS, RowNorm
@@ -30,7 +29,7 @@ from headrace.models.deepseek_v4.indexer import Indexer
 from headrace.models.deepseek_v4.layout import OVERLAPPING
 from headrace.models.deepseek_v4.places import Place, open_slots
 from headrace.models.deepseek_v4.spec import DeepseekV4Spec, V4LayerSpec
-from headrace.parallel.share import Share, divide
+from headrace.parallel.share import Share
 
 
 class V4Attention(nn.Module):
@@ -45,7 +44,7 @@ class V4Attention(nn.Module):
         self.q_norm = RmsNorm(build, heads.q_lora_rank, spec.norm_eps)
         self.kv_norm = RmsNorm(build, heads.head_dim, spec.norm_eps)
         # ranks divide whole groups of heads; all cache the same vectors, and select the same entries of them
-        groups = share_groups(heads.num_groups, build)
+        groups = heads.share_groups(build.tensor.size, build.tensor.rank)
         own = groups.times(heads.num_heads // heads.num_groups)
         self.num_heads = own.length
         self.q_up = Linear(build, heads.q_lora_rank, own.times(heads.head_dim))
@@ -151,17 +150,6 @@ def _has_decodes_alone(compressor: Compressor, batch: ForwardBatch) -> bool:
     backend = step.backend
     assert isinstance(backend, StateBackend)
     return has_decodes_alone(step.inputs) and not backend.most_drafts
-
-
-def share_groups(num_groups: int, build: Build) -> Share:
-    """The groups of heads of this rank; raises `ConfigError` where a rank would get none."""
-    ranks = build.tensor.size
-    if num_groups < ranks:
-        raise ConfigError(
-            f"o_groups {num_groups} cannot be divided among {ranks} ranks; set tensor_parallel_size to {num_groups} or "
-            "less", param="tensor_parallel_size",
-        )
-    return Share(num_groups, *divide(num_groups, ranks, build.tensor.rank))
 
 
 class GroupedLinear(StorableLayer):

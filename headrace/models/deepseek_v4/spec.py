@@ -16,6 +16,8 @@ from headrace.layers.spec import MlpSpec, MoeSpec, RopeSpec, SwigluClamp
 from headrace.models.config_fields import Fields, read_num_layers
 from headrace.models.config_specs import make_rope, read_moe
 from headrace.models.deepseek_v4 import layout
+from headrace.parallel.division import Division
+from headrace.parallel.share import Share, divide
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,15 @@ class HeadsSpec:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    def share_groups(self, ranks: int, rank: int) -> Share:
+        """The groups of heads of a rank; raises `ConfigError` where one would get none."""
+        if self.num_groups < ranks:
+            raise ConfigError(
+                f"o_groups {self.num_groups} cannot be divided among {ranks} ranks; set tensor_parallel_size to "
+                f"{self.num_groups} or less", param="tensor_parallel_size",
+            )
+        return Share(self.num_groups, *divide(self.num_groups, ranks, rank))
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,12 @@ class DeepseekV4Spec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def check_division(self, division: Division) -> None:
+        """See `headrace.parallel.division.Divisible`."""
+        division.check_vocabulary(self.vocab_size)
+        self.heads.share_groups(division.tensor, 0)
+        self.moe.check_division(division)
 
 
 def read_config(config: dict[str, Any]) -> DeepseekV4Spec:

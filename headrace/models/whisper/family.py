@@ -19,6 +19,7 @@ from headrace.models.audio_fields import NORM, audio_names, read_audio_encoder
 from headrace.models.config_fields import MOST_LAYERS, Fields
 from headrace.models.config_specs import ACTIVATIONS
 from headrace.models.family import Family, FamilyMedia
+from headrace.parallel.division import Division
 
 KV_DTYPES = ("float32", "bfloat16", "float16")
 ALIGNMENT = 64
@@ -58,6 +59,13 @@ class WhisperSpec:
     @property
     def max_model_len(self) -> int:
         return self.num_placeholders + self.num_positions
+
+    def check_division(self, division: Division) -> None:
+        """Of the decoder (`headrace.parallel.division.Divisible`): ranks encode sound each for itself."""
+        division.check_has_experts(0)
+        division.check_vocabulary(self.vocab_size)
+        division.check_heads(self.num_heads, self.num_heads)
+        self.mlp.check_division(division)
 
 
 def read_config(config: dict[str, Any]) -> WhisperSpec:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from headrace.base.config import EngineConfig
 from headrace.base.errors import HeadraceError
 from headrace.kernels.early import start_early
+from headrace.models.reading import check_layout
 from headrace.service.ending import end_with
 from headrace.service.engine import Engine
 from headrace.service.executor import Progress
@@ -26,6 +27,8 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         start_early()
     size = config.parallel.num_ranks
     launcher = choose_launcher(config, size, progress)
+    if size > 1 or config.parallel.shares_experts:
+        check_layout(config)  # before other processes are started, or waited for
     if size == 1 and not config.parallel.shares_experts:
         if config.disaggregation.disaggregation_mode is not None:
             from headrace.service.transfer.build import build_role_engine
