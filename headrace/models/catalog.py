@@ -17,6 +17,8 @@ from headrace.models.family import Family, decoder_architectures
 ENTRY_POINT_GROUP = "headrace.families"
 BESIDE_TEXT = re.compile(".*ForConditionalGeneration|.*Multimodal.*")
 """Names of architectures that take media beside text, all but a few."""
+USE = re.compile("(For|LMHead|Model).*")
+"""What an architecture's name says of its use, behind what it says of its kind."""
 
 DECODERS = {
     "Arcee": "arcee",
@@ -154,10 +156,26 @@ def _find(architecture: str, known: dict[str, str], serves: Callable[[Family], t
             continue
         if architecture in serves(family):
             return family
+    reasons = [f"no model family serves {architecture!r}"]
+    if near := _find_nearest(architecture, known):
+        reasons.append(f"the nearest known are {', '.join(near)}")
     # failures are reported too: the family the user wants may be the one that could not be loaded
-    near = get_close_matches(architecture, known, n=3, cutoff=0.4) or sorted(known)
-    reasons = [f"no model family serves {architecture!r}; the nearest known are {', '.join(near)}", *failures]
+    plugin = f"a plug-in may serve it, an entry point of {ENTRY_POINT_GROUP} (docs/adding-a-family.md)"
+    reasons += [plugin, *failures]
     if BESIDE_TEXT.fullmatch(architecture):
         able = sorted({name for known_one, name in known.items() if BESIDE_TEXT.fullmatch(known_one)})
-        reasons.insert(1, f"families with models for images or sound are {', '.join(able)}")
+        reasons.insert(-1 - len(failures), f"families with models for images or sound are {', '.join(able)}")
     raise UnknownArchitecture("; ".join(reasons))
+
+
+def _find_nearest(architecture: str, known: dict[str, str]) -> list[str]:
+    """Known names whose beginnings are like this one's: nearly all end alike."""
+    beginning, end = _split_use(architecture)
+    beginnings = dict(reversed([(_split_use(name)[0], name) for name in known]))
+    near = get_close_matches(beginning, beginnings, n=3, cutoff=0.6)
+    return [name + end if name + end in known else beginnings[name] for name in near]
+
+
+def _split_use(architecture: str) -> tuple[str, str]:
+    found = USE.search(architecture)
+    return (architecture[: found.start()], found[0]) if found else (architecture, "")

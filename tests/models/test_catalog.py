@@ -39,6 +39,9 @@ def test_unknown_architecture_lists_the_nearest():
         catalog.find_family("Qwen2LargeForCausalLM")
     with pytest.raises(UnknownArchitecture, match="gemma3"):
         catalog.find_gguf_family("gemma3n")
+    with pytest.raises(UnknownArchitecture) as found:
+        catalog.find_family("KimiLinearForCausalLM")  # only its end is like that of others
+    assert "nearest" not in str(found.value) and "plug-in may serve it" in str(found.value)
 
 
 @pytest.mark.parametrize("architecture", ["Emu3MultimodalForCausalLM", "Idefics3ForConditionalGeneration"])
