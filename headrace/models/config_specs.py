@@ -210,13 +210,16 @@ def read_layers(fields: Fields, rope: RopeSpec | None, *, window: int = 0) -> tu
     return (LayerSpec(window, rope),) * read_num_layers(fields)
 
 
-def read_windowed_layers(fields: Fields, rope: RopeSpec | None) -> tuple[LayerSpec, ...]:
+def read_windowed_layers(
+    fields: Fields, rope: RopeSpec | None, *, has_window: Callable[[int], bool] | None = None, length: int = 4096
+) -> tuple[LayerSpec, ...]:
     """Layers have a window only if ``use_sliding_window`` is set: those that ``layer_types`` names or, in configs older
-    than that field, those from ``max_window_layers`` on."""
+    than that field, those for whose number ``has_window`` holds, by default from ``max_window_layers`` on. ``length``:
+    of the window in tokens where a config states none."""
     if not fields.flag("use_sliding_window", False):
         return read_layers(fields, rope)
-    first, window = fields.count("max_window_layers", 28), read_window(fields, 4096)
-    are_sliding = read_sliding(fields, lambda i: i >= first)
+    first, window = fields.count("max_window_layers", 28), read_window(fields, length)
+    are_sliding = read_sliding(fields, has_window or (lambda i: i >= first))
     return tuple(LayerSpec(window if is_sliding else 0, rope) for is_sliding in are_sliding)
 
 

@@ -251,13 +251,18 @@ def test_norms_and_rotary_bases_left_out_are_those_transformers_fills_in(name: s
     assert {layer.rope.theta for layer in spec.layers} == {rotation["rope_theta"] for rotation in rotations.values()}
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("name", ["Dots1", "Qwen2", "Qwen2Moe", "Qwen3", "SmolLM3"])
 @pytest.mark.parametrize(
-    "stated", [{}, {"sliding_window": None}, {"max_window_layers": 3}, {"sliding_window": 100, "max_window_layers": 0}]
+    "stated",
+    [
+        {}, {"sliding_window": None, "max_window_layers": 2}, {"max_window_layers": 3},
+        {"sliding_window": 100, "max_window_layers": 0},
+    ],
 )
 def test_windows_left_out_are_those_transformers_fills_in(name: str, stated: dict[str, Any]):
     shape = {**WIDE, "num_hidden_layers": 30, "max_position_embeddings": 8192, "use_sliding_window": True, **stated}
+    shape |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     filled = getattr(transformers, f"{name}Config")(**shape).to_dict()
     found = find_family(f"{name}ForCausalLM").read_config({**shape, "architectures": [f"{name}ForCausalLM"]})
-    kinds = {"full_attention": 0, "sliding_attention": filled["sliding_window"]}
+    kinds = {"full_attention": 0, "sliding_attention": filled["sliding_window"] or 0}
     assert [layer.window for layer in found.layers] == [kinds[kind] for kind in filled["layer_types"]]

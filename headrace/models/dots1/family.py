@@ -23,9 +23,10 @@ DEFAULTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "max_window_
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """Layers from ``max_window_layers`` on have a sliding window, if there is one."""
-    fields = Fields({**DEFAULTS, **{name: value for name, value in config.items() if value is not None}})
+    given = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
+    fields = Fields({**DEFAULTS, **given})
     rope, first = read_rope(fields), fields.count("max_window_layers", 62)
-    window = read_window(fields)
+    window = read_window(fields, 4096)
     are_sliding = read_sliding(fields, lambda i: i >= first)
     layers = tuple(LayerSpec(window if is_sliding else 0, rope) for is_sliding in are_sliding)
     return read_decoder(

@@ -26,17 +26,18 @@ DEFAULTS = {
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """``qkv_bias`` is that of queries, keys and values."""
+    """``qkv_bias`` is that of queries, keys and values. Where a config does not say which layers have the window, every
+    other one of the first ``max_window_layers`` has it, as in transformers."""
     fields = Fields({**DEFAULTS, **config})
+    num_windowed = fields.count("max_window_layers", 28)
     activation = fields.choice("hidden_act", GATED_ACTIVATIONS, "silu")
     moe = read_moe(
         fields, "num_experts", intermediate_size="moe_intermediate_size",
         renormalise=fields.flag("norm_topk_prob", False),
         shared=MlpSpec(fields.integer("shared_expert_intermediate_size"), activation),
     )
-    layers = add_sparse_steps(
-        fields, read_windowed_layers(fields, read_rope(fields)), replace(moe, shared_gate=True)
-    )
+    layers = read_windowed_layers(fields, read_rope(fields), has_window=lambda i: i % 2 == 0 and i < num_windowed)
+    layers = add_sparse_steps(fields, layers, replace(moe, shared_gate=True))
     attention = read_attention(fields, qkv_bias=fields.flag("qkv_bias", True), output_bias=False)
     return read_decoder(fields, layers, attention=attention)
 
