@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from headrace.kernels.coded_linear import NORM_ROWS
 from headrace.kernels.coded_linear.device_codes import Fp8Rows
@@ -99,6 +100,19 @@ class LayerNorm(Norm):
         )
         residual.pending = None
         return x
+
+
+class HeadNorm(nn.Module):
+    """The same without a bias for each head by itself, [T, H * E], with a ``weight`` [H, E] of its own. H heads, E head
+    dim."""
+
+    def __init__(self, build: Build, num_heads: int | Share, head_dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps, self.offset = build.parameter(num_heads, head_dim), eps, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.float().unflatten(-1, self.weight.shape)
+        return (F.layer_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight.float()).flatten(-2).to(x.dtype)
 
 
 class NoNorm(Norm):

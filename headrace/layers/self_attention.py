@@ -17,7 +17,7 @@ from headrace.kernels.rowwise import ROPE_WRITE, HeadShape
 from headrace.layers.attention.contract import AttentionParams, KvPages, MediaBlock
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
-from headrace.layers.norm import RmsNorm
+from headrace.layers.norm import HeadNorm, RmsNorm
 from headrace.layers.residual import Branch, Norm, Residual
 from headrace.layers.rotary import RotaryTable
 from headrace.layers.spec import AttentionSpec, LayerSpec, NormSpec
@@ -78,11 +78,29 @@ class NormOverRanks:
         return qkv.shape[1] - sum(len(norm.weight) for norm in self._norms)
 
 
+class NormHeads:
+    """Layer norms of the heads of queries and of keys."""
+
+    def __init__(self, q_norm: HeadNorm, k_norm: HeadNorm):
+        self._norms = (q_norm, k_norm)
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """As `NormOverRanks`."""
+        at = 0
+        for norm in self._norms:
+            part = qkv[:, at : at + norm.weight.numel()]
+            part.copy_(norm(part))
+            at += part.shape[1]
+        return qkv
+
+
 class Attention(AttentionLayer):
     """``x [T, D] -> [T, D]``, or [S, D] for the queries of the batch; reads and writes this layer's pages, which
     ``bind`` gives it before the first step. ``input_size``: last dim of ``x`` where that is not D."""
 
     prunes_queries = takes_slices = True
+    q_norm: RmsNorm | HeadNorm | None
+    k_norm: RmsNorm | HeadNorm | None
 
     def __init__(
         self, spec: AttentionSpec, layer: LayerSpec, *, hidden_size: int, norm: NormSpec, rotary: RotaryTable | None,
@@ -97,20 +115,20 @@ class Attention(AttentionLayer):
         parts: dict[str, int | Share] = {"q": q_size, "k": kv_size, "v": kv_size}
         self.qkv = Linear(build, input_size or hidden_size, parts, bias=spec.qkv_bias, is_wide=True)
         self.output = Linear(build, q_size, hidden_size, bias=spec.output_bias)
-        self.q_norm = self.k_norm = None
-        if spec.qk_norm != "none":
-            is_full = spec.qk_norm == "full"  # over all heads together, else per head with a shared weight [E]
-            self.q_norm = RmsNorm(build, q_size if is_full else spec.head_dim, norm.eps, norm.offset)
-            self.k_norm = RmsNorm(build, kv_size if is_full else spec.head_dim, norm.eps, norm.offset)
+        self.q_norm, self.k_norm = _make_norms(spec, norm=norm, heads=heads, kv_heads=kv_heads, build=build)
         self._unit_weight: torch.Tensor | None = None
         if spec.qk_norm == "rotated":
             self._unit_weight = torch.full((spec.head_dim,), 1.0 - norm.offset, dtype=build.dtype, device=build.device)
-        self._norm_over_ranks: NormOverRanks | None = None
-        if spec.qk_norm == "full" and self.q_norm is not None and self.k_norm is not None and not heads.is_whole:
-            self._norm_over_ranks = NormOverRanks(self.q_norm, self.k_norm, kv_heads, build.tensor)
+        # what `ROPE_WRITE` cannot do on its way
+        self._norm_before: NormOverRanks | NormHeads | None = None
+        if isinstance(self.q_norm, HeadNorm) and isinstance(self.k_norm, HeadNorm):
+            self._norm_before = NormHeads(self.q_norm, self.k_norm)
+        elif spec.qk_norm == "full" and not heads.is_whole:
+            assert isinstance(self.q_norm, RmsNorm) and isinstance(self.k_norm, RmsNorm)
+            self._norm_before = NormOverRanks(self.q_norm, self.k_norm, kv_heads, build.tensor)
         self.rotary = rotary
         self._norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
-        if self.q_norm is not None and self.k_norm is not None and self._norm_over_ranks is None:
+        if self.q_norm is not None and self.k_norm is not None and self._norm_before is None:
             unit = self._unit_weight
             self._norm_weights = (self.q_norm.weight, self.k_norm.weight) if unit is None else (unit, unit)
         rope = layer.rope
@@ -156,8 +174,8 @@ class Attention(AttentionLayer):
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         batch, pages = self.step.batch, self.pages
         assert pages is not None, "bind comes first"
-        if self._norm_over_ranks is not None:
-            qkv = self._norm_over_ranks(qkv)
+        if self._norm_before is not None:
+            qkv = self._norm_before(qkv)
         step = batch.groups[self.group]
         cos_sin = self.rotary.find(batch) if self.rotary else None
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
@@ -189,6 +207,21 @@ class Attention(AttentionLayer):
         assert self.q_norm is not None and self.k_norm is not None
         of_q, of_k = (norm.weight.float() + norm.offset for norm in (self.q_norm, self.k_norm))
         return (of_q * of_k).to(self.q_norm.weight.dtype)
+
+
+def _make_norms(
+    spec: AttentionSpec, *, norm: NormSpec, heads: Share, kv_heads: Share, build: Build
+) -> tuple[RmsNorm, RmsNorm] | tuple[HeadNorm, HeadNorm] | tuple[None, None]:
+    """The norms of queries and of keys."""
+    if spec.qk_norm == "none":
+        return None, None
+    if spec.qk_norm == "layer":
+        return HeadNorm(build, heads, spec.head_dim, norm.eps), HeadNorm(build, kv_heads, spec.head_dim, norm.eps)
+    # over all heads together, else per head with a shared weight [E]
+    q_size, k_size = (
+        share.times(spec.head_dim) if spec.qk_norm == "full" else spec.head_dim for share in (heads, kv_heads)
+    )
+    return RmsNorm(build, q_size, norm.eps, norm.offset), RmsNorm(build, k_size, norm.eps, norm.offset)
 
 
 def attend_block(

@@ -83,8 +83,9 @@ class MlpKind(Protocol):
 @dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention. ``scale`` multiplies q.k. ``qk_norm`` normalises queries and keys before rotation, per
-    head or over all heads together (``full``), or per head after it (``rotated``). ``sinks``: each head has a learned
-    logit that takes part in its softmax and has no value."""
+    head or over all heads together (``full``), or per head after it (``rotated``), by RMS norms; ``layer`` is a layer
+    norm per head before it, each with weights of its own. ``sinks``: each head has a learned logit that takes part in
+    its softmax and has no value."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,7 +94,7 @@ class AttentionSpec:
     softcap: float = 0.0
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["none", "head", "full", "rotated"] = "none"
+    qk_norm: Literal["none", "head", "full", "rotated", "layer"] = "none"
     sinks: bool = False
 
     branch: ClassVar[str] = "headrace.layers.self_attention:Attention"

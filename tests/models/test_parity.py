@@ -113,6 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
     "cohere-biased": ("Cohere", {"attention_bias": True, "num_key_value_heads": 4}),
+    "cohere-normed": ("Cohere", {"use_qk_norm": True}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 6, "layer_types": TYPES}),
 }
 CASES |= {

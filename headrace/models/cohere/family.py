@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.base.errors import ConfigError
 from headrace.layers.spec import DecoderSpec, LayerSpec, NormSpec
 from headrace.models.config_fields import Fields
 from headrace.models.config_specs import (
+    read_attention,
     read_decoder,
     read_layers,
     read_rope,
@@ -21,12 +21,12 @@ DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
-    """Logits are multiplied by ``logit_scale``. Raises `ConfigError` for layer norms of queries and keys."""
+    """Logits are multiplied by ``logit_scale``. Command R+ alone normalises queries and keys."""
     fields = Fields({**DEFAULTS, **config})
-    if fields.flag("use_qk_norm", False):
-        raise ConfigError("config.json: use_qk_norm must be false; this family has no such norms", param="use_qk_norm")
+    qk_norm = "layer" if fields.flag("use_qk_norm", False) else "none"
     return read_decoder(
         fields, _read_layers(fields, is_second=config["architectures"][0].startswith("Cohere2")),
+        attention=read_attention(fields, qk_norm=qk_norm),
         norm=NormSpec(fields.number("layer_norm_eps", 1e-5), kind="layer"),
         vocabulary=read_vocabulary(fields, tied=True, logits_divisor=1.0 / fields.positive("logit_scale")),
         block="parallel_one_norm",
