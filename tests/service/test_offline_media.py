@@ -108,6 +108,8 @@ def test_chat(llm, reference):
     ({"prompt": MARK, "multi_modal_data": {"image": "no-such-file.png"}}, MediaError, "cannot read"),
     ({"prompt": MARK, "multi_modal_data": {"image": b"junk"}}, MediaError, "no image"),
     ({"prompt": MARK, "multi_modal_data": {"image": 7}}, MediaError, "PIL image"),
+    ({"prompt": MARK, "multi_modal_data": {"image": pillow.open(io.BytesIO(png(picture(64, 64))[:900]))}}, MediaError,
+     "broken PNG image"),
     ({"prompt": "none", "multi_modal_data": {"image": picture(8, 8)}}, RequestError, "once for each"),
     ({"prompt": MARK, "multi_modal_data": {"images": 7}}, RequestError, "multi_modal_data"),
     ({"prompt": MARK, "multi_modal_data": {"audio": b"x"}}, UnsupportedFeature, "no audio"),

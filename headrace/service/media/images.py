@@ -30,6 +30,11 @@ def open_image(data: bytes, param: str, max_pixels: int) -> Image:
         raise MediaError(
             f"{param} is no image that can be read; send PNG, JPEG, WebP, GIF, BMP or TIFF", param=param
         ) from None
+    return as_seen(image, param, max_pixels)
+
+
+def as_seen(image: Image, param: str, max_pixels: int) -> Image:
+    """An image of Pillow as `open_image` returns it; its file may not have been read yet."""
     check_size(image.size, param, max_pixels)
     try:
         image.load()  # the first frame; others are never decoded
@@ -37,7 +42,8 @@ def open_image(data: bytes, param: str, max_pixels: int) -> Image:
     except MediaError:
         raise
     except _FAILURES as error:
-        raise MediaError(f"{param} is a broken {image.format} image: {_describe(error)}", param=param) from None
+        kind = image.format or image.mode
+        raise MediaError(f"{param} is a broken {kind} image: {_describe(error)}", param=param) from None
 
 
 def import_pillow() -> Any:

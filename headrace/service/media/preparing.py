@@ -31,7 +31,7 @@ from headrace.base.media_facts import MediaFacts, WindowFrames
 from headrace.models.catalog import find_family
 from headrace.models.source import ModelSource, resolve_source
 from headrace.service.media.audio import LOUDEST, check_clip, is_audible, open_audio, resample
-from headrace.service.media.images import check_size, import_pillow, open_image, to_rgb, upright
+from headrace.service.media.images import as_seen, import_pillow, open_image
 from headrace.service.media.pixel_bytes import RAW, PixelBytes, to_bytes
 from headrace.service.media.video import Frames, open_video
 from headrace.service.media.wire import Job, PreparedItem, Setup
@@ -157,8 +157,7 @@ class Preparer:
                 f"{param} must be a PIL image, an array, a path, an address or bytes, got {type(value).__name__}",
                 param=param
             )
-        check_size(value.size, param, self._bounds.max_pixels)
-        return to_rgb(upright(value), param)
+        return as_seen(value, param, self._bounds.max_pixels)
 
     def _as_samples(self, value: Any, param: str) -> Any:
         samples, rate = value if isinstance(value, tuple) and len(value) == 2 else (value, self._rate())
