@@ -159,7 +159,8 @@ class ImageEncoder(nn.Module):
         self.positions = build.parameter(spec.side**2 + spec.has_class_token, size)
         self.first_norm = make_norm(norm, size, build) if spec.first_norm else None
         self.blocks = number_layers([VisionBlock(vision, build) for _ in range(vision.num_layers)], 0)
-        self.last_norm = make_norm(norm, size, build) if spec.last_norm else None
+        # a layer norm also where the blocks have others (InternVL)
+        self.last_norm = LayerNorm(build, size, norm.eps) if spec.last_norm else None
 
     def encode(
         self, images: torch.Tensor, num_layers: int | None = None, *, has_class_token: bool = False

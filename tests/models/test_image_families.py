@@ -67,7 +67,9 @@ def make_internvl(folder: Path, *, text: str = "qwen2", **vision: Any) -> Any:
 
 
 def make_internvl_with_norms(folder: Path) -> Any:
-    return make_internvl(folder, text="qwen3", use_qk_norm=True, norm_type="rms_norm", attention_bias=True)
+    return make_internvl(
+        folder, text="qwen3", use_qk_norm=True, norm_type="rms_norm", attention_bias=True, use_mean_pooling=False
+    )
 
 
 def make_gemma3(folder: Path) -> Any:
