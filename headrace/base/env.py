@@ -30,6 +30,10 @@ VARIABLES = {
 }
 
 
+OPTIONS = frozenset({"HEADRACE_API_KEY", "OMP_NUM_THREADS"})
+"""Variables that set options of a command, and win over its file of options."""
+
+
 def home() -> Path:
     """The user's home folder. In a container without one, sets ``HOME`` to the root folder: libraries raise otherwise.
     """

@@ -129,13 +129,14 @@ def _read_file(path: Path) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="config")
-        content = json.loads(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+        is_json = path.suffix == ".json" or data.lstrip().startswith(b"{")  # as nothing in TOML begins
+        content = json.loads(data) if is_json else tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
     except ValueError as error:  # includes ConfigError, which is raised unchanged
         if isinstance(error, ConfigError):
             raise
-        kind = "JSON" if path.suffix == ".json" else "TOML (option files are TOML unless named .json)"
+        kind = "JSON" if is_json else "TOML (option files are TOML unless named .json)"
         raise ConfigError(f"{path} is not valid {kind}: {error}", param="config") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold an object of options", param="config")

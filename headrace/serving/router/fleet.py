@@ -13,7 +13,7 @@ from headrace.base.errors import ConfigError, EngineUnavailable
 from headrace.service.balancing import Choice, Policy, RoutedRequest, create_policy
 from headrace.serving.http_client import HttpClient
 from headrace.serving.router.options import WorkerOptions
-from headrace.serving.router.workers import IDLE_S, Worker
+from headrace.serving.router.workers import IDLE_S, Breaker, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class Fleet:
             known.is_draining = False
             return known
         client = HttpClient(url, api_key=self.options.worker_api_key, idle_s=IDLE_S)
-        worker = Worker(next(self._indices), url, client, self.options.breaker_failures, self._is_prefill)
+        breaker = Breaker(self.options.breaker_failures)
+        worker = Worker(next(self._indices), url, client, breaker, self._is_prefill)
         self._workers[url] = worker
         self._tasks[url] = asyncio.get_running_loop().create_task(self._watch(worker))
         return worker

@@ -1,5 +1,5 @@
 """`serve_pairs`: prefill and decode servers on this host, and the router before them: ``headrace serve --disaggregate
-1:1``. Owns the servers' processes, which end with this one; one that ends is started again.
+1:1``. Owns the servers' processes, which end with this one; one that ends or hangs is started again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -29,6 +30,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.kv_events import shift_endpoint
 from headrace.base.option import options_of
 from headrace.base.server_config import AccessConfig, OperationsConfig, ServerConfig
+from headrace.base.spawn import PR_SET_PDEATHSIG, module_environment
+from headrace.service.supervisor import LEAST_STALL_S
 from headrace.serving.http_client import loop_factory
 from headrace.serving.router.options import RouterOptions, WorkerOptions
 from headrace.serving.router.server import RouterServer
@@ -36,11 +39,11 @@ from headrace.serving.router.server import RouterServer
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-PR_SET_PDEATHSIG = 1
 RESTART_PAUSE_S = 1.0
 WINDOW_S = 600.0
 WATCH_S = 0.5
-DRAIN_GRACE_S = 10.0
+END_S = 10.0
+"""How long a server has to end in order."""
 USER_ERROR = 2
 """The exit status of a command whose options are wrong."""
 NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {
@@ -51,37 +54,58 @@ NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {
 
 @dataclass
 class _Role:
-    """One server: its role, its command, and its process."""
+    """One server: its role, its command, its options, which it reads from its standard input, and its process."""
 
     name: str
     url: str
     command: list[str]
+    options: dict[str, Any]
     index: int
     count: int
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        environment = env.worker_environment() | env.one_device(self.index)
-        self.process = subprocess.Popen(
-            self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=lambda: _settle(self.index, self.count),
-        )
+        stated = {name: value for name, value in module_environment().items() if name not in env.OPTIONS}
+        environment, parent = stated | env.one_device(self.index), os.getpid()
+        with tempfile.TemporaryFile() as file:  # has no name, so that nothing stays if this process is killed
+            file.write(json.dumps(self.options).encode())
+            file.seek(0)
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdin=file, start_new_session=True,
+                preexec_fn=lambda: _settle(self.index, self.count, parent),
+            )
 
 
-def _settle(index: int, count: int) -> None:
+class Routing(Protocol):
+    """What the router knows of the servers."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the command is about to end."""
+
+    def silent_s(self, url: str) -> float:
+        """Seconds for which a server that can be reached has said nothing."""
+
+
+def _settle(index: int, count: int, parent: int) -> None:
     """In the new process: end with the parent, and take one of ``count`` parts of the cores."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        # SIGKILL, as a stopped process would take no other. Its engine ends with it as whenever a server is killed.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it had died before
+            os._exit(1)
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= count:
             os.sched_setaffinity(0, cores[index * len(cores) // count : (index + 1) * len(cores) // count])
 
 
 class PairServers:
-    """The servers of a configuration, in a folder that is removed with them."""
+    """The servers of a configuration."""
 
-    def __init__(self, config: ServeConfig, folder: Path):
+    def __init__(self, config: ServeConfig):
         self._max_restarts = config.server.max_restarts
+        stall_s = config.server.stall_timeout_s
+        self._most_silent_s = min(stall_s, LEAST_STALL_S) if stall_s else math.inf
         counts = config.engine.disaggregation.count_servers()
         total = sum(counts)
         _check_devices(config, total)
@@ -95,10 +119,8 @@ class PairServers:
             }
             if mode == "prefill":
                 options["disaggregation_bootstrap_port"] = ports[total + index]
-            path = folder / f"{mode}-{index}.json"
-            path.write_text(json.dumps(options))
-            command = [sys.executable, "-P", "-m", "headrace", "serve", "--config", str(path)]
-            self.roles.append(_Role(mode, f"http://{LOOPBACK}:{ports[index]}", command, index, total))
+            command = [sys.executable, "-P", "-m", "headrace", "serve", "--config", "/dev/stdin"]
+            self.roles.append(_Role(mode, f"http://{LOOPBACK}:{ports[index]}", command, options, index, total))
 
     def urls(self, mode: str) -> list[str]:
         """Of the servers of a mode."""
@@ -109,18 +131,30 @@ class PairServers:
         for role in self.roles:
             self._start(role)
 
-    async def watch(self) -> None:
-        """Start servers again that have ended; raises `ConfigError` for one that ends too often, or never began."""
+    async def watch(self, routing: Routing) -> None:
+        """Start servers again that have ended, and end those that hang; raises `ConfigError` for one that ends too
+        often, or never began."""
         while True:
             for role in self.roles:
-                if role.process is not None and role.process.poll() is not None:
-                    self._check_end(role, role.process.returncode)
-                    await asyncio.sleep(RESTART_PAUSE_S)
-                    try:
-                        self._start(role)
-                    except OSError as error:  # no descriptors, memory or processes now; tried again
-                        logger.warning("the %s server %s cannot be started: %s", role.name, role.url, error)
+                # a signal that ends this command may have come to the servers, too
+                if role.process is not None and not routing.is_stopping:
+                    await self._look_after(role, role.process, routing.silent_s(role.url))
             await asyncio.sleep(WATCH_S)
+
+    async def _look_after(self, role: _Role, process: subprocess.Popen[bytes], silent_s: float) -> None:
+        if process.poll() is None and silent_s >= self._most_silent_s:
+            logger.error(
+                "the %s server %s gave no sign of life for %g s and is killed", role.name, role.url, silent_s
+            )
+            process.kill()
+            await asyncio.to_thread(process.wait)
+        if process.poll() is not None:
+            self._check_end(role, process.returncode)
+            await asyncio.sleep(RESTART_PAUSE_S)
+            try:
+                self._start(role)
+            except OSError as error:  # no descriptors, memory or processes now; tried again
+                logger.warning("the %s server %s cannot be started: %s", role.name, role.url, error)
 
     def _check_end(self, role: _Role, status: int) -> None:
         starts = self._starts[role.url]
@@ -133,12 +167,12 @@ class PairServers:
             )
         logger.warning("the %s server %s has ended (status %d) and is started again", role.name, role.url, status)
 
-    def close(self, drain_s: float) -> None:
-        """End all, with time to finish what runs."""
+    def close(self) -> None:
+        """End all. Nothing runs there any more: the router's connections are closed."""
         running = [role.process for role in self.roles if role.process is not None and role.process.poll() is None]
         for process in running:
             process.terminate()
-        limit = time.monotonic() + drain_s + DRAIN_GRACE_S
+        limit = time.monotonic() + END_S
         for process in running:
             try:
                 process.wait(max(0.0, limit - time.monotonic()))
@@ -215,15 +249,13 @@ def router_options(server: ServerConfig, operations: OperationsConfig) -> Router
 def serve_pairs(config: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT; raises as `headrace.serving.router.server.serve_router` does, and when a server
     cannot start."""
-    with tempfile.TemporaryDirectory(prefix="headrace-") as folder, asyncio.Runner(
-        loop_factory=loop_factory()
-    ) as runner:
-        servers = PairServers(config, Path(folder))
+    servers = PairServers(config)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             servers.start()
             runner.run(_route(config, servers))
         finally:
-            servers.close(config.server.drain_s)
+            servers.close()
 
 
 async def _route(config: ServeConfig, servers: PairServers) -> None:
@@ -231,7 +263,7 @@ async def _route(config: ServeConfig, servers: PairServers) -> None:
     options = router_options(config.server, config.operations)
     # its servers are on their way: without them decode servers would compute the first prompts
     router = RouterServer([], options, workers, awaits_prefill=True)
-    routing, watching = asyncio.ensure_future(router.run()), asyncio.ensure_future(servers.watch())
+    routing, watching = asyncio.ensure_future(router.run()), asyncio.ensure_future(servers.watch(router))
     done, _ = await asyncio.wait((routing, watching), return_when=asyncio.FIRST_COMPLETED)
     for task in {routing, watching} - done:
         task.cancel()

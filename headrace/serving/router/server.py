@@ -50,6 +50,15 @@ class RouterServer:
         self._router = Router(self._fleet, options, self._prefill, awaits_prefill=awaits_prefill)
         self._server = ListeningServer(create_app(self._router, options), self._router, options.drain_s)
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has come."""
+        return self._server.is_stopping
+
+    def silent_s(self, url: str) -> float:
+        """Seconds for which a worker has left health checks without an answer."""
+        return next((worker.silent_s for worker in self._router.all_workers() if worker.url == url), 0.0)
+
     async def run(self) -> None:
         """Serve until a signal."""
         loop = asyncio.get_running_loop()

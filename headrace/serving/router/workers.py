@@ -45,17 +45,53 @@ class _Listing(msgspec.Struct):
     data: list[dict[str, Any]] = []
 
 
+@dataclass
+class Breaker:
+    """``failures`` counts requests that failed one after the other; from ``most`` on requests are kept away until
+    ``open_until`` (`time.monotonic`), and then one passes at a time."""
+
+    most: int
+    failures: int = 0
+    open_until: float = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether any number of requests may pass."""
+        return self.failures < self.most
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether none may."""
+        return time.monotonic() < self.open_until
+
+    def note_success(self) -> None:
+        """A request has ended well."""
+        self.failures = 0
+
+    def note_failure(self) -> float:
+        """A request has failed; returns for how many seconds none may pass now, if that is new, else 0."""
+        if self.is_resting:  # it began before the break, and ended with those that caused it
+            return 0.0
+        self.failures += 1
+        if self.is_closed:
+            return 0.0
+        break_s = min(LONGEST_BREAK_S, FIRST_BREAK_S * 2.0 ** min(self.failures - self.most, 10))
+        self.open_until = time.monotonic() + break_s
+        return break_s
+
+
 @dataclass(eq=False)
 class Worker:
-    """``index`` is never used again. ``models``: what it lists, by id; empty until it was asked. ``failures`` counts
-    requests that failed one after the other; until ``open_until`` (`time.monotonic`) the breaker keeps requests away,
-    and then lets one pass at a time. ``load``: tokens, roughly, of the requests that run there.
-    ``was_lost`` asks for a health check at once. ``bootstrap_port``: of a prefill worker's transfer agent."""
+    """``index`` is never used again. ``models``: what it lists, by id; empty until it was asked. ``load``: tokens,
+    roughly, of the requests that run there.
+    ``was_lost`` asks for a health check at once. ``bootstrap_port``: of a prefill worker's transfer agent.
+    ``silent_s``: seconds for which it was asked and said nothing, though it could be reached; an answer and a refused
+    connection end them."""
 
     index: int
     url: str
     client: HttpClient
-    breaker_failures: int
+    breaker: Breaker
     is_prefill: bool = False
     health: Health = "starting"
     is_draining: bool = False
@@ -63,10 +99,9 @@ class Worker:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     relays: set[Running] = field(default_factory=set)
     load: int = 0
-    failures: int = 0
-    open_until: float = 0.0
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
     bootstrap_port: int = BOOTSTRAP_PORT
+    silent_s: float = 0.0
 
     @property
     def host(self) -> str:
@@ -88,9 +123,7 @@ class Worker:
         """Whether a request may be sent there now."""
         if self.health != "ready" or self.is_draining:
             return False
-        if self.failures < self.breaker_failures:
-            return True
-        return not self.relays and time.monotonic() >= self.open_until
+        return self.breaker.is_closed or (not self.relays and not self.breaker.is_resting)
 
     @property
     def state(self) -> ReplicaState:
@@ -100,16 +133,11 @@ class Worker:
     def note_outcome(self, *, failed: bool) -> None:
         """A request has ended there."""
         if not failed:
-            self.failures = 0
-            return
-        if time.monotonic() < self.open_until:  # it began before the break, and ended with those that caused it
-            return
-        self.failures += 1
-        if self.failures >= self.breaker_failures:
-            num_breaks = self.failures - self.breaker_failures
-            break_s = min(LONGEST_BREAK_S, FIRST_BREAK_S * 2.0 ** min(num_breaks, 10))
-            self.open_until = time.monotonic() + break_s
-            logger.warning("%s: %d requests failed in a row; it gets none for %g s", self.url, self.failures, break_s)
+            self.breaker.note_success()
+        elif break_s := self.breaker.note_failure():
+            logger.warning(
+                "%s: %d requests failed in a row; it gets none for %g s", self.url, self.breaker.failures, break_s
+            )
 
     def note_lost(self, reason: str) -> None:
         """It cannot be reached: no requests until a health check succeeds."""
@@ -168,8 +196,11 @@ class Worker:
     async def _ask(self, route: str, timeout_s: float) -> HttpResponse | str:
         """The response, or why there is none."""
         try:
-            return await self.client.send("GET", route, timeout_s=timeout_s)
+            answer: HttpResponse | str = await self.client.send("GET", route, timeout_s=timeout_s)
         except TimeoutError:
+            self.silent_s += timeout_s
             return f"no answer within {timeout_s:g} s"
         except (OSError, ValueError) as error:
-            return str(error) or type(error).__name__
+            answer = str(error) or type(error).__name__
+        self.silent_s = 0.0
+        return answer

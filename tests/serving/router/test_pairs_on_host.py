@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.base import env
@@ -14,6 +19,7 @@ from headrace.base.config import CacheConfig, EngineConfig, ServeConfig
 from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
 from headrace.base.parallel import DeviceConfig
+from headrace.base.server_config import ServerConfig
 from headrace.serving.cli.commands import COMMANDS
 from headrace.serving.cli.flags import parse_command
 from headrace.serving.cli.main import main
@@ -34,13 +40,30 @@ time.sleep(600)
 
 
 @pytest.fixture
-def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairServers:
+def servers(monkeypatch: pytest.MonkeyPatch) -> PairServers:
     monkeypatch.setattr(pairs_on_host, "RESTART_PAUSE_S", 0.0)
     monkeypatch.setattr(pairs_on_host, "WATCH_S", 0.01)
     config = ServeConfig(engine=EngineConfig(disaggregation=DisaggregationConfig(disaggregate="1:1")))
-    made = PairServers(config, tmp_path)
+    made = PairServers(config)
     del made.roles[1:]
     return made
+
+
+@dataclass
+class Router:
+    """What the router knows."""
+
+    is_stopping: bool = False
+    silent: float = 0.0
+
+    def silent_s(self, url: str) -> float:
+        return self.silent
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60.0):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def count_starts(folder: Path) -> str:
@@ -64,15 +87,61 @@ async def test_a_server_is_started_again_though_its_port_or_memory_lacks_for_a_w
         return popen(*arguments, **options)
 
     monkeypatch.setattr(pairs_on_host.subprocess, "Popen", start)
-    watching = asyncio.create_task(servers.watch())
+    watching = asyncio.create_task(servers.watch(Router()))
     try:
-        while not watching.done() and count_starts(tmp_path) != "3":
-            await asyncio.sleep(0.01)
+        await until(lambda: watching.done() or count_starts(tmp_path) == "3")
         assert not watching.done(), watching.exception()
         assert servers.roles[0].process.poll() is None
     finally:
         watching.cancel()
-        servers.close(0.0)
+        servers.close()
+
+
+async def test_a_stopped_server_is_replaced_and_none_while_the_command_ends(servers: PairServers, tmp_path: Path):
+    set_lives(servers, tmp_path)
+    servers.start()
+    first, router = servers.roles[0].process, Router()
+    watching = asyncio.create_task(servers.watch(router))
+    try:
+        await until(lambda: count_starts(tmp_path) == "1")
+        os.kill(first.pid, signal.SIGSTOP)
+        router.silent = 19.0
+        await asyncio.sleep(0.1)
+        assert first.poll() is None, "it may be slow"
+        router.silent = 20.0
+        await until(lambda: servers.roles[0].process is not first)
+        router.silent = 0.0
+        assert first.returncode == -signal.SIGKILL
+        await until(lambda: count_starts(tmp_path) == "2")
+        router.is_stopping = True
+        servers.roles[0].process.kill()  # as a service manager signals all processes at once
+        await asyncio.sleep(0.1)
+        assert count_starts(tmp_path) == "2" and not watching.done()
+    finally:
+        watching.cancel()
+        servers.close()
+
+
+def test_servers_end_with_the_command_also_when_they_are_stopped(tmp_path: Path):
+    script = """
+        import sys, time
+        from headrace.base.config import EngineConfig, ServeConfig
+        from headrace.base.disaggregation import DisaggregationConfig
+        from headrace.serving.router.pairs_on_host import PairServers
+        servers = PairServers(ServeConfig(engine=EngineConfig(disaggregation=DisaggregationConfig(disaggregate="1:1"))))
+        for role in servers.roles:
+            role.command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        servers.start()
+        print(*(role.process.pid for role in servers.roles), flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}) as main_process:
+        own = [psutil.Process(int(pid)) for pid in main_process.stdout.readline().split()]
+        own[0].suspend()
+        main_process.kill()
+    _, alive = psutil.wait_procs(own, timeout=10)
+    assert not alive and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("statuses", [[2], [1] * 9])
@@ -81,9 +150,9 @@ async def test_wrong_options_and_too_many_ends_are_final(servers: PairServers, t
     servers.start()
     try:
         with pytest.raises(ConfigError, match=f"ended with status {statuses[0]}"):
-            await servers.watch()
+            await servers.watch(Router())
     finally:
-        servers.close(0.0)
+        servers.close()
     assert count_starts(tmp_path) == ("1" if statuses == [2] else "6")
 
 
@@ -119,20 +188,36 @@ def test_each_server_sees_a_gpu_of_its_own(visible: str | None, expected: list[s
     assert [env.one_device(index)["CUDA_VISIBLE_DEVICES"] for index in range(2)] == expected
 
 
-def test_servers_share_no_folder_and_no_port(tmp_path: Path):
-    """Their own commands read these files."""
+def test_servers_share_no_folder_and_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Their own commands read these options, and nothing of the environment that set options of this one."""
     cache = CacheConfig(
         disk_cache=str(tmp_path / "kv"), disk_cache_gb=3.0, host_cache_gb=0.5,
         kv_events_config='{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557", "topic": "kv"}',
     )
     roles = DisaggregationConfig(disaggregate="2:1")
-    config = ServeConfig(engine=EngineConfig(cache=cache, disaggregation=roles, device=DeviceConfig(device="cpu")))
-    servers = PairServers(config, tmp_path)
+    device = DeviceConfig(device="cpu", threads=1)
+    config = ServeConfig(
+        engine=EngineConfig(cache=cache, disaggregation=roles, device=device), server=ServerConfig(api_key="secret")
+    )
+    servers, started = PairServers(config), []
+
+    def start(command: list[str], *, stdin, env, **_) -> None:
+        assert command[command.index("serve") + 1 :] == ["--config", "/dev/stdin"]
+        started.append((stdin.read(), env))
+
+    monkeypatch.setattr(pairs_on_host.subprocess, "Popen", start)
+    for name, value in (("HEADRACE_API_KEY", "secret"), ("OMP_NUM_THREADS", "3")):
+        monkeypatch.setenv(name, value)
+    servers.start()
     assert [role.name for role in servers.roles] == ["prefill", "prefill", "decode"]
-    own = [
-        serve_config(parse_command(COMMANDS["serve"], role.command[role.command.index("serve") + 1 :])).engine.cache
-        for role in servers.roles
-    ]
+    read = []
+    for options, environment in started:
+        (tmp_path / "options").write_bytes(options)
+        for name in env.OPTIONS:
+            monkeypatch.setenv(name, environment[name]) if name in environment else monkeypatch.delenv(name, False)
+        read.append(serve_config(parse_command(COMMANDS["serve"], ["--config", str(tmp_path / "options")])))
+    assert [(config.server.api_key, config.engine.device.threads) for config in read] == [(None, 1)] * 3
+    own = [config.engine.cache for config in read]
     folders = [str(tmp_path / "kv" / name) for name in ("prefill-0", "prefill-1", "decode-2")]
     assert [cache.disk_cache for cache in own] == folders
     assert [(cache.disk_cache_gb, cache.host_cache_gb) for cache in own] == [(1.0, 0.5)] * 3
@@ -144,10 +229,10 @@ def test_servers_share_no_folder_and_no_port(tmp_path: Path):
 
 
 @pytest.mark.parametrize("visible", ["4", "4,-1,5"])
-def test_no_server_takes_a_gpu_that_is_hidden(visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_server_takes_a_gpu_that_is_hidden(visible: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     roles = DisaggregationConfig(disaggregate="1:1")
     with pytest.raises(ConfigError, match="2 servers take a GPU each, and CUDA_VISIBLE_DEVICES names 1"):
-        PairServers(ServeConfig(engine=EngineConfig(disaggregation=roles)), tmp_path)
+        PairServers(ServeConfig(engine=EngineConfig(disaggregation=roles)))
     on_cpu = EngineConfig(disaggregation=roles, device=DeviceConfig(device="cpu"))
-    assert len(PairServers(ServeConfig(engine=on_cpu), tmp_path).roles) == 2
+    assert len(PairServers(ServeConfig(engine=on_cpu)).roles) == 2

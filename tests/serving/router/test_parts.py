@@ -225,10 +225,10 @@ async def test_requests_that_fail_together_are_one_reason_for_a_break(monkeypatc
         worker = fleet.add("http://127.0.0.1:1")
         for _ in range(40):
             worker.note_outcome(failed=True)
-        assert worker.open_until == now + workers.FIRST_BREAK_S
-        now = worker.open_until
+        assert worker.breaker.open_until == now + workers.FIRST_BREAK_S
+        now = worker.breaker.open_until
         worker.note_outcome(failed=True)  # of the one that finds out
-        assert worker.open_until == now + 2 * workers.FIRST_BREAK_S
+        assert worker.breaker.open_until == now + 2 * workers.FIRST_BREAK_S
     finally:
         monkeypatch.undo()
         await fleet.close()

@@ -194,7 +194,7 @@ async def test_the_breaker_keeps_requests_away_for_a_while():
         found = [(await running.post())[1]["from"] for _ in range(10)]
         assert found.count("bad") == 2
         worker = next(worker for worker in running.fleet if worker.url == bad.url)
-        worker.open_until, bad.answer = 0.0, None
+        worker.breaker.open_until, bad.answer = 0.0, None
         found = [(await running.post())[1]["from"] for _ in range(4)]
     assert found.count("bad") == 2, "one request finds out, and then it is used again"
 
