@@ -80,20 +80,23 @@ def test_files_that_are_being_written_leave_no_room_for_others(tmp_path: Path, m
     assert store.put(["a-0-22"], [page(2)]) == [True] and size_of(tmp_path) <= WIDTH + 64
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "grow", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "grow", "another's", "delete"])
 def test_a_damaged_page_is_a_miss_and_is_removed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture):
-    store = open_disk(tmp_path)
+    store, other = open_disk(tmp_path), open_disk(tmp_path / "other")
     store.put(["a-0-11"], [page(1)])
-    (path,) = tmp_path.rglob("*.page")
+    other.put(["a-0-22"], [page(2)])
+    (path,) = tmp_path.glob("place-0/*/*.page")
+    (foreign,) = (tmp_path / "other").rglob("*.page")
     raw = bytearray(path.read_bytes())
     raw[80] ^= 1
     if damage == "delete":
         path.unlink()
     else:
-        path.write_bytes({"flip": raw, "cut": raw[:90], "empty": b"", "grow": raw + b"x"}[damage])
+        broken = {"flip": raw, "cut": raw[:90], "empty": b"", "grow": raw + b"x", "another's": foreign.read_bytes()}
+        path.write_bytes(broken[damage])
     with caplog.at_level(logging.WARNING):
         assert read(store, "a-0-11") is None
-    assert store.exists(["a-0-11"]) == [False] and not list(tmp_path.rglob("*.page"))
+    assert store.exists(["a-0-11"]) == [False] and not list(tmp_path.glob("place-0/*/*.page"))
     assert len(caplog.records) == (damage != "delete")
     assert store.put(["a-0-11"], [page(3)]) == [True] and read(store, "a-0-11") == bytes(page(3))
 

@@ -1,7 +1,8 @@
 """`DiskStore`: a file a page, in a folder that survives restarts, is never larger than told, and may be deleted at any
 time.
 
-A file is a header (`_HEADER`) and the page. Its checksum finds torn writes and bad sectors; nothing is synced.
+A file is a header (`_HEADER`) and the page. Its checksum finds torn writes, bad sectors, and files that have got the
+name of another; nothing is synced.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from headrace.memory.storage import StoreOptions
 logger = logging.getLogger(__name__)
 
 FORMAT = b"headrace"
-VERSION = 1
+VERSION = 2
 SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 """Errors that say nothing of the file: the page can be read later."""
 _HEADER = struct.Struct("<8sIIQ40x")
-"""Magic, version, CRC-32 of the page, bytes of the page; 64 bytes in all."""
+"""Magic, version, CRC-32 of the name and the page, bytes of the page; 64 bytes in all."""
 SUFFIX, LOCK = ".page", "lock"
 LOG_PERIOD_S = 60.0
 PAUSE_S = 10.0
@@ -124,7 +125,7 @@ class DiskStore:
             with path.open("rb", buffering=0) as file:
                 magic, version, crc, size = _HEADER.unpack(file.read(_HEADER.size))
                 is_ours = (magic, version, size) == (FORMAT, VERSION, len(buffer))
-                if is_ours and _fill(file.fileno(), buffer) == size and zlib.crc32(buffer) == crc:
+                if is_ours and _fill(file.fileno(), buffer) == size and _checksum(name, buffer) == crc:
                     with contextlib.suppress(OSError):
                         os.utime(path)  # last use, for the next start
                     return True
@@ -163,7 +164,7 @@ class DiskStore:
                 del victims[0]
             path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb", buffering=0) as file:
-                header = _HEADER.pack(FORMAT, VERSION, zlib.crc32(buffer), len(buffer))
+                header = _HEADER.pack(FORMAT, VERSION, _checksum(name, buffer), len(buffer))
                 if os.writev(file.fileno(), [header, buffer]) != size:
                     raise OSError(errno.ENOSPC, "the disk is full")
             partial.rename(path)
@@ -228,6 +229,10 @@ class DiskStore:
         if now - self._logged_at >= LOG_PERIOD_S:
             self._logged_at = now
             logger.warning("disk cache: %s", text)
+
+
+def _checksum(name: str, page: memoryview) -> int:
+    return zlib.crc32(page, zlib.crc32(name.encode()))
 
 
 def _take_lock(folder: Path) -> IO[str]:
