@@ -58,8 +58,8 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What two engines must have in common to exchange pages. ``model``: a digest of the configuration and of how the
-    weights were loaded."""
+    """What two engines must have in common to exchange pages. ``model``: a digest of the configuration, of how the
+    weights were loaded, and of the longest context where positions depend on it."""
 
     model: str
     page_size: int
@@ -73,7 +73,10 @@ class PeerFacts(msgspec.Struct, frozen=True, array_like=True):
         if self.groups != other.groups and not found:
             found += self._compare_groups(other)
         if self.model != other.model and not found:
-            found.append("the models, or how their weights are quantized, differ")
+            found.append(
+                "the models, or how their weights are quantized, differ, or max_model_len, on which their rotary "
+                "positions depend (longrope, dynamic)"
+            )
         return "; ".join(found)
 
     def _compare_groups(self, other: PeerFacts) -> list[str]:

@@ -13,6 +13,7 @@ from headrace.base.cache import group_layers
 from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, TransferFailed
 from headrace.execution.sleep import DeviceModel
+from headrace.layers.rotary import find_regimes
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
 from headrace.memory.host_memory import host_share
 from headrace.memory.moving import PageMover
@@ -44,7 +45,8 @@ AGENT_BYTES = 600 * 2**20
 
 
 class DeviceTiers:
-    """Of one rank. ``page_bytes`` by cache group; ``peers`` in an engine that exchanges pages with others."""
+    """Of one rank. ``page_bytes`` by cache group; ``peers`` in an engine that exchanges pages with others;
+    ``rotary_regimes`` as of `headrace.layers.rotary.find_regimes`."""
 
     def __init__(self, model: DeviceModel):
         assert model.runner is not None
@@ -52,6 +54,7 @@ class DeviceTiers:
         copier = PageCopier(model.runner.pools, device)
         widths = [copier.page_bytes(group) for group in range(len(groups))]
         self._device, self.page_bytes = device, widths
+        self.rotary_regimes = find_regimes(model.loaded.model)
         self._host = HostPages(groups, widths, device)
         self.mover = PageMover()
         self._lanes: list[GpuHostLane | HostLane | PeerLane] = []
@@ -151,6 +154,7 @@ def describe_pages(model: DeviceModel) -> str:
         digest_model(loaded.source), None if loaded.source.weight_files else config.model.seed, str(loaded.dtype),
         config.model.quantization, layout.page_size, groups,
         repr(config.speculation.options), model.ranks.layout.rank, model.ranks.world.size, model.device.type,
+        *find_regimes(loaded.model),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

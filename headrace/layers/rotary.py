@@ -19,12 +19,14 @@ TWO_PI = 2 * math.pi
 
 class RotaryTable(nn.Module):
     """``cos_sin`` [length, rotary_dim] float32: cosines of ``position * frequency`` in half of a row, then sines.
-    ``length``: the longest context served, in tokens."""
+    ``length``: the longest context served, in tokens. ``regime``: what of it the frequencies depend on: keys are of use
+    to tables of the same one alone; 0 for nothing."""
 
     query_scale: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec, *, length: int, device: torch.device):
         super().__init__()
+        self.regime = _regime(spec.scaling, length)
         factor = _attention_factor(spec.scaling)
         # [length, rotary_dim / 2] float32: half types cannot represent large positions exactly
         angles = torch.arange(length, dtype=torch.float32)[:, None] * _frequencies(spec, length)
@@ -53,6 +55,11 @@ class RotaryTable(nn.Module):
         return torch.cat((self.cos_sin[rows, columns], self.cos_sin[rows, columns + half]), dim=-1)
 
 
+def find_regimes(model: nn.Module) -> list[int]:
+    """Those of all tables of a model that depend on the longest context served."""
+    return sorted({table.regime for table in model.modules() if isinstance(table, RotaryTable)} - {0})
+
+
 def axis_of_frequencies(spec: RopeSpec) -> list[int]:
     """Which axis of positions each frequency rotates by. Contiguous: Qwen2-VL, arXiv:2409.12191, section 2.1."""
     if not spec.alternates_sections:
@@ -79,6 +86,14 @@ def _frequencies(spec: RopeSpec, length: int) -> torch.Tensor:
     if scaling.kind == "yarn":
         return _yarn_frequencies(plain, spec, scaling)
     return _longrope_frequencies(plain, scaling, length)
+
+
+def _regime(scaling: RopeScaling | None, length: int) -> int:
+    """See `RotaryTable`: as `_dynamic_frequencies` and `_longrope_frequencies` read ``length``."""
+    if scaling is None or scaling.kind not in ("dynamic", "longrope"):
+        return 0
+    original = scaling.original_max_position
+    return max(length, original) if scaling.kind == "dynamic" else original + (length > original)
 
 
 def _dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, length: int) -> torch.Tensor:

@@ -296,13 +296,22 @@ def test_a_failed_step_on_either_side(start, llama, expected, monkeypatch):
     settle([prefill, decode])
 
 
-def test_a_prompt_of_another_model_is_computed(start, llama, expected, tmp_path: Path, caplog):
-    """Peers whose weights differ exchange nothing."""
+@pytest.mark.parametrize("differ", ["weights", "positions"])
+def test_a_prompt_of_another_model_is_computed(differ: str, start, llama, expected, tmp_path: Path, caplog):
+    """Peers whose weights, or rotary positions, differ exchange nothing."""
     folder, options, prompts = llama
-    other, _, _ = tiers.save("Llama", tmp_path)
-    config = Path(other) / "config.json"
-    config.write_text(config.read_text().replace('"rms_norm_eps"', '"rms_norm_eps_"'))
-    prefill, decode = start(other, options, "prefill"), start(folder, options, "decode")
+    if differ == "positions":
+        options = {**options, "config_overrides": tiers.STRETCHED}
+        prefill, decode = start(folder, options, "prefill"), start(folder, {**options, "max_model_len": 76}, "decode")
+        one = start(folder, {**options, "max_model_len": 76})
+        one.submit("r0", prompts[0])
+        run_until([one], lambda: one.is_done("r0"))
+        expected = [one.tokens("r0")]
+    else:
+        other, _, _ = tiers.save("Llama", tmp_path)
+        config = Path(other) / "config.json"
+        config.write_text(config.read_text().replace('"rms_norm_eps"', '"rms_norm_eps_"'))
+        prefill, decode = start(other, options, "prefill"), start(folder, options, "decode")
     prefill.submit("r0", prompts[0], room="0")
     decode.submit("r0", prompts[0], room="0", fetches_from=prefill.port)
     run_until([prefill, decode], lambda: decode.is_done("r0"))

@@ -149,6 +149,27 @@ def test_other_weights_find_nothing(tmp_path: Path):
     assert reads[0] > 0 and reads[1] == 0
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+STRETCHED = json.dumps({"rope_parameters": DYNAMIC})
+"""Rotary frequencies that depend on the longest context served."""
+
+
+def test_keys_rotated_for_another_longest_context_are_not_found(tmp_path: Path):
+    folder, options, prompts = save("Llama", tmp_path / "model")
+    options |= {"config_overrides": STRETCHED}
+    stored = options | {"disk_cache": str(tmp_path / "cache")}
+    with LLM(folder, skip_tokenizer=True, **stored) as llm:
+        before, _ = run(llm, prompts)
+        await_written(llm)
+    options |= {"max_model_len": 160, "kv_pages": 24}
+    stored |= options
+    with LLM(folder, skip_tokenizer=True, prefix_cache=False, **options) as llm:
+        expected, _ = run(llm, prompts)
+    with LLM(folder, skip_tokenizer=True, **stored) as llm:
+        assert run(llm, prompts)[0] == expected != before
+        assert llm.stats().tiers.storage.read_pages_total == 0
+
+
 def complete(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """One prompt after another; ends when no page moves any more either."""
     tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}

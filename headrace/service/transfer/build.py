@@ -102,8 +102,9 @@ def _describe_agent(own: LocalExecutor, peers: PeerLane, fingerprint: str) -> Ag
 
 def describe_pages(executor: LocalExecutor, peers: PeerLane, fingerprint: str) -> PeerFacts:
     """What a peer must have in common with this engine."""
-    model, layout = executor.config.model, executor.layout
-    identity = [fingerprint, executor.facts.dtype, model.quantization or ""]
+    model, layout, tiers = executor.config.model, executor.layout, executor.tiers
+    assert tiers is not None
+    identity = [fingerprint, executor.facts.dtype, model.quantization or "", *map(str, tiers.rotary_regimes)]
     if model.load_format == "dummy":
         identity.append(str(model.seed))
     shapes = [
