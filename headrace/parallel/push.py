@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.errors import PluginError
 from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, Limits
+from headrace.kernels.collective.calls import begin_compiling
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
 from headrace.kernels.cuda_source import CudaSourceError
@@ -167,6 +168,22 @@ def _take_rows(parts: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def compile_early(device: torch.device, size: int) -> None:
+    """Begin to compile what `open_push_group` will need for a group of ``size`` ranks, which takes seconds, while they
+    meet. Errors are those of `open_push_group`."""
+    if device.type != "cuda" or size == 1:
+        return
+    try:
+        COLLECTIVES.choose(_describe(device, size))
+    except PluginError:
+        return
+    begin_compiling(size, torch.bfloat16, device)
+
+
+def _describe(device: torch.device, size: int) -> KernelQuery:
+    return KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": size})
+
+
 def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> Group:
     """A `PushGroup` over ``base``, or ``base`` itself with one line in the log that says which ranks cannot and why.
     All ranks must call this."""
@@ -194,12 +211,12 @@ def open_push_group(base: Group, device: torch.device, *, room: Room = ROOM) -> 
     if not _all_can(base, device, collectives.failure):
         return _give_up(base, mailbox)
     if base.rank == 0:
-        told = _describe(collectives.limits) + (", large sums beside products" if can_send else "")
+        told = _tell_limits(collectives.limits) + (", large sums beside products" if can_send else "")
         logger.info("%s, measured in %.0f ms", told, 1000 * (time.monotonic() - began))
     return PushGroup(base, collectives, device, mailbox, can_send=can_send)
 
 
-def _describe(limits: Limits) -> str:
+def _tell_limits(limits: Limits) -> str:
     one_step, fused, sums, gathers = (
         f"{size / 1024:.0f} KB" for size in (limits.one_step, limits.fused, limits.sums, limits.gathers)
     )
@@ -216,9 +233,8 @@ def _give_up(base: Group, mailbox: Mailbox | None) -> Group:
 
 
 def _make_mailbox(base: Group, device: torch.device, room: Room) -> tuple[Mailbox | None, bytes, str]:
-    query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": base.size})
     try:
-        COLLECTIVES.choose(query)
+        COLLECTIVES.choose(_describe(device, base.size))
         mailbox = Mailbox(device, room.mailbox(base.size))
         return mailbox, mailbox.handle(), ""
     except (PluginError, CudaSourceError, OSError, AttributeError) as error:
@@ -242,8 +258,7 @@ def _open_mailboxes(
 def _make_collectives(
     base: Group, device: torch.device, addresses: list[int], room: Room
 ) -> tuple[Collectives, str]:
-    query = KernelQuery("cuda", "bfloat16", torch.cuda.get_device_capability(device), {"ranks": base.size})
-    collectives = COLLECTIVES.choose(query)(addresses, base.rank, device, room=room)
+    collectives = COLLECTIVES.choose(_describe(device, base.size))(addresses, base.rank, device, room=room)
     try:
         collectives.prepare(torch.bfloat16)
         return collectives, ""

@@ -15,7 +15,7 @@ from headrace.parallel.experts import ExpertRanks
 from headrace.parallel.group import TIMEOUT, Group, TorchGroup, join_group
 from headrace.parallel.layout import Layout
 from headrace.parallel.links import StageLinks, TorchLinks
-from headrace.parallel.push import open_push_group
+from headrace.parallel.push import compile_early, open_push_group
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def join_ranks(layout: Layout, device: torch.device, store: Any) -> Ranks:
     tensors, where all of them can. Raises `ConfigError` where this process is in a group already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    compile_early(device, layout.tensor)
     world = join_group(layout.rank, layout.size, device, store)
     if layout.pipeline == 1:
         world = open_push_group(world, device)
@@ -86,6 +87,7 @@ def join_replicas(layout: Layout, replica: int, num_replicas: int, device: torch
     assert layout.pipeline == 1, "the configuration refuses stages"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    compile_early(device, layout.size)
     everybody = join_group(replica * layout.size + layout.rank, num_replicas * layout.size, device, store)
     tensor = Group()
     if layout.size > 1:  # all ranks make all groups, in the same order

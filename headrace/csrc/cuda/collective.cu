@@ -15,7 +15,9 @@
 //
 // The grid must fit on the device at once, since blocks wait for the same blocks of other ranks.
 //
-// Compiled by NVRTC, without any header. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16.
+// Compiled by NVRTC, without any header. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16. -DPART: the
+// kernels to compile, as all of them at once take seconds: 1 and 2 sums in so many steps, 3 sums of what copy engines
+// have moved, 4 gathers and exchanges.
 
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
@@ -454,8 +456,13 @@ template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const S
   extern "C" __global__ void __launch_bounds__(MOST_THREADS) sum_##VECTORS##_##NORM##_##STEPS(const Sum s) { \
     reduce<VECTORS, NORM, STEPS == 2>(s);                                                            \
   }
-#define SUMS(VECTORS) SUM(VECTORS, 0, 1) SUM(VECTORS, 1, 1) SUM(VECTORS, 0, 2) SUM(VECTORS, 1, 2)
-SUMS(1) SUMS(2) SUMS(4)
+#define SUMS(STEPS) \
+  SUM(1, 0, STEPS) SUM(1, 1, STEPS) SUM(2, 0, STEPS) SUM(2, 1, STEPS) SUM(4, 0, STEPS) SUM(4, 1, STEPS)
+#if PART == 1
+SUMS(1)
+#elif PART == 2
+SUMS(2)
+#endif
 
 // Sums of what copy engines have moved, while multiprocessors computed something else: by rows, as they are in memory.
 template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
@@ -502,7 +509,9 @@ template <int VECTORS, bool NORM> __device__ void add_sent(const Sent &sent) {
   extern "C" __global__ void __launch_bounds__(MOST_THREADS) sent_##VECTORS##_##NORM(const Sent sent) { \
     add_sent<VECTORS, NORM>(sent);                                                                      \
   }
+#if PART == 3
 SENT(1, 0) SENT(1, 1) SENT(2, 0) SENT(2, 1) SENT(4, 0) SENT(4, 1)
+#endif
 
 // A packet holds two words, each with the tag of its call. Without a root every rank sends `words` words; with a root it
 // alone does, and the others send one empty packet, so that all hear from all.
@@ -575,5 +584,7 @@ template <bool EXCHANGE> __device__ void spread(const Gather &g) {
   count_call(control->gathers, number);
 }
 
+#if PART == 4
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) gather(const Gather g) { spread<false>(g); }
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) exchange(const Gather g) { spread<true>(g); }
+#endif

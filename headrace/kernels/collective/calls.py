@@ -6,13 +6,14 @@ A vector is 16 bytes.
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import c_float, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 import torch
 
 from headrace.kernels.collective import MOST_RANKS
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, Source, cache_compiled, compile_source
 
 VECTOR, CHUNK = 16, 8
 """Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
@@ -23,6 +24,14 @@ ABORTED, BUDGET = MOST_RANKS, MOST_RANKS + 1
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 VECTORS = (1, 2, 4)
 """Of a thread and row."""
+ENTRIES = {
+    **{f"sum_{count}_{norm}_{steps}": steps for count in VECTORS for norm in (0, 1) for steps in (1, 2)},
+    **{f"sent_{count}_{norm}": 3 for count in VECTORS for norm in (0, 1)},
+    "gather": 4, "exchange": 4,
+}
+"""The kernels of the source, and the part of it that has each. Parts are compiled at the same time."""
+WORDS = torch.bfloat16
+"""For which type the kernels of part 4 are compiled, which move any."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -64,13 +73,29 @@ class Gather(ctypes.Structure):
     )
 
 
+def _describe_source(part: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Source:
+    major, minor = torch.cuda.get_device_capability(device)
+    type_of = TYPES[WORDS if part == ENTRIES["gather"] else dtype]
+    options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DWORLD={ranks}", f"-DTYPE={type_of}", f"-DPART={part}")
+    return "collective", options
+
+
+@cache
+def begin_compiling(ranks: int, dtype: torch.dtype, device: torch.device) -> list[Future[bytes]]:
+    """Compile all kernels for a type into the cache on disk, a thread for each part: NVRTC does not hold Python's lock.
+    Results raise `CudaSourceError` and `OSError`."""
+    parts = sorted(set(ENTRIES.values()))
+    threads = ThreadPoolExecutor(len(parts), "collectives")
+    compiled = [threads.submit(compile_source, *_describe_source(part, ranks, dtype, device)) for part in parts]
+    threads.shutdown(wait=False)
+    return compiled
+
+
 @cache_compiled
 def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DWORLD={ranks}", f"-DTYPE={TYPES[dtype]}")
     with torch.cuda.device(device):
-        return CudaKernel(compile_source("collective", options), entry, 0)
+        return CudaKernel(compile_source(*_describe_source(ENTRIES[entry], ranks, dtype, device)), entry, 0)
 
 
 class Kernels:
@@ -83,12 +108,9 @@ class Kernels:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """See `Collectives.prepare`."""
-        for entry in ("gather", "exchange"):
-            find_kernel(entry, self.ranks, torch.bfloat16, self.device)
-        pairs = [(n, norm) for n in VECTORS for norm in (0, 1)]
-        for entry in (f"sum_{n}_{norm}_{steps}" for n, norm in pairs for steps in (1, 2)):
-            find_kernel(entry, self.ranks, dtype, self.device)
-        for entry in (f"sent_{n}_{norm}" for n, norm in pairs):
+        for compiled in begin_compiling(self.ranks, dtype, self.device):
+            compiled.result()
+        for entry in ENTRIES:
             find_kernel(entry, self.ranks, dtype, self.device)
 
     def launch(self, entry: str, dtype: torch.dtype, rows: int, threads: int, call: ctypes.Structure) -> None:
