@@ -188,6 +188,23 @@ def compile_source(name: str, options: tuple[str, ...]) -> bytes:
     return code
 
 
+def describe_source(name: str, device: torch.device, /, **macros: int) -> Source:
+    """``csrc/cuda/<name>.cu`` with these macros, whose names are in capitals there, for a device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    specific = "a" if major >= 9 else ""  # with what only that generation has, such as wgmma
+    defines = (f"-D{macro.upper()}={value}" for macro, value in macros.items())
+    return name, (f"-arch=sm_{major}{minor}{specific}", "-std=c++17", *defines)
+
+
+def load_kernel(
+    name: str, device: torch.device, shared_bytes: int = 0, entry: str = "", /, **macros: int
+) -> CudaKernel:
+    """The kernel ``entry``, by default of the source's name, of what `describe_source` describes; compiled in seconds
+    unless cached. Raises `CudaSourceError` and `OSError`."""
+    with torch.cuda.device(device):
+        return CudaKernel(compile_source(*describe_source(name, device, **macros)), entry or name, shared_bytes)
+
+
 def read_source(name: str) -> bytes:
     """``csrc/cuda/<name>.cu`` with the text of what it includes."""
     return INCLUDE.sub(lambda line: (FOLDER / line[1].decode()).read_bytes(), (FOLDER / f"{name}.cu").read_bytes())

@@ -102,7 +102,7 @@ def test_no_hidden_wait_on_the_hot_path():
     )
 
 
-COMPILING = {"compile_source", "find_kernel", "find_kernels"}
+COMPILING = {"compile_source", "load_kernel", "find_kernel", "find_kernels"}
 
 
 def test_kernels_are_not_remembered_before_they_are_compiled():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -185,12 +184,11 @@ def test_the_backend_plans_chunks_for_its_kernel(case, is_open, in_interpreter):
 
 @pytest.mark.interpreted
 def test_chunks_take_tritons_kernel_where_the_own_one_does_not_compile(monkeypatch, caplog):
-    def refuse(name, options):
+    def refuse(name, *_, **macros):
         raise CudaSourceError(f"{name}.cu: no nvrtc")
 
     monkeypatch.setattr(HopperAttention, "pdl", False)
-    monkeypatch.setattr(hopper, "compile_source", refuse)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(hopper, "load_kernel", refuse)
     problem = make_problem(Case(MIXED[:4], **SHAPE | {"head_dim": 64}), "cpu", torch.float16)
     backend = HopperAttention(problem.geometry, CPU)
     for _ in range(2):

@@ -17,10 +17,10 @@ from headrace.kernels.attention.prefill import PrefillPlan
 from headrace.kernels.cuda_source import (
     CudaKernel,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
     fallback,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 
@@ -74,12 +74,12 @@ def find_kernel(
     head_dim: int, rows: int, dtype: torch.dtype, has_softcap: bool, device: torch.device
 ) -> CudaKernel | None:
     """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
-    options = (
-        "-arch=sm_90a", "-std=c++17", f"-DE={head_dim}", f"-DGROUPS={rows // 64}",
-        *(("-DFP16",) if dtype == torch.float16 else ()), *(("-DSOFTCAP",) if has_softcap else ()),
-    )
-    with fallback("attention of chunks takes Triton's kernel"), torch.cuda.device(device):
-        return CudaKernel(compile_source("prefill", options), "prefill", count_shared_bytes(head_dim, rows))
+    flags = {"FP16": 1} if dtype == torch.float16 else {}
+    flags |= {"SOFTCAP": 1} if has_softcap else {}
+    with fallback("attention of chunks takes Triton's kernel"):
+        return load_kernel(
+            "prefill", device, count_shared_bytes(head_dim, rows), E=head_dim, GROUPS=rows // 64, **flags
+        )
     return None
 
 

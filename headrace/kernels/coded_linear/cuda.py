@@ -15,7 +15,7 @@ import torch
 
 from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, address_of, cache_compiled, compile_source, count_sms
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, address_of, cache_compiled, count_sms, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -108,16 +108,8 @@ def describe_form(weight: DeviceCodes) -> Form:
 @cache_compiled
 def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    with torch.cuda.device(device):
-        code = compile_source("coded_rows", _find_options(form, shape, device))
-        return CudaKernel(code, "coded_rows", MOST_BYTES)
-
-
-def _find_options(form: Form, shape: Shape, device: torch.device) -> tuple[str, ...]:
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = {**form._asdict(), "warps": shape.warps, "blocks": shape.blocks, "depth": shape.depth}
-    return (
-        f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name.upper()}={value}" for name, value in macros.items())
+    return load_kernel(
+        "coded_rows", device, MOST_BYTES, **form._asdict(), WARPS=shape.warps, BLOCKS=shape.blocks, DEPTH=shape.depth
     )
 
 

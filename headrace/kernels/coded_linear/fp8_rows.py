@@ -22,11 +22,11 @@ from headrace.kernels.cuda_source import (
     CudaKernel,
     address_of,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
     fallback,
     keep_apart,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
@@ -69,13 +69,10 @@ def find_kernel(
     columns: int, shape: Shape, gate: int, has_norm: bool, has_tables: bool, device: torch.device
 ) -> CudaKernel:
     """The kernel, compiled (a fifth of a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    macros = {
-        **{name.upper(): value for name, value in asdict(shape).items()},
-        "COLUMNS": columns, "GATE": gate, "NORM": int(has_norm), "TABLES": int(has_tables),
-    }
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("fp8_rows", options), "fp8_rows", MOST_BYTES)
+    return load_kernel(
+        "fp8_rows", device, MOST_BYTES, **asdict(shape), COLUMNS=columns, GATE=gate, NORM=int(has_norm),
+        TABLES=int(has_tables),
+    )
 
 
 def count_shared_bytes(rows: int, inputs: int, shape: Shape, *, has_norm: bool) -> int:

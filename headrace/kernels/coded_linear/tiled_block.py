@@ -22,8 +22,8 @@ from headrace.kernels.cuda_source import (
     SM_BYTES,
     CudaKernel,
     cache_compiled,
-    compile_source,
     count_sms,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 
@@ -67,14 +67,10 @@ def choose_block(form: Form, rows: int) -> Block:
 @cache_compiled
 def find_kernel(form: Form, block: Block, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = {
-        **form._asdict(), "columns": block.columns, "warps": block.warps, "blocks": block.room, "chunk": block.chunk,
-        "stages": block.stages,
-    }
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_block", options), "tiled_block", MOST_BYTES - STATIC_BYTES)
+    return load_kernel(
+        "tiled_block", device, MOST_BYTES - STATIC_BYTES, **form._asdict(), COLUMNS=block.columns, WARPS=block.warps,
+        BLOCKS=block.room, CHUNK=block.chunk, STAGES=block.stages,
+    )
 
 
 def choose_splits(units: int, tiles: int, block: Block, num_sms: int) -> int:

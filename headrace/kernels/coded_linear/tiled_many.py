@@ -23,9 +23,9 @@ from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.rowwise.triton import GATES
@@ -144,13 +144,10 @@ def choose_plan(size: Size, *, can_split: bool, adds: bool) -> Plan:
 def find_kernel(form: Form, is_whole: bool, tile: Tile, gate: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (some seconds) unless cached; ``is_whole``: zero points are whole numbers below 128. Raises
     `CudaSourceError` and `OSError`."""
-    macros = {
-        "ROWS": tile.rows, "GROUPS": tile.groups, "PIECES": tile.pieces, "STAGES": tile.count_stages(form),
-        "GATE": gate, "PAIRS": form.pairs, "WHOLE": int(is_whole), "SCALE": form.group,
-    }
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_many", options), "tiled_many", MOST_BYTES)
+    return load_kernel(
+        "tiled_many", device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, PIECES=tile.pieces,
+        STAGES=tile.count_stages(form), GATE=gate, PAIRS=form.pairs, WHOLE=int(is_whole), SCALE=form.group,
+    )
 
 
 @cache_compiled

@@ -16,7 +16,7 @@ import torch
 
 from headrace.kernels.coded_linear.cuda import RED, Addition, arrange
 from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS, TILE_ROWS, DeviceCodes
-from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, compile_source, count_sms, keep_apart
+from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, count_sms, keep_apart, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.rowwise.triton import GATES
@@ -85,11 +85,7 @@ def describe_form(weight: DeviceCodes) -> Form:
 @cache_compiled
 def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = {**form._asdict(), "warps": shape.warps, "chunk": shape.chunk}
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key.upper()}={own}" for key, own in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("tiled_rows", options), "tiled_rows", MOST_BYTES)
+    return load_kernel("tiled_rows", device, MOST_BYTES, **form._asdict(), WARPS=shape.warps, CHUNK=shape.chunk)
 
 
 def count_fixed_bytes(form: Form, rows: int, inputs: int, shape: Shape) -> int:

@@ -19,9 +19,9 @@ from headrace.kernels.cuda_source import (
     CudaKernel,
     address_of,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 
@@ -61,15 +61,10 @@ def find_kernel(
     tile: Tile, gate: str, num_experts: int, device: torch.device, *, has_groups: bool, is_fp8: bool
 ) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    macros = {
-        "BLOCK_N": tile.outputs, "STAGES": tile.stages, "CLUSTER": tile.cluster, "GATE": GATES[gate],
-        "GROUPS": int(has_groups), "EXPERTS": num_experts, "CODES": int(is_fp8),
-    }
-    with torch.cuda.device(device):
-        code = compile_source(
-            "fp8_product", ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-        )
-        return CudaKernel(code, "fp8_product", MOST_BYTES)
+    return load_kernel(
+        "fp8_product", device, MOST_BYTES, BLOCK_N=tile.outputs, STAGES=tile.stages, CLUSTER=tile.cluster,
+        GATE=GATES[gate], GROUPS=int(has_groups), EXPERTS=num_experts, CODES=int(is_fp8),
+    )
 
 
 def multiply(

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from headrace.kernels.collective import MOST_RANKS
-from headrace.kernels.cuda_source import CudaKernel, Source, cache_compiled, compile_source
+from headrace.kernels.cuda_source import CudaKernel, Source, cache_compiled, compile_source, describe_source
 
 VECTOR, CHUNK = 16, 8
 """Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
@@ -74,10 +74,8 @@ class Gather(ctypes.Structure):
 
 
 def _describe_source(part: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Source:
-    major, minor = torch.cuda.get_device_capability(device)
     type_of = TYPES[WORDS if part == ENTRIES["gather"] else dtype]
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DWORLD={ranks}", f"-DTYPE={type_of}", f"-DPART={part}")
-    return "collective", options
+    return describe_source("collective", device, WORLD=ranks, TYPE=type_of, PART=part)
 
 
 @cache

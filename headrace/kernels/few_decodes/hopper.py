@@ -14,7 +14,7 @@ import torch
 
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import DecodeStep
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.few_decodes import Rotation
 
 WARPS, RING_BYTES, MOST_GROUP = 4, 16 << 10, 16
@@ -70,23 +70,21 @@ def count_shared_bytes(head_dim: int, group: int, cluster: int) -> int:
     return WARPS * RING_BYTES + 2 * rows * head_dim + 8 * group * (WARPS + cluster) + 4 * group * head_dim
 
 
-def list_macros(rotation: Rotation, page_size: int, head: Head, cluster: int) -> tuple[str, ...]:
+def list_macros(rotation: Rotation, page_size: int, head: Head, cluster: int) -> dict[str, int]:
     """What the source is compiled with."""
     shape = rotation.shape
-    sizes = dict(
+    return dict(
         E=shape["head_dim"], G=shape["num_heads"] // shape["num_kv_heads"], PAGE=page_size, CLUSTER=cluster,
         ROTARY=0 if rotation.cos_sin is None else shape["rotary_dim"], INTERLEAVED=int(shape["interleaved"]),
         NORM=int(rotation.norms is not None), SOFTCAP=int(head.softcap > 0),
     )
-    return tuple(f"-D{name}={size}" for name, size in sizes.items())
 
 
 @cache_compiled
-def _find_kernel(macros: tuple[str, ...], shared_bytes: int, cluster: int, device: torch.device) -> CudaKernel | None:
+def _find_kernel(shared_bytes: int, cluster: int, device: torch.device, **macros: int) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails, or where no cluster fits."""
     with fallback("rotation and attention of decodes take a kernel each"), torch.cuda.device(device):
-        code = compile_source("few_decodes", ("-arch=sm_90a", "-std=c++17", *macros))
-        kernel = CudaKernel(code, "few_decodes", shared_bytes)
+        kernel = load_kernel("few_decodes", device, shared_bytes, **macros)
         return kernel if kernel.count_clusters(cluster, 32 * WARPS) else None
     return None
 
@@ -144,7 +142,7 @@ def few_decodes(
     if division is None:
         return None
     cluster, macros = division.cluster, list_macros(rotation, page_size, head, division.cluster)
-    kernel = _find_kernel(macros, count_shared_bytes(head_dim, group, cluster), cluster, qkv.device)
+    kernel = _find_kernel(count_shared_bytes(head_dim, group, cluster), cluster, qkv.device, **macros)
     if kernel is None:
         return None
     out = torch.empty((len(qkv), shape["num_heads"], head_dim), dtype=qkv.dtype, device=qkv.device)

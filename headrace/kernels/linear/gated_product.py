@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.linear import hopper
 
 ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
@@ -18,7 +18,7 @@ ROWS, OUTPUTS, DEPTH, STAGES, THREADS = 128, 128, 64, 4, 384
 CLUSTER = 2
 # 1024 to align the swizzled tiles, the ring of x, gate and up tiles, the output tile, two barriers per stage
 SHARED_BYTES = 1024 + STAGES * (ROWS + 2 * OUTPUTS) * DEPTH * 2 + ROWS * OUTPUTS * 2 + 16 * STAGES
-OPTIONS = {"silu": (), "gelu_tanh": ("-DGELU",)}
+MACROS: dict[str, dict[str, int]] = {"silu": {}, "gelu_tanh": {"GELU": 1}}
 LEAST_ROWS = 1024
 LEAST_SHARE = 0.85
 """Least useful share of the computed tiles: tiles are large, and the last wave of them may be nearly empty."""
@@ -29,9 +29,9 @@ BAND = 8
 @cache_compiled
 def find_kernel(dtype: torch.dtype, activation: str, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
-    options = ("-arch=sm_90a", "-std=c++17", *OPTIONS[activation], *(("-DFP16",) if dtype == torch.float16 else ()))
-    with fallback("gated products of many rows run as separate kernels"), torch.cuda.device(device):
-        return CudaKernel(compile_source("gated_product", options), "gated_product", SHARED_BYTES)
+    flags = {"FP16": 1} if dtype == torch.float16 else {}
+    with fallback("gated products of many rows run as separate kernels"):
+        return load_kernel("gated_product", device, SHARED_BYTES, **MACROS[activation], **flags)
     return None
 
 

@@ -17,10 +17,10 @@ from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
     cache_compiled,
-    compile_source,
     count_sms,
     fallback,
     keep_apart,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.linear import Norm, norm_linear
@@ -61,10 +61,11 @@ SHORT_SHARE = 300 << 10
 @cache_compiled
 def find_kernel(rows: int, vectors: int, has_norm: bool, is_gated: bool, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled (a fifth of a second) unless cached; None, with a warning, where that fails."""
-    macros = {"ROWS": rows, "VECS": vectors, "NORM": int(has_norm), "GATED": int(is_gated), "WARPS": WARPS}
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    with fallback("products of few rows run as Triton kernels"), torch.cuda.device(device):
-        return CudaKernel(compile_source("plain_rows", options), "plain_rows", MOST_BYTES)
+    with fallback("products of few rows run as Triton kernels"):
+        return load_kernel(
+            "plain_rows", device, MOST_BYTES, ROWS=rows, VECS=vectors, NORM=int(has_norm), GATED=int(is_gated),
+            WARPS=WARPS,
+        )
     return None
 
 

@@ -10,7 +10,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.lora import LowRankBank, Reduced, SlotRows
@@ -37,12 +37,9 @@ class _Arguments(ctypes.Structure):
 @cache_compiled
 def _find_kernel(ranks: int, columns: int, groups: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    options = (
-        "-arch=sm_90a", "-std=c++17", f"-DRANKS={ranks}", f"-DCOLUMNS={columns}", f"-DGROUPS={groups}"
-    )
     numbers = WARPS * ROWS * max(columns, ranks) + ROWS * (ranks + columns + WARPS + 2) + ROWS * ranks // 2
-    with fallback("adapters take more kernels between products"), torch.cuda.device(device):
-        return CudaKernel(compile_source("adapted_norm", options), "adapted_norm", 4 * numbers)
+    with fallback("adapters take more kernels between products"):
+        return load_kernel("adapted_norm", device, 4 * numbers, RANKS=ranks, COLUMNS=columns, GROUPS=groups)
     return None
 
 

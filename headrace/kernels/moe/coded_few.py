@@ -20,11 +20,11 @@ from headrace.kernels.cuda_source import (
     CudaKernel,
     address_of,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
     fallback,
     keep_apart,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
 from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
@@ -173,13 +173,9 @@ def plan(
 @cache_compiled
 def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    shape = form.shape
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = {"DOWN": int(form.is_down), "COLUMNS": form.columns}
-    macros |= {name.upper(): value for name, value in shape._asdict().items()}
-    options = (f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("coded_experts", options), "coded_experts", MOST_BYTES)
+    return load_kernel(
+        "coded_experts", device, MOST_BYTES, DOWN=int(form.is_down), COLUMNS=form.columns, **form.shape._asdict()
+    )
 
 
 AnyForm = Form | fp8_few.Form

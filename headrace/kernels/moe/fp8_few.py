@@ -18,9 +18,9 @@ from headrace.kernels.cuda_source import (
     CudaKernel,
     address_of,
     cache_compiled,
-    compile_source,
     describe_boxes,
     keep_apart,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.moe import CodedStack, Gate
@@ -176,10 +176,7 @@ def plan(
 def find_kernel(form: Form, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
     shape = form.shape
-    macros = {
-        "DOWN": int(form.is_down), "UNIT": shape.unit, "STAGES": shape.stages, "GROUPS": shape.groups,
-        "SPLITS": shape.splits,
-    }
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source("fp8_few", options), "fp8_few", MOST_SHARED_BYTES)
+    return load_kernel(
+        "fp8_few", device, MOST_SHARED_BYTES, DOWN=int(form.is_down), UNIT=shape.unit, STAGES=shape.stages,
+        GROUPS=shape.groups, SPLITS=shape.splits,
+    )

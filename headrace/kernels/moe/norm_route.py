@@ -12,7 +12,7 @@ from typing import Unpack
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.moe import RouteShape
@@ -52,12 +52,11 @@ def _find_kernel(
     num_experts: int, chunks: int, score: int, renormalise: bool, shared_bytes: int, device: torch.device
 ) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    options = (
-        "-arch=sm_90a", "-std=c++17", f"-DEXPERTS={num_experts}", f"-DCHUNKS={chunks}", f"-DSCORE={score}",
-        f"-DRENORMALISE={int(renormalise)}",
-    )
-    with fallback("norms before experts, routers and choices take a kernel each"), torch.cuda.device(device):
-        return CudaKernel(compile_source("norm_route", options), "norm_route", shared_bytes)
+    with fallback("norms before experts, routers and choices take a kernel each"):
+        return load_kernel(
+            "norm_route", device, shared_bytes, EXPERTS=num_experts, CHUNKS=chunks, SCORE=score,
+            RENORMALISE=int(renormalise),
+        )
     return None
 
 

@@ -20,9 +20,9 @@ from headrace.kernels.cuda_source import (
     MOST_BYTES,
     CudaKernel,
     cache_compiled,
-    compile_source,
     count_sms,
     describe_boxes,
+    load_kernel,
 )
 from headrace.kernels.launch import ceil_div
 
@@ -56,12 +56,10 @@ class _Call(ctypes.Structure):
 @cache_compiled
 def find_kernel(tile: Tile, gate: str, num_experts: int, device: torch.device) -> CudaKernel:
     """The kernel, compiled (about a second) unless cached. Raises `CudaSourceError` and `OSError`."""
-    macros = {
-        "ROWS": tile.rows, "GROUPS": tile.groups, "STAGES": tile.stages, "GATE": GATES[gate], "EXPERTS": num_experts,
-    }
-    with torch.cuda.device(device):
-        options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in macros.items()))
-        return CudaKernel(compile_source("mxfp4_product", options), "mxfp4_product", MOST_BYTES)
+    return load_kernel(
+        "mxfp4_product", device, MOST_BYTES, ROWS=tile.rows, GROUPS=tile.groups, STAGES=tile.stages, GATE=GATES[gate],
+        EXPERTS=num_experts,
+    )
 
 
 def multiply(

@@ -10,7 +10,7 @@ from ctypes import c_float, c_int, c_uint64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.latents.slots import Slots
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import EntryView, Queries, indexer, paired_scores
@@ -42,10 +42,8 @@ class _Call(ctypes.Structure):
 @cache_compiled
 def find_kernel(num_heads: int, device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    major, minor = torch.cuda.get_device_capability(device)
-    with fallback("few index scores are computed in Triton"), torch.cuda.device(device):
-        options = (f"-arch=sm_{major}{minor}", "-std=c++17", f"-DHEADS={num_heads}")
-        return CudaKernel(compile_source("index_scores", options), "index_scores", 0)
+    with fallback("few index scores are computed in Triton"):
+        return load_kernel("index_scores", device, HEADS=num_heads)
     return None
 
 

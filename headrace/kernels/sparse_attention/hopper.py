@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, address_of, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, address_of, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.sparse_attention import Queries, SeenSlots, triton
 
@@ -24,7 +24,6 @@ HEAD_DIM, ROTARY_DIM, VALUE_BYTES = 512, 64, 576
 SHARED_BYTES = (
     1024 + 3 * HEADS * HEAD_DIM * 2 + HEADS * SLOTS * 2 + 4 * HEADS * 4 + ROTARY_DIM * 4 + HEADS * SLOTS * 4 + 4 * 8
 )
-OPTIONS = ("-arch=sm_90a", "-std=c++17")
 PIECE_TIME, COMBINE_TIME, SUMS_TIME = 3.0, 3.0, 0.07
 """Microseconds on an H200: of a block for a piece; of adding up splits, and more for each split of each item."""
 MOST_SPLITS = 32
@@ -53,8 +52,8 @@ class _Call(ctypes.Structure):
 @cache_compiled
 def find_kernel(device: torch.device) -> CudaKernel | None:
     """The kernel, compiled unless cached; None, with a warning, where that fails."""
-    with fallback("sparse attention runs in Triton"), torch.cuda.device(device):
-        return CudaKernel(compile_source("sparse_attention", OPTIONS), "attend_slots", SHARED_BYTES)
+    with fallback("sparse attention runs in Triton"):
+        return load_kernel("sparse_attention", device, SHARED_BYTES, "attend_slots")
     return None
 
 

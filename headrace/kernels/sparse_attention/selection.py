@@ -10,7 +10,7 @@ from ctypes import c_int, c_uint64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.sparse_attention import EntryView, indexer
 
 MOST_HELD = 4096
@@ -32,10 +32,8 @@ class _Call(ctypes.Structure):
 def find_kernels(device: torch.device) -> dict[str, CudaKernel] | None:
     """All kernels by entry point, compiled unless cached, so that none is loaded while a graph is captured; None, with
     a warning, where that fails."""
-    major, minor = torch.cuda.get_device_capability(device)
-    with fallback("entries are selected in Triton"), torch.cuda.device(device):
-        code = compile_source("select_entries", (f"-arch=sm_{major}{minor}", "-std=c++17"))
-        return {entry: CudaKernel(code, entry, 0) for entry in KERNELS}
+    with fallback("entries are selected in Triton"):
+        return {entry: load_kernel("select_entries", device, 0, entry) for entry in KERNELS}
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, triton
 
@@ -58,10 +58,9 @@ class _Read(ctypes.Structure):
 @cache_compiled
 def find_kernel(entry: str, device: torch.device, **constants: int) -> CudaKernel | None:
     """A kernel of the source, compiled (a second) unless cached; None, with a warning, where that fails."""
-    defines = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "VECTORS": 2} | constants
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
-    with fallback("hyper-connections are computed by Triton kernels"), torch.cuda.device(device):
-        return CudaKernel(compile_source("streams", options), entry, 0)
+    macros = {"WRITES": 1, "TOKEN_WARPS": 1, "COLUMN_WARPS": 4, "BLOCKS": 1, "VECTORS": 2} | constants
+    with fallback("hyper-connections are computed by Triton kernels"):
+        return load_kernel("streams", device, 0, entry, **macros)
     return None
 
 

@@ -11,7 +11,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, fallback
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
@@ -52,13 +52,12 @@ def choose_tile(num_tokens: int) -> int:
 def find_kernel(width: int, tile: int, device: torch.device, *, writes: bool) -> CudaKernel | None:
     """The kernel, compiled (a second) unless cached; None, with a warning, where that fails, or where no cluster of
     that size can run."""
-    defines = {
-        "CLUSTER": CLUSTER, "COLUMNS": width // CLUSTER, "TOKENS": tile, "GROUP": TILES[tile], "WRITES": int(writes)
-    }
-    options = ("-arch=sm_90a", "-std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
     shared_bytes = 4 * 24 * 4 * width // CLUSTER
     with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
-        kernel = CudaKernel(compile_source("streams_few", options), "pass_streams", shared_bytes)
+        kernel = load_kernel(
+            "streams_few", device, shared_bytes, "pass_streams", CLUSTER=CLUSTER, COLUMNS=width // CLUSTER,
+            TOKENS=tile, GROUP=TILES[tile], WRITES=int(writes),
+        )
         return kernel if kernel.count_clusters(CLUSTER, width // CLUSTER + 32) else None
     return None
 
