@@ -1,4 +1,4 @@
-"""`spawn_process`, `start_process`: run a module of Headrace in a process of its own.
+"""`spawn_process`, `start_process`: run a module of Headrace in a process of its own; `describe_exit`: how that ended.
 
 Imports only the standard library and `env`: a command may call this before anything else.
 """
@@ -54,6 +54,16 @@ def module_environment() -> dict[str, str]:
     return env.worker_environment() | {
         "PYTHONPATH": os.pathsep.join(str(Path(p or ".").absolute()) for p in sys.path)
     }
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by `subprocess.Popen.returncode`: ``died with signal 9 (SIGKILL)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"died with signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:  # most real-time signals have no name
+        return f"died with signal {-code}"
 
 
 def continue_when_orphaned() -> None:

@@ -4,7 +4,6 @@ that a broken driver ends those; as a matrix, and what follows for parallelism. 
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from itertools import combinations
 import msgspec
 
 from headrace.base.errors import HeadraceError
-from headrace.base.spawn import module_environment
+from headrace.base.spawn import describe_exit, module_environment
 
 MEASURER = "headrace.service.gpu_measuring"
 TIMEOUT_S = 300.0
@@ -61,9 +60,8 @@ def measure_links(module: str = MEASURER, timeout_s: float = TIMEOUT_S) -> Links
             "engine; look at: nvidia-smi, dmesg"
         ) from error
     if done.returncode:
-        how = f"signal {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"code {done.returncode}"
         words = " | ".join(done.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:])
-        raise HeadraceError(f"measuring the GPUs ended with {how}: {words or 'no message'}")
+        raise HeadraceError(f"the process that measures {describe_exit(done.returncode)}: {words or 'no message'}")
     return msgspec.json.decode(done.stdout, type=Links)
 
 

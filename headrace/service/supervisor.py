@@ -21,6 +21,7 @@ from headrace.base.admin import ADMIN_CALLS
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineUnavailable, HeadraceError
 from headrace.base.messages import Call, Fatal, FromEngine, Ready, Reply, ToEngine
+from headrace.base.spawn import describe_exit
 from headrace.service.spawn import END_SIGNAL, SpareDescriptors, SpawnedEngine, spawn_engine
 from headrace.service.transport import ClientChannel
 
@@ -262,7 +263,7 @@ class Supervisor:
             pause = self._plan_restart()
             error = (
                 self._last_words
-                or EngineUnavailable(f"the engine process ended with exit code {code}", retry_after=5.0)
+                or EngineUnavailable(f"the engine process {describe_exit(code)}", retry_after=5.0)
             )
             if self._was_ready:  # else the caller of `wait_ready` hears it
                 logger.error(
@@ -277,15 +278,12 @@ class Supervisor:
     def _report_own_failure(self, task: asyncio.Task[None]) -> None:
         """The supervisor itself failed, for example because no process can be spawned; the listener must know."""
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            # our own errors are complete messages, which the listener reports
-            if not isinstance(error, HeadraceError):
-                logger.error("the engine cannot be supervised", exc_info=error)
-            reported = (
-                error if isinstance(error, HeadraceError)
-                else EngineUnavailable(f"the engine cannot be started: {error}")
-            )
-            self._listener.on_exit(reported, is_final=True)
+        if error is None:
+            return
+        if not isinstance(error, HeadraceError):  # our own errors are complete messages, which the listener reports
+            logger.error("the engine cannot be supervised", exc_info=error)
+            error = EngineUnavailable(f"the engine cannot be started: {error}")
+        self._listener.on_exit(error, is_final=True)
 
     async def _live(self) -> int:
         """Run one engine process, from spawning to its last message; returns the exit code."""

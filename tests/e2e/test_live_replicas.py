@@ -151,7 +151,7 @@ def test_a_replica_that_dies_while_it_loads_ends_the_server(tiny_model: Path, tm
             assert server.wait(60) == 1
         finally:
             server.kill()
-    assert re.search("replica [01]: the engine process ended with exit code -9", log.read_text())
+    assert re.search(r"replica [01]: the engine process died with signal 9 \(SIGKILL\)", log.read_text())
     until(lambda: not any(engine.is_running() for engine in engines), "nothing is left")
 
 

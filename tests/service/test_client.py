@@ -266,7 +266,7 @@ async def test_restarts_are_counted_and_end(start_client: Callable):
     for _ in range(2):
         await asyncio.wait_for(client.wait_ready(), PATIENCE_S)
         deltas = await read(client.submit([FakeExecutor.DIE], greedy()))
-        assert deltas[-1].error.kind == "engine_unavailable" and "-9" in deltas[-1].error.message
+        assert deltas[-1].error.kind == "engine_unavailable" and "signal 9" in deltas[-1].error.message
     assert client.state == "stopped"
     with pytest.raises(EngineUnavailable):
         await client.wait_ready()
@@ -351,7 +351,7 @@ async def test_an_engine_that_cannot_be_started_at_all_is_given_up(start_client:
 
 @pytest.mark.parametrize(("builder", "error", "words"), [
     ("fakes:refuse_to_build", ModelError, "layer 3 is missing"),
-    ("fakes:die_while_building", EngineUnavailable, "exit code -9"),
+    ("fakes:die_while_building", EngineUnavailable, r"died with signal 9 \(SIGKILL\)"),
 ])
 async def test_an_engine_that_cannot_start_says_why(config_only: Path, builder: str, error: type, words: str):
     config = engine_config(model=str(config_only), skip_tokenizer=True)

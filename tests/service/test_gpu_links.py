@@ -61,7 +61,8 @@ def fake_module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV: no message"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", r"died with signal 11 \(SIGSEGV\): no message"),
+    ("import os; os.kill(os.getpid(), 40)", "died with signal 40: no message"),
     ("import sys; sys.exit('CUDA driver is broken')", "code 1: CUDA driver is broken"),
     ("import time; time.sleep(60)", "not measured within 2 s"),
 ])

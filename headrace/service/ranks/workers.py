@@ -20,6 +20,7 @@ from typing import Any
 from headrace.base.config import EngineConfig
 from headrace.base.errors import EngineBroken, HeadraceError, ModelError
 from headrace.base.messages import ErrorInfo, Starting, encode
+from headrace.base.spawn import describe_exit
 from headrace.base.step import Arrival
 from headrace.service.ending import end_with
 from headrace.service.executor import Progress
@@ -248,10 +249,10 @@ class Workers:
 
     def _describe_death(self, worker: _Worker) -> HeadraceError:
         code = worker.handle.wait(LAST_WORDS_S)
-        alive = "closed its line" if worker.handle.is_alive() else "was lost with its host"
-        how = alive if code is None else f"died with signal {-code} ({_name_of(-code)})" if code < 0 else (
-            f"ended with exit code {code}"
-        )
+        if code is None:
+            how = "closed its line" if worker.handle.is_alive() else "was lost with its host"
+        else:
+            how = describe_exit(code)
         hint = " (out of memory?)" if code == -signal.SIGKILL and not self._is_serving else ""
         return self._describe_loss(worker, f"{how}{hint}")
 
@@ -268,10 +269,3 @@ class Workers:
         states += [(worker.handle.name, worker.stage, worker.since) for worker in self._workers]
         texts = [f"{name}: {stage} for {now - since:.0f} s" for name, stage, since in states]
         logger.info("starting: %s", ", ".join(texts))
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
