@@ -77,7 +77,7 @@ class _Source:
     digest: str = ""
 
     def describe(self, _: PreparedAdapter) -> AdapterFacts:
-        """What it was when it was read."""
+        """Facts of the adapter as it was first read."""
         assert self.facts is not None
         return self.facts
 
@@ -315,23 +315,22 @@ class AdapterInputs:
         step.output_segments = self._add(upload, "adapter_outputs", slots, layout)
 
     def view(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
-        """Of all tokens."""
+        """The slots of all tokens of a step."""
         num_dense = self.find_dense(step)
         layout = self._layout(step.shape.num_tokens, num_dense)
         return layout.view(sent["adapter_rows"], step.segments, num_dense=min(num_dense, self._count_slots(step)))
 
     def make_static(self, size: int, num_dense: int) -> torch.Tensor:
-        """What `pack` writes for a captured step of at most ``size`` tokens; at first no row has an adapter."""
+        """The buffer that `pack` fills for a captured step of at most ``size`` tokens, at first without adapters."""
         packed, _ = self._layout(size, num_dense).pack(np.full(size, -1))
         return to_device(packed, self._device)
 
     def view_static(self, static: torch.Tensor, size: int, num_dense: int) -> SlotRows:
-        """Of a captured step."""
+        """The slots of a captured step's tokens."""
         return self._layout(size, num_dense).view(static, [], self._side, num_dense=num_dense)
 
     def find_dense(self, step: Step) -> int:
-        """What `SlotRows.num_dense` is in captured steps that compute this one: all of the slots that it may have, or
-        0."""
+        """`SlotRows.num_dense` of the captured steps that can compute this step; 0 if it uses too many slots."""
         used = self._count_slots(step)
         return next((count for count in self.banks.dense_counts if used <= count), 0)
 
@@ -340,7 +339,7 @@ class AdapterInputs:
         return int(self._rows.adapter_slots_np[step.shape.rows].max()) + 1
 
     def view_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> SlotRows:
-        """Of the sampled positions."""
+        """The slots of a step's sampled positions."""
         num_dense = self.find_dense(step)
         layout = self._layout(len(step.samples), num_dense)
         return layout.view(

@@ -33,7 +33,7 @@ from headrace.parallel.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.5
-"""Of the free host memory, what is taken for entries behind hot slots where the user does not say."""
+"""Share of free host memory that entries behind hot slots take by default."""
 
 
 def build_executor(
@@ -118,7 +118,7 @@ def _build_on(
 
 
 def _log_memory(after: str, device: torch.device) -> None:
-    """What torch has of a GPU's memory."""
+    """Log how much of a GPU's memory torch uses and holds."""
     if device.type != "cuda":
         return
     used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

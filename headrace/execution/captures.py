@@ -81,7 +81,7 @@ class NoRecorder:
 
 
 class Records(Protocol):
-    """What makes graphs; see `Recorder`."""
+    """Makes graphs; see `Recorder`."""
 
     def record(self, work: Callable[[], Output]) -> Callable[[], Output] | None: ...
 

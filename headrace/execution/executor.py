@@ -93,7 +93,7 @@ class LocalExecutor:
 
     @property
     def released(self) -> frozenset[DevicePart]:
-        """What is off the device; nothing runs without `VITAL_PARTS`."""
+        """Parts that are off the device; nothing runs without `VITAL_PARTS`."""
         return self._model.released
 
     def execute(self, plan: StepPlan) -> PendingSample:

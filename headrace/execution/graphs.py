@@ -354,7 +354,7 @@ class MixedGraphPath:
 
 
 def with_adapters(covers: StepFeature) -> StepFeature:
-    """What graphs of steps with adapters cover."""
+    """The features that graphs of steps with adapters cover."""
     return (covers | StepFeature.ADAPTERS) & ~StepFeature.DRAFTING
 
 

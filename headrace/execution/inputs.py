@@ -159,7 +159,7 @@ class InputBuilder:
         return batch
 
     def sampled_outputs(self, step: Step, sent: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """In its body the head is called with the sampled positions of a step that was packed."""
+        """A context in which the head is called, with the sampled positions of a packed step."""
         if self.adapters is None or StepFeature.ADAPTERS not in step.features:
             return nullcontext()
         return self.adapters.sampled_outputs(step, sent)
@@ -170,7 +170,7 @@ class InputBuilder:
         return self.adapters is not None and self.adapters.prunes
 
     def outputs_of(self, rows: np.ndarray) -> AbstractContextManager[None]:
-        """In its body a head or classifier is called with what belongs to these rows of the request state."""
+        """A context in which a head or classifier is called, with one input for each of these rows."""
         return nullcontext() if self.adapters is None else self.adapters.outputs_of(rows)
 
     def find_positions(self, sent: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -21,9 +21,9 @@ from headrace.memory.copies import copy_to_device
 
 
 class StaticMedia:
-    """What captured steps read of media, of ``most`` tokens at most: ``vectors`` [most, W], zero but where ``mask``
-    [most, 1] is set, and ``axes`` [3, most] int64, which tokens of models with several axes of positions are rotated
-    by. The stream orders writes behind the steps that read them."""
+    """Inputs for media of captured steps of at most ``most`` tokens: ``vectors`` [most, W], zero except where ``mask``
+    [most, 1] is set; and ``axes`` [3, most] int64, the positions for rotary embedding of models with several axes. The
+    stream orders writes behind the steps that read them."""
 
     def __init__(self, most: int, room: CapturedVectors, device: torch.device):
         self.vectors = torch.zeros((most, room.size), dtype=room.dtype, device=device)
@@ -187,7 +187,7 @@ class MediaState:
         return [self._outputs[key][begin:end] for _, slices in self._find(step) for key, begin, end in slices]
 
     def find_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """What tokens at ``positions`` [T] of ``rows`` [T] are rotated by, outside of prompts with media."""
+        """Rotary positions of the tokens at ``positions`` [T] of ``rows`` [T], outside of prompts with media."""
         if self.offsets is None:
             return None
         # Offsets are below 0, and those of output are no positions of the prompt before it. What is found for the
@@ -196,7 +196,7 @@ class MediaState:
         return found.clamp_(0, self._rope_length - 1)
 
     def _find(self, step: Step) -> list[tuple[np.ndarray, list[tuple[int, int, int]]]]:
-        """Of each use: the tokens of the step that are placeholders, and the slices ``(key, begin, end)`` of vectors
+        """For each use: the step's tokens that are placeholders, and the slices ``(key, begin, end)`` of vectors that
         they take."""
         shape, found = step.shape, []
         number_of = {int(row): i for i, row in enumerate(shape.rows)}

@@ -36,7 +36,7 @@ class Drafted:
     drafts: torch.Tensor
 
     def select(self, chosen: torch.Tensor) -> Drafted:
-        """Those before some of the positions, ``chosen`` being their indices."""
+        """The drafts before the positions with the indices ``chosen``."""
         return Drafted(self.entries.index_select(1, chosen), self.most, self.drafts)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:

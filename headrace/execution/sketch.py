@@ -31,16 +31,16 @@ from headrace.parallel.cut import has_memory
 from headrace.parallel.ranks import Ranks
 
 SMALL = 0.01
-"""What floats of a sketch are: finite results, and scales that are not zero."""
+"""Value of all floats of a sketch: results stay finite, and scales are not zero."""
 
 Assemble = Callable[[LoadedModel], Assembly]
 
 
 @contextmanager
 def kernels_ahead(config: EngineConfig, device: torch.device, ranks: Ranks, assemble: Assemble) -> Iterator[None]:
-    """In the body, which loads the model and runs first steps, its kernels are being compiled. Does nothing where they
-    were compiled before, and for models whose sketch would have other layers. ``assemble`` must not wait for other
-    ranks."""
+    """A context for loading the model and its first steps, whose kernels are compiled in parallel with it. Does nothing
+    if they were compiled before, or for models whose sketch would have other layers. ``assemble`` must not wait for
+    other ranks."""
     source = resolve_source(config.model) if can_sketch(config, device) else None
     if source is None or not _has_known_form(source):
         yield

@@ -53,7 +53,7 @@ class DeviceModel:
 
     @property
     def balancer(self) -> ExpertBalancer | None:
-        """What moves experts between ranks, while the model is loaded."""
+        """Moves experts between ranks; None while the model is not loaded, or experts do not move."""
         return None if self._loaded is None else self._loaded.balancer
 
     @property

@@ -41,11 +41,11 @@ GPU_SHARE = 128
 REGION_SHARE = 16
 """The part of a GPU's memory in which pages wait to leave or have arrived, with a backend between GPUs."""
 AGENT_BYTES = 600 * 2**20
-"""What the driver takes for the context of a transfer agent."""
+"""GPU memory that the driver takes for the context of a transfer agent."""
 
 
 class DeviceTiers:
-    """Of one rank. ``page_bytes`` by cache group; ``peers`` in an engine that exchanges pages with others;
+    """The cache tiers of one rank. ``page_bytes`` by cache group; ``peers``: set if pages go to other engines;
     ``rotary_regimes`` as of `headrace.layers.rotary.find_regimes`."""
 
     def __init__(self, model: DeviceModel):
@@ -95,8 +95,8 @@ class DeviceTiers:
         self._attach(PageCopier(model.runner.pools, self._device))
 
     def open_region(self, handle: bytes, epoch: int) -> None:
-        """In a rank beside that of the engine: map its region, or with an empty handle none. A rank that cannot loses
-        the pages of all transfers, which are then computed."""
+        """See `headrace.service.executor.Regions`. A rank that cannot map the region loses the pages of all transfers,
+        which are then computed."""
         assert self.peers is not None
         self.peers.map(None, 0)
         if self._region is not None:

@@ -13,7 +13,7 @@ from headrace.execution.upload import Upload
 from headrace.memory.copies import to_device
 
 NOTHING = -1
-"""In place of a token that is not there."""
+"""Stands for a missing token."""
 
 
 class TimestampState:

@@ -89,7 +89,7 @@ def _describe_stored(loaded: LoadedModel) -> list[str]:
 
 @contextmanager
 def few_layers(model: ServedModel) -> Iterator[None]:
-    """In the body all layers but the first `EACH` of each kind, and the ends, do nothing."""
+    """A context in which only the first `EACH` layers of each kind, and the ends of the model, compute anything."""
     seen: Counter[Hashable] = Counter()
     layers = list(model.get_submodule("layers").children()) if model.layer_kinds else []
     left_out = []
@@ -171,7 +171,7 @@ def measure_steps(assembly: Assembly) -> StepBytes:
 
 
 def _measure_captured(runner: Runner, sizes: GraphSizes, device: torch.device) -> int:
-    """What captured steps read is allocated with them, and counts."""
+    """Peak bytes of capturing the largest step, the buffers that it reads included."""
     return measure_peak(lambda: runner.capture(sizes, NoRecorder()).record_largest(), device)
 
 

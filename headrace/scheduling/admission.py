@@ -18,9 +18,9 @@ from headrace.scheduling.sharing import SharedPrefills
 
 
 class Verdict(Enum):
-    """What became of the next request: it runs (ADMITTED), it waits elsewhere, for another one's prefill of the same
-    prefix or for its adapter (FOLLOWS), there are no pages for it (BLOCKED), or it has a row and waits for pages from
-    elsewhere (AWAITS)."""
+    """The outcome for the next request. ADMITTED: it runs. FOLLOWS: it left the queue and waits for another request's
+    prefill of the same prefix, or for its adapter. BLOCKED: there are no pages for it. AWAITS: it has a row and waits
+    for pages from another tier or machine."""
 
     ADMITTED = 1
     FOLLOWS = 2

@@ -32,14 +32,14 @@ class StepLimit:
         self._times = StepTimes()
 
     def begin_step(self, begins: list[int], lengths: list[int]) -> StepBudget:
-        """What a step with these decodes may compute beside them."""
+        """The budget for prompts in a step with these decodes."""
         tokens = self.tokens - sum(lengths)
         if self._target_s is None or not begins:
             return StepBudget(tokens)
         return TimedBudget(tokens, self._times, self._target_s, StepWork(sum(lengths), sum(begins)))
 
     def measure(self, spans: Spans, num_encoded: float) -> StepWork | None:
-        """What a step computes; None where nobody asks how long it takes."""
+        """The work of a step; None without an ``inter_token_target_ms``, as nobody needs it then."""
         if self._target_s is None:
             return None
         count = spans.num_decodes
@@ -82,7 +82,7 @@ FIRST_CHUNK = 256
 FIRST_ENCODED = 64
 """Placeholders' worth of encoding beside decodes, until it was measured."""
 ENCODER_SHARE = 0.5
-"""Of the seconds beside decodes that encoders may take, so that prompts of text need not wait for images."""
+"""Share of the time beside decodes that encoders may take, so that text prompts need not wait for images."""
 
 
 class Spans(Protocol):
@@ -94,7 +94,8 @@ class Spans(Protocol):
 
 
 class StepBudget:
-    """What is left of a step for prompts. ``encoder_tokens``: placeholders' worth of encoding, None for any."""
+    """Tokens that are left in a step for prompts. ``encoder_tokens``: placeholders that may be encoded, None for any
+    number."""
 
     encoder_tokens: int | None = None
 
@@ -102,7 +103,7 @@ class StepBudget:
         self.tokens = tokens
 
     def reserve_encoding(self, num_tokens: float) -> None:
-        """The step encodes so many placeholders' worth."""
+        """Note that the step encodes media of this many placeholders."""
 
     def most(self, begin: int) -> int:
         """Tokens that a chunk from position ``begin`` may have."""
@@ -114,7 +115,7 @@ class StepBudget:
 
 
 class TimedBudget(StepBudget):
-    """What is left of a step with decodes, in tokens and in seconds. ``decodes``: their work."""
+    """Tokens and seconds that are left in a step with decodes, whose work is ``decodes``."""
 
     def __init__(self, tokens: int, times: StepTimes, target_s: float, decodes: StepWork):
         super().__init__(tokens)

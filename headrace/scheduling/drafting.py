@@ -22,7 +22,7 @@ from headrace.scheduling.speculation.policy import Choice, DraftPolicy, fill_up
 from headrace.scheduling.speculation.text import TextRow, TextSpeculation
 
 FORCED_PROBABILITY = 0.97
-"""That the model spells forced text as its tokenizer would."""
+"""Probability that the model splits forced text into tokens as its tokenizer does."""
 MAX_ROWS = 64
 """Requests up to which text is asked for drafts: with more of them, steps are too full to gain much, and the host would
 be kept busy for longer than the device."""
@@ -32,8 +32,8 @@ MAX_NEWCOMERS = 4
 
 @dataclass(slots=True)
 class Guess:
-    """What a request's tokens may be from position ``start`` on. ``probabilities[i]``: that token i is right if all
-    before it are."""
+    """Guessed tokens of a request from position ``start`` on. ``probabilities[i]``: the probability that token i is
+    right, given that all before it are."""
 
     start: int
     token_ids: list[int]
@@ -211,8 +211,9 @@ class Drafting:
         return Choice(request.seq, guess.probabilities[begin : begin + most], lead)
 
     def _choose_made(self, ready: list[Request], max_tokens: int, counts: list[int]) -> None:
-        """Of drafts that the device made in the step before, for rows without others. Rows that it left out once have
-        none any more. As many as would be verified now, had there been so many, are made for the next step."""
+        """Choose how many of the drafts that the device made in the step before are verified, for rows without other
+        drafts. Rows that were left out once have none any more. The device makes as many for the next step as would
+        be verified now if there were that many."""
         mosts, device_drafts = [], self.device_drafts
         for request, forced in zip(ready, counts, strict=True):
             self._follow(request)

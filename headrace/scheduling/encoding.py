@@ -180,7 +180,7 @@ class EncoderAccount:
             del self._pinned[request]
 
     def take_plan(self) -> MediaPlan:
-        """What the plan says of media."""
+        """The media part of the plan; starts a new one."""
         plan = MediaPlan(self._encodes, self._uses, self._drops, self._begun, self._num_pieces)
         self._encodes, self._uses, self._drops, self._begun, self._num_pieces = [], [], [], [], 0
         self._piece_tokens = 0.0
@@ -234,8 +234,9 @@ class EncoderAccount:
             self._batch = None
 
     def _share_step(self, due: list[tuple[Request, int]], *, is_bound: bool) -> None:
-        """Of what is encoded beside decodes small items are first, which are encoded whole; the rest is for a batch.
-        ``is_bound``: what the step takes is known now, so items of newcomers wait for the next one."""
+        """Divide the encoding beside decodes: small items come first and are encoded whole, the rest is for a batch
+        that takes several steps. ``is_bound``: the step's encoding is fixed, so items of newcomers wait for the next
+        one."""
         most = self._left = self._left if is_bound else min(self._left, BESIDE_TOKENS * max(1, len(due)))
         whole, large = 0, list[tuple[Request, int]]()
         for request, index in due:
@@ -325,7 +326,7 @@ def _key(request: Request, place: MediaPlace) -> Key:
 
 
 def _places(request: Request, begin: int, end: int) -> Iterator[MediaPlace]:
-    """Those that a chunk covers a part of."""
+    """The items that a chunk covers at least in part."""
     return (item.place for item in request.media if _is_covered(item.place, begin, end))
 
 

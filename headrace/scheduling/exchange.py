@@ -45,8 +45,8 @@ class Lease:
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a lease, for the gate, in order: ``spans`` were filled; then it ends: with ``first`` (all is
-    there), or with a ``reason`` (it is not). ``is_over`` with neither: the engine no longer uses it."""
+    """News of a lease for the gate, in order. ``spans`` were filled. The last event has ``first`` (all pages are there)
+    or a ``reason`` (they are not); with neither, ``is_over`` says that the engine no longer uses the lease."""
 
     ticket: int
     spans: list[Span] = field(default_factory=list)
@@ -75,7 +75,8 @@ class Role(NamedTuple):
 
 
 class Exchange:
-    """In an engine without a role all requests pass by. In a prefill engine one whose pages leave samples one token."""
+    """Prefill-decode disaggregation. Does nothing in an engine without a role. In a prefill engine, a request whose
+    pages are exported samples one token."""
 
     def __init__(self, tiers: Tiers, clock: Callable[[], float]):
         self.tiers, self._ledger, self._transfers = tiers, tiers.ledger, tiers.transfers
@@ -168,7 +169,7 @@ class Exchange:
         self._imports[request_id] = lease, first
 
     def take_first(self, request: Request) -> FirstTokens | None:
-        """What was sampled elsewhere for a request that is released; None for one that computes its prompt."""
+        """The first tokens of a released request, sampled by a prefill engine; None if its prompt is computed here."""
         self.expected.pop(request.request_id, None)
         found = self._imports.get(request.request_id)
         return None if found is None else found[1]

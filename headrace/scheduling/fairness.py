@@ -127,7 +127,7 @@ class FairLine:
         return node
 
     def newcomer(self) -> Share | None:
-        """Who has no row and has waited longest, among those whose turn it is or, within one of them, its children."""
+        """The client, or HTTP request of the client whose turn it is, that has no row and has waited longest."""
         node = self._root
         while not node.waiting:
             child = node.next_newcomer(self._num_running)

@@ -26,7 +26,7 @@ class _Held:
 
 
 class HeldMedia:
-    """By content digest. ``most_bytes``: of all of them together."""
+    """Media of requests that have not ended, by content digest. ``most_bytes``: limit for all together."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self.num_bytes = most_bytes, 0

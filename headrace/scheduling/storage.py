@@ -193,7 +193,7 @@ class StorageTier:
     # -- state --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """What is on its way to the host is void."""
+        """Drop the copies that are on their way to the host."""
         self._generation += 1
         for unwritten in self._unwritten:
             unwritten.clear()

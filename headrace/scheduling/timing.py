@@ -20,20 +20,20 @@ and what it counts at least."""
 FIT_NOTES = 16
 """Notes after which the costs are fitted anew; at once for a step like none before."""
 SWEEPS = 24
-"""Of coordinate descent; it goes on from the costs of the last fit."""
+"""Sweeps of coordinate descent in a fit, which starts from the costs of the last one."""
 ORDER = (3, 5, 4, 1, 2, 0)
-"""Of the costs in a sweep, 0 the fixed one. What steps so far do not tell apart is put down to tokens of prompts and to
-encoding, as they can be had in smaller numbers."""
+"""The order in which a sweep fits the costs (0: the fixed one). Time that the steps so far cannot attribute goes to
+prompt tokens and encoding, which the planner can take in smaller numbers."""
 RECENT = 9
 """Steps of decodes and prompts together whose ratios of measured to expected time correct what is expected."""
 RECENT_RANK = 6
-"""Of these ratios in ascending order the one that counts: a quarter of the steps takes longer than expected."""
+"""Index of the ratio that counts, in ascending order: a quarter of the steps may take longer than expected."""
 MOST_RATIO = 4.0
 
 
 class StepWork(NamedTuple):
-    """What a step computes: decode tokens (drafts included), the tokens of the contexts that they read, tokens of
-    prompts, the pairs of these and what they attend to, and placeholders' worth of encoding."""
+    """The work of a step: decode tokens (drafts included), context tokens that these read, prompt tokens, query-key
+    pairs of the prompt tokens, and placeholders whose media are encoded."""
 
     decodes: int = 0
     context: int = 0

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.step import Arrival, PageMove
 
 NO_TICKET = 0
-"""Of a move that has not been opened yet."""
+"""The ticket of a move that is not open yet."""
 
 OnEnd = Callable[[PageMove, list[int]], None]
 """Called with the move, and the indices of its pages that did not come."""
@@ -34,7 +34,7 @@ class Transfers:
 
     @property
     def num_awaited(self) -> int:
-        """Those of them for which the engine goes on when it has nothing to compute."""
+        """Open tickets for which an engine with nothing to compute keeps stepping."""
         return len(self._awaited)
 
     @property

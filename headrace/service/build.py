@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig, progress: Progress = ignore_progress) -> 
 
 
 def prepare_process() -> None:
-    """What comes before any executor is built."""
+    """Prepare this process; called before any executor is built."""
     # First: a compiler of torch extensions waits for ever for a lock that a killed process has left.
     sweep_stale_locks(env.torch_extensions_dir())
     start_plugins()
@@ -98,7 +98,7 @@ def assemble_engine(
 
 
 def open_event_gates(config: EngineConfig, scheduler: Scheduler) -> list[Gate]:
-    """What publishes KV events, if they are wanted; raises `ConfigError`."""
+    """The publisher of KV events, if ``kv_events_config`` is set; raises `ConfigError`."""
     options = config.cache.kv_events
     if options is None:
         return []
@@ -123,17 +123,17 @@ class StepLog:
         )
 
     def request_admitted(self, update: RequestUpdate) -> None:
-        """Its prompt is computed."""
+        """See `StepHook`, here and below."""
         logger.debug(
             "request %s: prompt of %d tokens computed, in row %d", update.request_id, update.prompt_len, update.row
         )
 
     def request_retracted(self, update: RequestUpdate) -> None:
-        """It lost its pages."""
+        """The request goes back to the queue."""
         logger.debug("request %s: back to the queue with %d computed tokens", update.request_id, update.computed_len)
 
     def request_finished(self, update: RequestUpdate, reason: str) -> None:
-        """It has ended."""
+        """The request has finished."""
         logger.debug("request %s: ended (%s) after %d tokens", update.request_id, reason, update.output_len)
 
 

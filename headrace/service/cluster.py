@@ -24,7 +24,7 @@ def require_ray() -> Any:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one replica takes of a node."""
+    """CPUs and GPUs that a rank or replica takes of a node."""
 
     num_cpus: float
     num_gpus: float = 0.0
@@ -110,14 +110,14 @@ class ReplicaPlan:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Of the replica's placement group. The replica itself is in the first."""
+        """The bundles of the replica's placement group; the replica's own actor is in the first."""
         if self.config.nodes.executor == "ray":
             return [self.rank.bundle] * self.ranks
         return [{name: value * self.ranks for name, value in self.rank.bundle.items()}]
 
     @property
     def own(self) -> Resources:
-        """What the actor of the replica itself takes."""
+        """The resources of the replica's own actor."""
         first = self.bundles[0]
         return Resources(first.get("CPU", 0.0), first.get("GPU", 0.0))
 
@@ -148,8 +148,8 @@ def plan_replica(config: EngineConfig, *, is_spread: bool = True) -> ReplicaPlan
 
 
 def hand_over(config: EngineConfig) -> EngineConfig:
-    """In an actor that is in the first bundle of a placement group: the configuration of its engine process, which
-    takes the other bundles. As it is where the ranks are all with the actor."""
+    """The configuration of the engine process, which takes the other bundles of this actor's placement group. Unchanged
+    if all ranks are in the actor's own bundle."""
     if config.nodes.executor != "ray":
         return config
     import ray

@@ -53,10 +53,10 @@ class RequestCoordinator(Protocol):
 
 
 class Gate(RequestCoordinator, Protocol):
-    """A coordinator that an engine is given, with what it has beside the process's memory."""
+    """A coordinator with resources of its own, such as a process or a socket; it is closed with the engine."""
 
     def close(self) -> None:
-        """Give that up."""
+        """Release them."""
 
 
 COORDINATORS: Registry[type[RequestCoordinator]] = Registry("request coordinator")

@@ -65,11 +65,11 @@ class ProcessWatch:
         self._used_s, self._seen_at = 0.0, time.monotonic()
 
     def note(self) -> None:
-        """It has sent something, or may begin."""
+        """Note a sign of life."""
         self._seen_at = time.monotonic()
 
     def silent_s(self) -> float:
-        """Seconds; call it every second or so."""
+        """Seconds since the last sign of life; call it every second or so."""
         with contextlib.suppress(psutil.Error):
             times = self._process.cpu_times()
             if times.user + times.system > self._used_s:

@@ -20,14 +20,14 @@ Progress = Callable[[str, float], None]
 
 
 class Pace:
-    """How an engine keeps pace with others whose steps need it too; here with none. ``waker``: a descriptor that
-    becomes readable when they wait for it."""
+    """Hook for replicas that take every step together (data-parallel attention). This base class is that of an engine
+    of its own and does nothing. ``waker``: a descriptor that becomes readable when others wait for this replica."""
 
     waker: int | None = None
 
     def keep_pace(self) -> None:
-        """Called in every round of the engine's loop, and when ``waker`` is readable: take part in steps that others
-        wait for."""
+        """Take part in steps that other replicas wait for. Called in every round of the engine's loop, and when
+        ``waker`` is readable."""
 
 
 class PendingStep(Protocol):
@@ -35,13 +35,13 @@ class PendingStep(Protocol):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether all is launched, and the device is not through with it: `result` would only wait."""
+        """Whether the step is launched and the device still computes it, so that `result` would block."""
 
     def result(self) -> StepResult:
         """Wait for the step and return what it did; raises what the step raised."""
 
     def take_arrived(self) -> list[Arrival]:
-        """Page moves of this rank that have ended by now and that no result has told: where nobody reads results."""
+        """Page moves that have ended on this rank. For workers, whose results nobody reads."""
 
 
 class Adapters(Protocol):
@@ -51,19 +51,20 @@ class Adapters(Protocol):
         """Read an adapter on another thread; the future raises what reading it raises."""
 
     def prepare(self, adapter_id: int, digest: str = "") -> Future[Any]:
-        """Have an adapter that was read in host memory, reading it again if it has been dropped there meanwhile. A plan
-        that loads it may then be executed without waiting, and fails where the content has another digest than is
-        given."""
+        """Make sure that an adapter which was read before is in host memory; one that was evicted is read again. When
+        the future is done, a plan that loads the adapter does not wait. The plan fails if the files have changed, so
+        that their digest is not ``digest``."""
 
     def forget(self, adapter_id: int) -> None:
         """Drop an adapter that no plan will load any more; harmless for an unknown number."""
 
 
 class Regions(Protocol):
-    """What maps the memory in which pages for and of other engines lie."""
+    """Maps the shared memory through which KV pages are exchanged with other engines."""
 
     def open_region(self, handle: bytes, epoch: int) -> None:
-        """In ranks beside that of the engine, which has it: map it by a handle of `Door`; none for an empty one."""
+        """Called on ranks other than 0, which owns the memory: map it by a handle of rank 0's `Door`, or unmap it if
+        the handle is empty."""
 
 
 class Executor(Protocol):
@@ -96,11 +97,11 @@ class Executor(Protocol):
 
     @property
     def hot_slots(self) -> HotSlotStats:
-        """What decodes read from host memory, a few steps ago."""
+        """Counters of KV entries that decodes fetched from host memory, as of a few steps ago."""
 
     @property
     def late_kernels(self) -> int:
-        """How many kernels were compiled while a step waited for them: none, if the start found all."""
+        """Kernels that were compiled while a step waited; 0 if warm-up has compiled all that are used."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch one plan; never waits for the device on a GPU."""

@@ -14,10 +14,10 @@ from headrace.base.messages import ToEngine, WithData, decode_to_engine, encode
 
 LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
-"""Of a read. An engine takes no more messages at a time, so that a flood of them cannot hold up a step: it is some 30
-prompts of 2,000 tokens, 6 ms."""
+"""Most bytes of one read. It bounds how long a flood of messages holds up a step: some 30 prompts of 2,000 tokens take
+6 ms."""
 LARGE_BYTES = 1 << 16
-"""Of media; see `_allocate`."""
+"""Media from this size on are read into memory that is not zeroed first, see `_allocate`."""
 
 Message = TypeVar("Message")
 
@@ -69,7 +69,7 @@ class Buffers:
         return self._left[0] if self._left else None
 
     def advance(self, count: int) -> None:
-        """So many bytes were written to `room`."""
+        """Note that ``count`` bytes were written to `room`."""
         rest = self._left[0][count:]
         if len(rest):
             self._left[0] = rest
@@ -126,7 +126,7 @@ class RequestFrames:
         return self._buffers.room
 
     def advance(self, count: int) -> list[ToEngine]:
-        """So many bytes were read to `room`; returns the message that they complete."""
+        """Note that ``count`` bytes were read into `room`; returns the message that they complete, if any."""
         if count:
             self._buffers.advance(count)
         return self._take_whole()

@@ -79,7 +79,7 @@ def fast_groups(found: Links) -> list[list[int]]:
 
 
 def advise(found: Links) -> str:
-    """What follows for parallelism, in one line."""
+    """Which kind of parallelism the links suggest, in one line."""
     count = len(found.names)
     if count < 2:
         what = "torch finds no GPU here" if not count else f"there is one GPU, {found.names[0]}"

@@ -78,7 +78,7 @@ def measure_sums(group: Group, device: torch.device) -> tuple[float, float]:
 
 
 def measure_pair(a: int, b: int, rank: int, device: torch.device, process_group: dist.ProcessGroup) -> Link:
-    """By both processes of a pair."""
+    """Measure the link between GPUs ``a`` and ``b``; both processes of the pair call it."""
     base = Pair(0 if rank == a else 1, 2, device, process_group)
     reduce_rate, reduce_s = measure_sums(base, device)
     log = LastMessage()

@@ -131,7 +131,7 @@ def _attention(machine: Machine) -> Iterator[Finding]:
 
 
 def _caches(machine: Machine) -> Iterator[Finding]:
-    """Those of families as well: they register their kinds when they are loaded, so families must be tried before."""
+    """Kinds of caches. Families register theirs when they are loaded, so call `_families` first."""
     import headrace.memory.pools
     import headrace.scheduling.cache.groups  # noqa: F401  registers the kinds that many models have
 

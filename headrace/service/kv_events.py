@@ -31,7 +31,8 @@ LINGER_MS = 500
 
 
 class EventPublisher:
-    """Of one engine. ``replica`` is added to ports. Raises `ConfigError` when it cannot publish there."""
+    """Publishes the KV events of one engine. ``replica`` is added to ports, so that each replica has its own. Raises
+    `ConfigError` if an endpoint cannot be opened."""
 
     def __init__(self, options: KvEventOptions, replica: int = 0):
         zmq = import_zmq()

@@ -67,8 +67,8 @@ START_UP_TOKENS = 16
 `headrace.service.engine.StepTimes`."""
 
 GC_THRESHOLDS = (20_000, 20, 50)
-"""Of the engine process (`gc.set_threshold`). Hardly anything of it is in cycles, while collections look through the
-prompts of all requests: with the interpreter's own thresholds, some 30 ms for 500 prompts of 2,000 tokens."""
+"""Arguments of `gc.set_threshold` in the engine process. Hardly any of its garbage is in cycles, and a collection walks
+the prompts of all requests: some 30 ms for 500 prompts of 2,000 tokens, often, with the interpreter's thresholds."""
 
 Builder = Callable[[EngineConfig, Progress], Engine]
 

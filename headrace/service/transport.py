@@ -29,7 +29,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_READS = 2
 """The most reads of media in a call, whose pages are touched for the first time."""
 PIECE_BYTES = 1 << 17
-"""Of media, written at a time: less than a socket takes, as the event loop copies what it does not take."""
+"""Most bytes of media written at a time. Less than the socket's buffer: the event loop copies what does not fit."""
 
 LAST_WORDS_S = 1.0
 """How long a closing engine waits until its last messages are written."""
@@ -128,7 +128,7 @@ class EngineChannel:
         return data
 
     def _read_into(self, room: memoryview) -> int:
-        """As `_take_bytes`, without a copy; returns how many."""
+        """As `_take_bytes`, but reads into ``room``; returns the number of bytes."""
         try:
             count = self._line.recv_into(room, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:

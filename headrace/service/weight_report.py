@@ -1,4 +1,4 @@
-"""What would become of a model's weights on this machine, without loading it: for ``headrace check MODEL``.
+"""How a model's weights would be stored and multiplied on this machine, without loading it: ``headrace check MODEL``.
 
 Of each kind of layer the first one is read as loading would read it, and stored as its layer would keep it. Imports
 torch when called.
@@ -111,7 +111,7 @@ def _judge(
 
 
 def _judge_expert(matrix: CodedMatrix, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Of one expert's matrix; all are multiplied together."""
+    """Judge the matrix of one expert; those of all experts are multiplied by one kernel."""
     import torch
 
     from headrace.kernels.coded_linear.device_codes import pack_for_device

@@ -45,8 +45,8 @@ class Item:
 
 @dataclass
 class Completed:
-    """What the output file already has: ``custom_ids`` of requests with a result, and ``numbers`` of input lines
-    that were not valid requests. Such requests and lines are skipped when a batch is continued."""
+    """Results that the output file already has: ``custom_ids`` of requests with a result, and ``numbers`` of input
+    lines that were not valid requests. Such requests and lines are skipped when a batch is continued."""
 
     custom_ids: set[str]
     numbers: set[int]

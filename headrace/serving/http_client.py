@@ -37,7 +37,7 @@ fails."""
 MAX_KEPT = 512
 """Idle connections that are kept."""
 MAX_BARE_BYTES = 128 << 10
-"""Of a response's head, or between two parts of its body; the parser would keep any number of them."""
+"""Most bytes of a response's head, or between two parts of its body; the parser itself has no limit."""
 
 
 class BrokenExchange(ConnectionError):
@@ -48,7 +48,7 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class ResponseSink(Protocol):
-    """What takes a response as it arrives; called in the event loop. ``status`` is 0 until the head has arrived.
+    """Takes a response as it arrives; called in the event loop. ``status`` is 0 until the head has arrived.
     ``is_complete`` is set when the body has ended."""
 
     status: int

@@ -77,8 +77,8 @@ class _Row:
 
 
 class Acceptance:
-    """What one engine's drafts have come to. Evidence against drafts fades while none are verified, ever slower the
-    longer the streak of failures was, so that rows and methods with a bad record are tried again, but rarely."""
+    """Acceptance rates of one engine's drafts. Evidence against drafts fades while none are verified, and the slower,
+    the longer the streak of failures was: rows and methods with a bad record are tried again, but rarely."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -145,7 +145,7 @@ class Acceptance:
         return self._positions[position]
 
     def note(self, key: int, num_drafts: int, num_accepted: int, probabilities: Sequence[float] | None) -> None:
-        """Of so many drafts so many were right. Those behind the first wrong one tell nothing."""
+        """Note that ``num_accepted`` of ``num_drafts`` were right. Drafts behind the first wrong one tell nothing."""
         num_tried = min(num_drafts, num_accepted + 1)
         expected, has_changed = 0.0, False
         for index in range(num_tried):

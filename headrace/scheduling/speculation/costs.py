@@ -175,8 +175,8 @@ class StepCosts:
 
 
 class DraftCosts:
-    """What drafting on the device adds to a step, relative to the steps of the same table: the drafter computes what
-    the step computed, and then each draft for all rows together."""
+    """Time that drafting on the device adds to a step, relative to the steps of the same table: the drafter runs over
+    the step's tokens once, and then once for each draft, for all rows together."""
 
     def __init__(self, follows: Iterable[tuple[int, float]], drafts: Iterable[tuple[int, float]]):
         """``follows``: ``(entries, seconds)``; ``drafts``: ``(rows, seconds)`` of one draft each."""

@@ -134,7 +134,7 @@ class DraftPolicy:
             self._limit.settle(num_drafts * self._draft_s, num_accepted * self._token_s)
 
     def note_void(self, num_drafts: int) -> None:
-        """So many drafts were not looked at, because the step before them ended otherwise than guessed."""
+        """Note drafts that were verified in vain, because the step before them sampled other tokens than guessed."""
         self._limit.settle(num_drafts * self._draft_s, 0.0)
 
     def pays(self, num_rows: int) -> bool:

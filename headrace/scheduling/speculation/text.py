@@ -32,8 +32,8 @@ class TextRow(NamedTuple):
 
 
 class TextGuess(NamedTuple):
-    """What a row's tokens may be from position ``start`` (the first that is not known) on. ``num_drafts`` of them are
-    worth verifying, behind those that steps in flight are assumed to add."""
+    """Guessed tokens of a row from position ``start`` on, the first that is not known. Behind the tokens that steps in
+    flight are assumed to add, ``num_drafts`` are worth verifying."""
 
     key: int
     start: int

@@ -157,7 +157,7 @@ class AdapterCatalog:
             return info
 
     async def describe(self) -> list[AdapterInfo]:
-        """What the engines say of the loaded adapters."""
+        """The loaded adapters, as the engines describe them."""
         self._require_enabled()
         return msgspec.convert(await self._client.control(ListAdapters()), list[AdapterInfo])
 
@@ -203,7 +203,7 @@ class AdapterCatalog:
         return msgspec.convert(result, AdapterInfo)
 
     async def _find_out(self, name: str) -> None:
-        """Forget an adapter that the engines have no longer: a reload failed on some, and could not be undone."""
+        """After a failed load that could not be undone: forget the adapter if the engines have it no longer."""
         with contextlib.suppress(HeadraceError):
             if name not in {info.name for info in await self.describe() if not info.is_draining}:
                 self._forget(name)
@@ -215,7 +215,7 @@ class AdapterCatalog:
             task.add_done_callback(self._reloading.discard)
 
     def _find_changes(self) -> list[LoadAdapter | UnloadAdapter]:
-        """What makes of the adapters of ``lora_modules`` those that are here."""
+        """The calls that give a restarted engine, which has only those of ``lora_modules``, the adapters of now."""
         loads = [
             LoadAdapter(adapter.name, adapter.path, adapter.name in self._pinned, replaces=True)
             for adapter in self._known.values()
@@ -255,6 +255,6 @@ class AdapterCatalog:
 
 
 async def _read_digests(replica: Replica) -> dict[str, str]:
-    """Of the adapters that requests may name, by name."""
+    """Digests of a replica's adapters by name, without those that drain."""
     infos = msgspec.convert(await replica.call(ListAdapters.method), list[AdapterInfo])
     return {info.name: info.digest for info in infos if not info.is_draining}

@@ -91,7 +91,7 @@ class EngineClient:
 
     @property
     def config(self) -> EngineConfig:
-        """What the engines were started with, and would be again."""
+        """The configuration with which engines are started and restarted."""
         return self._config
 
     @config.setter

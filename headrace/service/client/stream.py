@@ -76,12 +76,12 @@ class RequestStream:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Those of the prompt, unpacked anew."""
+        """Token ids of the prompt, unpacked at each call."""
         return self._prompt.tolist()
 
     @property
     def prompt_len(self) -> int:
-        """Their number."""
+        """Number of prompt tokens."""
         return len(self._prompt)
 
     @property

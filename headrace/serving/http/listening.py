@@ -61,7 +61,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Drained(Protocol):
-    """What is behind a server, and has requests to finish."""
+    """The application behind a `ListeningServer`, whose requests are drained at shutdown."""
 
     @property
     def num_running(self) -> int:

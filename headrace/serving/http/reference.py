@@ -15,7 +15,7 @@ TAGS = {
     "health": ("Health", "Probes and metrics for operators."),
     "admin": ("Administration", "Open to the admin key; without one, to requests from this machine."),
 }
-"""By tag: its title and what is in it, in the order in which they are shown."""
+"""Title and description of each tag, in the order in which they are shown."""
 
 _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 _CHAT: dict[str, Any] = {"messages": _MESSAGES, "max_tokens": 64}

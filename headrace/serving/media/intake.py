@@ -39,7 +39,7 @@ class MediaRef:
 
     @property
     def options(self) -> dict[str, str]:
-        """What changes the prepared item, beside its content."""
+        """Options that change the prepared item."""
         return {"detail": "low"} if self.detail == "low" else {}
 
 

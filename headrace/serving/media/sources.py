@@ -40,7 +40,7 @@ class MediaBytes:
     is_base64: bool = False
 
     def job(self, kind: MediaKind, options: dict[str, str], salt: str = "") -> Job:
-        """What workers are asked."""
+        """The job for a media worker."""
         return Job(kind, self.data, self.sha256, self.param, dict(options), self.is_base64, salt)
 
 
@@ -52,7 +52,7 @@ class MediaReader:
         self._fetcher = Fetcher(config)
 
     async def read_url(self, url: str, param: str) -> MediaBytes:
-        """What a data URI, http, https or file URL stands for. Raises `MediaError`, or `QueueFull`. Base64 stays text:
+        """The content of a data URI, http, https or file URL. Raises `MediaError`, or `QueueFull`. Base64 stays text:
         the same text is found among what is prepared by its digest alone."""
         scheme, is_base64 = url[:8].partition(":")[0].lower(), False
         if scheme == "data":

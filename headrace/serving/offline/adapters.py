@@ -73,7 +73,7 @@ class OfflineAdapters:
         return info
 
     def describe(self) -> list[AdapterInfo]:
-        """What the engine says of the loaded adapters."""
+        """The loaded adapters, as the engine describes them."""
         self._require_enabled()
         return msgspec.convert(self._client.administer(ListAdapters()), list[AdapterInfo])
 

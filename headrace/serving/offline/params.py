@@ -48,7 +48,7 @@ def read_template_options(template: str | None, options: dict[str, Any] | None) 
 
 
 def spread_params(params: Params, count: int, facts: ModelFacts) -> list[SamplingParams]:
-    """Those of each of ``count`` prompts; raises `RequestError` for another number of them, or anything else."""
+    """The parameters of each of ``count`` prompts; raises `RequestError` for another number, or other types."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default_params(facts)] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -61,7 +61,7 @@ def spread_params(params: Params, count: int, facts: ModelFacts) -> list[Samplin
 
 
 def find_callable_tools(tools: list[dict[str, Any]], choice: str) -> list[dict[str, Any]]:
-    """Those that may be called; raises `RequestError` for a ``choice`` that names none of them."""
+    """The tools that may be called; raises `RequestError` for a ``choice`` that names none of them."""
     if choice in ("auto", "required"):
         return tools
     named = [tool for tool in tools if tool["function"]["name"] == choice]

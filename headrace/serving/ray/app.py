@@ -78,7 +78,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 def plan_engine(config: EngineConfig) -> ReplicaPlan:
-    """What an engine takes: on one node, or with executor ray on as many as have room for its ranks."""
+    """The resources of an engine: on one node, or with executor ray on as many nodes as its ranks need."""
     is_cpu, threads = config.device.device == "cpu", config.device.threads or 1
     return ReplicaPlan(config, Resources(threads, 0.0 if is_cpu else 1.0), config.parallel.num_ranks)
 

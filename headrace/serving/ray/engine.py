@@ -26,7 +26,7 @@ LAST_WORDS_S = 2.0
 
 
 class EngineSetup(msgspec.Struct, frozen=True):
-    """What a replica is started with."""
+    """The arguments of a replica."""
 
     config: EngineConfig
     server: ServerConfig

@@ -20,7 +20,7 @@ from headrace.serving.batch import BatchLine, InsideClient, Item, run_batch
 
 
 class ReplicaSetup(msgspec.Struct, frozen=True):
-    """What a replica is started with."""
+    """The arguments of a replica."""
 
     config: EngineConfig
     served_model_name: str | None
@@ -48,7 +48,7 @@ def encode_lines(items: list[Item]) -> bytes:
 
 
 def read_items_back(lines: bytes) -> list[Item]:
-    """What `encode_lines` wrote."""
+    """The lines that `encode_lines` has encoded."""
     return [
         Item(each.number, each.line, each.line.custom_id)
         for each in msgspec.msgpack.decode(lines, type=list[ShardLine])

@@ -173,7 +173,7 @@ class Router:
         return JsonResponse({"workers": infos})
 
     def all_workers(self) -> list[Worker]:
-        """Those that compute prompts, then those that answer."""
+        """Prefill workers, then those that answer."""
         return [*(self._prefill or ()), *self.fleet]
 
     def _role_of(self, worker: Worker) -> str:

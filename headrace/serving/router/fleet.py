@@ -102,7 +102,7 @@ class Fleet:
         return next(worker for worker in workers if worker.index == choice.replica), choice
 
     def models(self) -> Iterable[dict[str, object]]:
-        """What ready workers list, each id once."""
+        """The models that ready workers list, each id once."""
         found: dict[str, dict[str, object]] = {}
         for worker in self:
             if worker.health == "ready":

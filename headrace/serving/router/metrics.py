@@ -70,5 +70,5 @@ class RouterMetrics:
         count.inc()
 
     def render(self) -> bytes:
-        """In Prometheus text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -88,7 +88,7 @@ class Routing(Protocol):
 
 
 def _settle(index: int, count: int, parent: int) -> None:
-    """In the new process: end with the parent, and take one of ``count`` parts of the cores."""
+    """Called in the new process: have it end with the parent, and pin it to one of ``count`` parts of the cores."""
     if sys.platform == "linux":
         # SIGKILL, as a stopped process would take no other. Its engine ends with it as whenever a server is killed.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -123,7 +123,7 @@ class PairServers:
             self.roles.append(_Role(mode, f"http://{LOOPBACK}:{ports[index]}", command, options, index, total))
 
     def urls(self, mode: str) -> list[str]:
-        """Of the servers of a mode."""
+        """URLs of the servers of a mode."""
         return [role.url for role in self.roles if role.name == mode]
 
     def start(self) -> None:
@@ -197,7 +197,7 @@ def _check_devices(config: ServeConfig, count: int) -> None:
 
 
 def _shared_options(config: ServeConfig, count: int) -> dict[str, Any]:
-    """What the servers have of this command's options: all but the router's, with a part of the memory each."""
+    """The options of this command that its servers get: all but the router's, with an equal part of the memory."""
     values: Mapping[str, Any] = flatten(config)
     options = {
         info.name: values[info.name] for info in all_options()

@@ -9,7 +9,7 @@ import msgspec
 
 HINT_BYTES = 1 << 18
 BYTES_PER_TOKEN = 4
-"""Of JSON text, roughly. Four bytes of a hint stand for a token."""
+"""Bytes of a hint that stand for one token: about as many as a token of JSON text has."""
 
 
 class PromptView(msgspec.Struct):

@@ -16,7 +16,7 @@ RETRY_STATUSES = frozenset({429, 502, 503})
 """Another worker may do what this one refuses: its queue is full, or its engine is not there."""
 MAX_HELD_BYTES = 1 << 20
 MAX_BACKLOG_BYTES = 1 << 20
-"""Of a client that reads slowly; the worker then has to wait."""
+"""Most bytes that wait for a client that reads slowly; beyond them the worker's connection is paused."""
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
     b"transfer-encoding", b"upgrade",

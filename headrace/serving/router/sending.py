@@ -14,7 +14,7 @@ from headrace.serving.router.workers import FAILURE_STATUSES, Worker
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What is sent to a worker. ``tokens``: its load there."""
+    """A request as it is sent to a worker. ``tokens``: the load that it adds there."""
 
     method: str
     target: bytes

@@ -22,7 +22,7 @@ IDLE_S = 4.0
 FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
 FAILURE_STATUSES = frozenset({500, 502, 503, 504})
 BOOTSTRAP_PORT = 8998
-"""Of the transfer agent of a prefill worker that does not name another one."""
+"""Default port of a prefill worker's transfer agent."""
 Health = Literal["starting", "ready", "failing"]
 
 
@@ -34,7 +34,7 @@ class Running(Protocol):
 
 
 class _Settings(msgspec.Struct):
-    """What matters of the answer of ``/get_server_info``."""
+    """The fields of ``/get_server_info`` that are used."""
 
     disaggregation_bootstrap_port: int | None = None
 
@@ -131,7 +131,7 @@ class Worker:
         return ReplicaState(self.index, num_running=len(self.relays), prefill_tokens=self.load, name=self.url)
 
     def note_outcome(self, *, failed: bool) -> None:
-        """A request has ended there."""
+        """Note how a request to it ended, for the circuit breaker."""
         if not failed:
             self.breaker.note_success()
         elif break_s := self.breaker.note_failure():
@@ -140,7 +140,7 @@ class Worker:
             )
 
     def note_lost(self, reason: str) -> None:
-        """It cannot be reached: no requests until a health check succeeds."""
+        """Note that it cannot be reached: it gets no requests until a health check succeeds."""
         if self.health != "failing":
             logger.warning("%s is not reachable: %s", self.url, reason)
         self.health, self.reason = "failing", reason

@@ -168,8 +168,8 @@ def _reasoning_switches(request: ReasoningFields) -> dict[str, Any]:
 
 
 def render_size(request: ChatRequest | TokenizeRequest) -> int:
-    """What `compute` needs for rendering: characters of messages that are plain texts, as stored ones are not in the
-    request's body. A template that the request brings never runs on the event loop."""
+    """The ``size`` of rendering for `compute`: characters of the messages, as stored ones are not in the request's
+    body. A template that the request brings never runs on the event loop."""
     num_chars = sum(len(message.content) for message in request.messages or () if isinstance(message.content, str))
     return max(num_chars, AT_ONCE + 1) if request.chat_template else num_chars
 

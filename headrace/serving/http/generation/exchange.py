@@ -18,7 +18,7 @@ from headrace.serving.http.protocol.fields import TransferParams
 from headrace.serving.http.protocol.openai import TransferAnswer
 
 DEFAULT_PORT = 8998
-"""Of a transfer agent; SGLang's."""
+"""Default port of a transfer agent, as in SGLang."""
 
 
 class ExchangeBody(Protocol):
@@ -57,7 +57,7 @@ def with_transfers(params: Sequence[SamplingParams], body: ExchangeBody, config:
 def answer_router(
     params: Sequence[object], body: ExchangeBody, config: EngineConfig
 ) -> TransferAnswer | UnsetType:
-    """What the response of a prefill server tells vLLM's router; unset for any other request."""
+    """``kv_transfer_params`` of a prefill server's response, for vLLM's router; unset for any other request."""
     asked, role = body.kv_transfer_params, config.disaggregation
     spec = params[0].transfer if isinstance(params[0], SamplingParams) else None
     if asked is None or not asked.do_remote_decode or spec is None or role.disaggregation_mode != "prefill":

@@ -68,7 +68,7 @@ class SpeechMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> SpeechMarks:
-        """Those of a model's tokenizer; raises `UnsupportedFeature` where it lacks some."""
+        """The special tokens of a tokenizer; raises `UnsupportedFeature` if it lacks some."""
         def find(name: str) -> int:
             found = tokenizer.special_id(f"<|{name}|>")
             if found is None:
@@ -296,7 +296,8 @@ class Transcriber:
         return await self._repeat(lambda: self._ask_once(item, ids, params, tell))
 
     async def _repeat(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the engine answers. What has begun waits while the queue is full: the windows before would be lost."""
+        """The engine's answer. A clip that has begun waits while the queue is full: else its earlier windows would be
+        lost."""
         while True:
             try:
                 return await ask()

@@ -191,7 +191,7 @@ class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerFields(IdentityFields, kw_only=True, forbid_unknown_fields=True):
-    """What the answer shows besides. ``logprob_token_ids``: tokens whose logprobs are told at every position, beside
+    """Further parts of the answer. ``logprob_token_ids``: tokens whose logprobs are returned at every position, besides
     the most likely ones. ``return_tokens_as_token_ids`` writes the tokens of logprobs as ``token_id:7``;
     ``return_timings`` adds ``timings``."""
 

@@ -103,7 +103,7 @@ def _name_in(netloc: str) -> str:
 
 class OwnNames:
     """The names under which a server on a loopback address is reached: those of loopback itself, ``host``, and
-    ``allowed_hosts``. Where a browser believes to be under another one, its page is of another site."""
+    ``allowed_hosts``. A browser that uses another name shows a page of another site."""
 
     def __init__(self, server: AccessConfig):
         self._allowed = frozenset(split_list(server.allowed_hosts.lower()))

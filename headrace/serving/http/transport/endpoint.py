@@ -255,7 +255,7 @@ def _explain(error: msgspec.ValidationError, record: type[msgspec.Struct], body:
 
 
 def _explain_value(reason: str, record: type[msgspec.Struct], path: str) -> str:
-    """What a value must be, in words."""
+    """The reason of an error, with the allowed values in words."""
     invalid = _INVALID.match(reason)
     choices = _choices_at(record, path) if invalid is not None else []
     if choices and invalid is not None:

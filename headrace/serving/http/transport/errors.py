@@ -123,8 +123,8 @@ def respond_error(error: HeadraceError, scope: Scope) -> Response:
 
 
 def end_of_stream(error: HeadraceError, scope: Scope, media_type: str) -> bytes | None:
-    """What ends a stream of a server that was lost in the middle of it, in the form of its path; None if a body of this
-    type has no place for an error."""
+    """The error event that ends a stream whose server was lost, in the form of its path; None if a body of this type
+    has no place for an error."""
     body = bytes(respond_error(error, scope).body)
     if media_type.startswith("application/x-ndjson"):
         return body + b"\n"

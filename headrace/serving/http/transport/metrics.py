@@ -69,7 +69,7 @@ TIER_COUNTERS = {
 }
 
 STORAGE_COUNTERS = TIER_COUNTERS.keys() - {"evicted_pages_total"}
-"""Of the tiers, what is known of storage: it does not tell what it holds."""
+"""Metrics of tiers that storage has too; it does not report what it holds."""
 
 ADAPTER_GAUGES = {
     "num_loaded": ("adapters_loaded", "Adapters that requests may name."),
