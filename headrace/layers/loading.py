@@ -138,8 +138,8 @@ def fill_targets(
 ) -> None:
     """Copy each tensor into its target, converting dtype and device; tensors may come in any order.
 
-    Unknown tensors are an error unless their name ends with one of ``harmless``. Raises `WeightError` naming tensors
-    that are missing, unknown, given twice, of the wrong shape, or integers where weights are floats, and if all weights
+    Unknown tensors are an error unless their name ends with one of ``harmless``, or they are biases of zeros, which
+    writers of GPTQ add to every matrix. Raises `WeightError` naming tensors that are missing, unknown, given twice, of the wrong shape, or integers where weights are floats, and if all weights
     are zero; warns of single weights that are all zero, as a file that was not fetched to its end has them.
     """
     filled: set[str] = set()
@@ -149,7 +149,7 @@ def fill_targets(
     }
     for name, tensor in tensors:
         if name not in targets:
-            if name not in targets.elsewhere and not name.endswith(harmless):
+            if not (name in targets.elsewhere or name.endswith(harmless) or _is_no_bias(targets, name, tensor)):
                 faults["not expected"].append(name)
             continue
         if name in filled:
@@ -175,6 +175,13 @@ def fill_targets(
             + "; ".join(_describe(fault, names) for fault, names in faults.items() if names)
         )
     _judge_blank(blank, sum(not name.endswith("bias") for name in filled))
+
+
+def _is_no_bias(targets: Targets, name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor that no target takes is a bias of zeros."""
+    module, _, kind = name.rpartition(".")
+    has_weight = f"{module}.weight" in targets or f"{module}.weight" in targets.elsewhere
+    return kind == "bias" and has_weight and not tensor.any()
 
 
 def _find_fault(targets: Targets, name: str, tensor: torch.Tensor) -> tuple[str, str] | None:
