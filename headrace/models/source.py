@@ -55,8 +55,10 @@ class ModelSource:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """The ``quantization_config``; empty where there is none. Raises `ConfigError` for anything but an object."""
-        return Fields(self.config).section("quantization_config")
+        """The ``quantization_config``, with ``quant_method`` in lower case; empty where there is none. Raises
+        `ConfigError` for anything but an object."""
+        stated = Fields(self.config).section("quantization_config")
+        return {**stated, "quant_method": str(stated["quant_method"]).lower()} if stated.get("quant_method") else stated
 
     @property
     def folder(self) -> Path:
@@ -147,8 +149,14 @@ def _read_folder(found: Found) -> ModelSource:
 
 
 def _find_quantization(config: dict[str, Any], folder: Path) -> None:
-    """Set ``quantization_config`` where a writer put it elsewhere: MLX, older compressed-tensors, `STATED_ASIDE`."""
-    stated = config.get("quantization_config")
+    """Set ``quantization_config`` where a writer put it elsewhere: in the text model's part, in an object of that name
+    (older compressed-tensors), MLX, ``compression_config``, `STATED_ASIDE`."""
+    text = config.get("text_config")
+    stated = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if isinstance(stated, dict) and isinstance(own := stated.get("quantization_config"), dict):
+        stated = {**stated, **own}
+    if stated:
+        config["quantization_config"] = stated
     if isinstance(stated, dict) and stated.get("quant_method"):
         return
     by_mlx = config.get("quantization")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from layers import format_writers as writers
-from layers.format_cases import CASES, LLAMA, QWEN_MOE, Case, draw, make_checkpoint, name_tensors, torchao
+from layers.format_cases import CASES, LLAMA, QWEN_MOE, Case, ct, draw, make_checkpoint, name_tensors, torchao
 from safetensors.torch import save_file
 from torch import nn
 
@@ -180,10 +180,14 @@ def test_groups_of_compressed_tensors_have_formats_of_their_own():
         "by_class": fp8.config["config_groups"]["group_0"],
         "by_pattern": {**int4.config["config_groups"]["group_0"], "targets": [r"re:.*mlp\.(up|down)$"]},
         "by_name": {**fp8.config["config_groups"]["group_0"], "targets": ["l.0.mlp.down"]},
+        "of_embeddings": {**CASES["ct-int8-weights"].config["config_groups"]["group_0"], "targets": ["Embedding"]},
     }
     case = Case(fp8.write, {**fp8.config, "format": "mixed-precision", "config_groups": groups})
     tensors, expected = {}, {}
-    for module, own in {"l.0.attn.q": fp8, "l.0.mlp.up": int4, "l.0.mlp.down": fp8, "l.1.mlp.down": int4}.items():
+    for module, own in {
+        "l.0.attn.q": fp8, "l.0.mlp.up": int4, "l.0.mlp.down": fp8, "l.1.mlp.down": int4,
+        "embed_tokens": CASES["ct-int8-weights"],
+    }.items():
         written, expected[module] = own.write(draw(40, 64))
         tensors |= name_tensors(module, written)
     found = read(case, tensors)
@@ -273,7 +277,44 @@ def test_older_files_state_their_form_elsewhere(tmp_path: Path):
     assert_near(found, meant["model.layers.0.mlp.down_proj.weight"].double())
 
 
+CT_ORDER = Case(
+    lambda weight: as_packed(*writers.gptq(weight, order=True)),
+    ct("pack-quantized", {"num_bits": 4, "type": "int", "group_size": 32, "actorder": "dynamic"}).config
+)
+
+
+def as_packed(tensors: dict[str, torch.Tensor], expected: torch.Tensor) -> writers.Written:
+    """GPTQ's tensors as those of compressed-tensors, which lie the other way round."""
+    return {
+        "weight_packed": tensors["qweight"].T, "weight_scale": tensors["scales"].T, "weight_g_idx": tensors["g_idx"],
+        "weight_shape": torch.tensor(expected.shape)
+    }, expected
+
+
+@pytest.mark.parametrize(("case", "stated"), [
+    (CASES["gptq-v2"], {"checkpoint_format": None, "format": "GPTQ_V2"}),
+    (CASES["awq-gemv"], {"version": None, "format": "gemv"}),
+    (CASES["gptq-v2"], {"quant_method": "auto-round", "backend": "auto_round:exllamav2"}),
+    (CASES["gptq-v2"], {"quant_method": "auto-round", "packing_format": "auto_round"}),
+    (CASES["gptq-asymmetric"], {"quant_method": "auto-round", "backend": "gptq:exllamav2"}),
+    (CT_ORDER, {}),
+    (CASES["ct-int8"], {"sparsity_config": {"format": None}}),
+])
+def test_a_form_is_stated_in_several_ways(case: Case, stated: dict[str, Any]):
+    """Zero points, packing and order of inputs, which shapes do not tell."""
+    written, expected = case.write(draw(40, 128))
+    found = read(Case(case.write, {**case.config, **stated}), name_tensors("m", written))
+    assert_near(found["m.weight"], expected)
+
+
 @pytest.mark.parametrize(("name", "aside", "stated"), [
+    ("gptq", "config.json", {**LLAMA, "quantization_config": {**CASES["gptq"].config, "quant_method": "GPTQ"}}),
+    ("gptq", "config.json", {**LLAMA, "text_config": {"quantization_config": CASES["gptq"].config}}),
+    (
+        "ct-int4-group", "config.json", {**LLAMA, "quantization_config": {
+            "quant_method": "compressed-tensors", "quantization_config": CASES["ct-int4-group"].config
+        }}
+    ),
     ("quanto-int8", "quanto_qmap.json", {"model.layers.0.mlp.down_proj": {"weights": "qint8", "activations": "none"}}),
     ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
     ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}),

@@ -36,6 +36,8 @@ FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mxfp8-quantized", "mxfp4-pack-quantized",
     "nvfp4-pack-quantized", "dense",
 )
+GROUP_ORDERS = ("group", "dynamic", "true")
+"""Values of ``actorder`` with which inputs name their group; ``weight`` and ``static`` change the writing alone."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,18 @@ class CompressedTensors:
 
     def _find_layout(self, module: str) -> Layout | None:
         """The layout of the group that names the module, a pattern that it matches, or its class, in this order. Of an
-        ignored module the weight is plain, which its dtype tells."""
+        ignored module the weight is plain, which its dtype tells. Classes are known to the writer alone: embeddings are
+        told by their names, all others are linear layers."""
         named = (layout for target, layout in self._targets if target == module)
         matching = (
             layout for target, layout in self._targets if target.startswith("re:") and re.match(target[3:], module)
         )
-        # classes are known to the writer alone; a target with a dot is a name, and was not this one
-        classes = (layout for target, layout in self._targets if not target.startswith("re:") and "." not in target)
+        is_embedding = "embed" in module.rpartition(".")[2]
+        # a target with a dot is a name, and was not this one
+        classes = (
+            layout for target, layout in self._targets
+            if not target.startswith("re:") and "." not in target and (target == "Embedding") == is_embedding
+        )
         return next(named, None) or next(matching, None) or next(classes, None)
 
 
@@ -96,7 +103,7 @@ def _refuse(what: str) -> ConfigError:
 
 
 def _check_whole(config: Mapping[str, Any]) -> None:
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
     if sparsity != "dense":
         raise _refuse(f"sparse weights ({sparsity}) are not read")
     transforms = (config.get("transform_config") or {}).get("config_groups")
@@ -124,7 +131,7 @@ def read_weights(group: Mapping[str, Any], whole_format: str) -> Weights:
     size = stated.get("group_size")
     return Weights(
         form, bits, kind, size if type(size) is int and size > 0 else 0, tuple(block or (128, 128)),
-        stated.get("symmetric", True) is not False, stated.get("actorder") in ("group", True)
+        stated.get("symmetric", True) is not False, str(stated.get("actorder")).lower() in GROUP_ORDERS
     )
 
 

@@ -23,6 +23,8 @@ from headrace.layers.quantization.formats.scaled_floats import ScaledFp8
 CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 BITS = (2, 3, 4, 8)
 AWQ_BITS = 4
+OWN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2", "auto_round:gptqmodel")
+"""AutoRound's ``packing_format`` that store zero points as they are; others that name GPTQ store them less 1."""
 AUTO_ROUND_FORMS = {
     ("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized", ("nv_fp", 4): "nvfp4-pack-quantized",
     ("fp", 8): "float-quantized",
@@ -36,7 +38,7 @@ class Gptq:
     """See `Scheme`. ``checkpoint_format`` gptq stores zero points less 1, gptq_v2 as they are."""
 
     def __init__(self, query: SchemeQuery):
-        form = str(query.config.get("checkpoint_format") or query.stored or "gptq")
+        form = str(query.config.get("checkpoint_format") or query.config.get("format") or query.stored).lower()
         if form not in ("gptq", "gptq_v2"):
             raise _refuse("gptq", f"checkpoint_format {form!r}", "gptq, gptq_v2")
         words = str(query.config.get("pack_dtype") or "int32").removeprefix("torch.")
@@ -61,7 +63,7 @@ class Awq:
     """See `Scheme`; ``version`` gemm or gemv."""
 
     def __init__(self, query: SchemeQuery):
-        version = str(query.config.get("version") or "gemm").lower()
+        version = str(query.config.get("version") or query.config.get("format") or "gemm").lower()
         bits = query.config.get("bits") or query.config.get("w_bit") or AWQ_BITS
         if version not in ("gemm", "gemv"):
             raise _refuse("awq", f"version {version!r}", "gemm, gemv")
@@ -93,14 +95,18 @@ class AutoRound:
         self._inner: Scheme
         if "awq" in form:
             self._inner = Awq(_as_method(query, "awq"))
-        elif "gptq" in form or form in ("auto_round", "auto"):
-            self._inner = Gptq(_as_method(query, "gptq_v2" if "gptqmodel" in form or "v2" in form else "gptq"))
+        elif form in OWN_PACKINGS:
+            self._inner = Gptq(_as_method(query, "gptq_v2"))
+        elif "gptq" in form or form == "auto":
+            self._inner = Gptq(_as_method(query, "gptq"))
         elif form.endswith((":fp8", ":fp8_static")):
             self._inner = ScaledFp8(query)
         elif form.endswith(":llm_compressor"):
             self._inner = CompressedTensors(replace(query, config=_as_groups(query.config)))
         else:
-            known = "auto_round:auto_gptq, :gptqmodel, :auto_awq, :fp8, :fp8_static and :llm_compressor"
+            known = (
+                f"auto_round:auto_gptq, :auto_awq, :fp8, :fp8_static, :llm_compressor and {', '.join(OWN_PACKINGS)}"
+            )
             raise _refuse("auto-round", f"packing_format {form!r}", known)
 
     def read(self, tensors: Iterable[Named]) -> Iterable[Named]:
