@@ -161,10 +161,13 @@ def test_models_are_loaded_with_these_weights(name: str, config: dict[str, Any],
 
 
 def test_a_layer_may_have_other_bits_or_none(tmp_path: Path):
-    """GPTQ's ``dynamic``: the shapes of the tensors tell."""
-    case = CASES["gptq"]
+    """GPTQ's ``dynamic``: the shapes of the tensors tell, but not how large groups are of which the last is smaller."""
+    dynamic = {"+:e": {"group_size": 128}, "-:d": {}}
+    case = Case(writers.gptq, {**CASES["gptq"].config, "dynamic": dynamic})
     tensors, expected = {}, {}
-    for module, own in {"a": {}, "b": {"bits": 8}, "c": {"bits": 3, "group": 64}}.items():
+    for module, own in {
+        "a": {}, "b": {"bits": 8}, "c": {"bits": 3, "group": 64}, "e": {"group": 128, "with_ids": False}
+    }.items():
         written, expected[module] = writers.gptq(draw(64, 192), **own)
         tensors |= name_tensors(module, written)
     tensors["d.weight"] = expected["d"] = draw(8, 8)
@@ -220,6 +223,11 @@ def test_groups_of_compressed_tensors_have_formats_of_their_own():
     ),
     ({"quant_method": "quanto", "m.0": {"weights": "qint4"}}, "quanto.*qint4 .m.0. are not read.*qint8"),
     ({"bits": 4, "group_size": 128}, "has no quant_method.*known are .*awq, bitsandbytes"),
+    ({"quant_method": "modelopt", "quantization": "FP8"}, "config .modelopt. holds a value .* no attribute 'get'"),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:("], "weights": {}}}},
+        "config .compressed-tensors. holds a value .* unterminated subpattern"
+    ),
     ({"quant_method": "aqlm"}, "quant_method is 'aqlm'.*known are .*awq, bitsandbytes, compressed-tensors"),
 ])
 def test_what_is_not_read_is_named(config: dict[str, Any], said: str):
@@ -257,6 +265,13 @@ def test_other_floats_of_8_bits_are_named(name: str):
     ("ct-int4-group", {"weight_scale": torch.ones(40, 3)}, "needs scales"),
     ("modelopt-nvfp4", {"weight_scale": torch.ones(40, 3)}, "m.0"),
     ("nf4", {"weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8)}, "quant_state"),
+    ("gptq", {"scales": torch.ones(40)}, "shapes of GPTQ: .*scales .40"),
+    ("gptq", {"qweight": torch.zeros(8, 40, dtype=torch.int64)}, "words of codes are torch.int64"),
+    ("ct-int4-group", {"weight_shape": torch.tensor(40)}, "shapes of pack-quantized"),
+    ("ct-int4-group", {"weight_packed": torch.zeros(40, 9, dtype=torch.int32)}, "64 codes of 4 bits do not take 9 words"),
+    ("fp8-static", {"weight": torch.zeros(0, 64).to(torch.float8_e4m3fn)}, "there are no values: .0, 64"),
+    ("fp8-block", {"weight_scale_inv": torch.tensor([[float("nan")]])}, "m.0, stored as FP8: some scales are infinite"),
+    ("hqq-outputs", {"scale": torch.full((1, 80), float("inf"))}, "stored as HQQ: some numbers are infinite or not"),
 ])
 def test_tables_of_a_wrong_shape_are_told(name: str, broken: dict[str, torch.Tensor], said: str):
     written, _ = CASES[name].write(draw(40, 64))

@@ -18,6 +18,7 @@ CHUNK_WEIGHTS = 1 << 22
 """Weights that are dequantised at a time, which bounds temporaries."""
 LEAST_GROUP = 16
 """A cut through a group makes smaller groups of equal length down to this; below, inputs name their group."""
+NOT_FINITE = "some {} are infinite or not a number, so the file is damaged or was written so; fetch it again"
 
 
 class Code(Enum):
@@ -84,7 +85,11 @@ class CodedMatrix:
         )
 
     def find_fault(self) -> str | None:
-        """What is wrong with the shapes of a matrix that a file describes; None if they fit."""
+        """What is wrong with the tables of a matrix that a file describes; None if they fit."""
+        if 0 in self.shape:
+            return f"there are no values: {list(self.shape)}"
+        if self.group_ids is not None and tuple(self.group_ids.shape) != self.shape[1:]:
+            return f"values {list(self.shape)} need {self.shape[1]} groups of inputs, not {list(self.group_ids.shape)}"
         num_groups = self.scales.shape[1] if self.group_ids is not None else -(-self.shape[1] // self.group)
         for noun, table in (("scales", self.scales), ("zero points", self.zeros)):
             if table is not None and tuple(table.shape) != (-(-self.shape[0] // self.rows), num_groups):
@@ -92,6 +97,8 @@ class CodedMatrix:
                     f"values {list(self.shape)} need {noun} {[-(-self.shape[0] // self.rows), num_groups]}, the "
                     f"checkpoint has {list(table.shape)}"
                 )
+            if table is not None and table.is_floating_point() and not table.isfinite().all():
+                return NOT_FINITE.format(noun)
         return None
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
@@ -234,7 +241,10 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Codes uint8 [R, count] from little-endian bit streams in ``words`` [R, W] int32; codes may straddle words."""
+    """Codes uint8 [R, count] from little-endian bit streams in ``words`` [R, W] int32; codes may straddle words. Raises
+    `TypeError` for words of another size."""
+    if words.dtype.itemsize != 4:
+        raise TypeError(f"words of codes are {words.dtype}, not int32")
     if 8 % bits == 0:  # whole codes to a byte
         raw = words.contiguous().view(torch.uint8)
         if bits < 8:

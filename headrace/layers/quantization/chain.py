@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from torch import nn
 
-from headrace.base.errors import ConfigError, PluginError
+from headrace.base.errors import ConfigError, HeadraceError, PluginError
 from headrace.base.quantization import SCHEME_GROUP
 from headrace.layers.quantization.contract import SCHEMES, Named, Scheme, SchemeQuery
 
@@ -126,13 +127,23 @@ def chain_schemes(query: SchemeQuery) -> SchemeChain:
 
 def _build(name: str, query: SchemeQuery) -> Scheme | None:
     try:
-        return SCHEMES.load(name)(query)
+        scheme = SCHEMES.load(name)
     except PluginError as error:
         if query.stored or query.wanted == name:
             raise
         # No method is stated, so every reader was tried: one that cannot be imported may well not be needed.
         logger.warning("weights stored in its form cannot be read: %s", error)
         return None
+    try:
+        return scheme(query)
+    except HeadraceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+        raise ConfigError(
+            f"config.json: quantization_config ({query.stored or name}) holds a value that cannot be read: "
+            f"{type(error).__name__}: {error}. Compare it with the file that the checkpoint was published with",
+            param="quantization_config",
+        ) from error
 
 
 def _fault_of_wanted(query: SchemeQuery) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.base.errors import WeightError
-from headrace.kernels.coded_linear.codes import CodedMatrix
+from headrace.kernels.coded_linear.codes import NOT_FINITE, CodedMatrix
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
 
@@ -112,12 +112,16 @@ def _check_type(module: str, layout: Layout, tensor: torch.Tensor) -> None:
 def _finish(module: str, layout: Layout, parts: Parts, query: SchemeQuery) -> Named:
     try:
         weight = layout.decode(module, parts)
-    except (RuntimeError, IndexError) as error:
+    except WeightError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{kind} {list(tensor.shape)}" for kind, tensor in parts.items())
         raise WeightError(f"{module} does not have the shapes of {layout.format}: {shapes} ({error})") from error
     if isinstance(weight, CodedMatrix):
         if fault := weight.find_fault():
             raise WeightError(f"{module}, stored as {layout.format}: {fault}")
         weight = CodedTensor(weight) if query.keeps_codes else weight.dequantise(torch.float32)
+    elif not weight.isfinite().all():
+        raise WeightError(f"{module}, stored as {layout.format}: {NOT_FINITE.format('numbers')}")
     return f"{module}.{WEIGHT}", weight
 

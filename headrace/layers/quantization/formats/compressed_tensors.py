@@ -25,6 +25,7 @@ from headrace.layers.quantization.formats.scaled_floats import (
     as_floats,
     decode_fp8,
     decode_nvfp4,
+    read_block,
     unpack_pairs,
 )
 
@@ -69,6 +70,9 @@ class CompressedTensors:
             (str(target), _make_layout(read_weights(group, str(config.get("format") or ""))))
             for group in groups.values() if group.get("weights") is not None for target in group.get("targets") or ()
         ]
+        for target, _ in self._targets:
+            if target.startswith("re:"):
+                re.compile(target[3:])  # raises here, and not at the first tensor
         self._find = cache(self._find_layout)
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -87,10 +91,9 @@ class CompressedTensors:
             layout for target, layout in self._targets if target.startswith("re:") and re.match(target[3:], module)
         )
         is_embedding = "embed" in module.rpartition(".")[2]
-        # a target with a dot is a name, and was not this one
         classes = (
             layout for target, layout in self._targets
-            if not target.startswith("re:") and "." not in target and (target == "Embedding") == is_embedding
+            if target[:1].isupper() and (target == "Embedding") == is_embedding
         )
         return next(named, None) or next(matching, None) or next(classes, None)
 
@@ -130,7 +133,8 @@ def read_weights(group: Mapping[str, Any], whole_format: str) -> Weights:
         raise _refuse(f"{form} floats of {bits} bits are not read")
     size = stated.get("group_size")
     return Weights(
-        form, bits, kind, size if type(size) is int and size > 0 else 0, tuple(block or (128, 128)),
+        form, bits, kind, size if type(size) is int and size > 0 else 0,
+        read_block(block, "block_structure"),
         stated.get("symmetric", True) is not False, str(stated.get("actorder")).lower() in GROUP_ORDERS
     )
 
@@ -212,6 +216,8 @@ def _unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     whole = 32 // bits
     if words.shape[1] == -(-count * bits // 32):
         return unpack_bits(words, bits, count)
+    if words.shape[1] != -(-count // whole):
+        raise ValueError(f"{count} codes of {bits} bits do not take {words.shape[1]} words")
     shifts = torch.arange(whole, device=words.device) * bits
     codes = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :count].to(torch.uint8)

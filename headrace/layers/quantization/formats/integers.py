@@ -6,8 +6,9 @@ bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,14 +46,12 @@ class Gptq:
         if words != "int32":
             raise _refuse("gptq", f"pack_dtype {words!r}", "int32")
         self._query, self._offset, self._bits = query, 0 if form == "gptq_v2" else 1, query.config.get("bits")
+        self._groups = _list_groups(query.config)
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
-        offset, bits = self._offset, self._bits
-        layout = Layout(
-            "GPTQ", frozenset({CODES, ZEROS, SCALES}), lambda module, parts: decode_gptq(module, parts, offset, bits),
-            optional=frozenset({ORDER})
-        )
+        decode = partial(decode_gptq, offset=self._offset, stated_bits=self._bits, stated_groups=self._groups)
+        layout = Layout("GPTQ", frozenset({CODES, ZEROS, SCALES}), decode, optional=frozenset({ORDER}))
         return assemble(tensors, lambda module: layout, self._query)
 
     def finish(self, model: nn.Module) -> None:
@@ -141,10 +140,9 @@ def _as_group(own: Mapping[str, Any], target: str) -> dict[str, Any] | None:
 
 
 def _as_method(query: SchemeQuery, method: str) -> SchemeQuery:
-    config = {"checkpoint_format": method, "bits": query.config.get("bits")} if method.startswith("gptq") else {
-        "group_size": query.config.get("group_size"), "bits": query.config.get("bits")
-    }
-    return SchemeQuery(query.device, query.dtype, method, query.wanted, config, query.keeps_codes)
+    names = ("bits", "group_size", "extra_config")
+    config = {"checkpoint_format": method} if method.startswith("gptq") else {}
+    return replace(query, stored=method, config={**config, **{name: query.config.get(name) for name in names}})
 
 
 def _refuse(method: str, what: str, known: str) -> ConfigError:
@@ -154,10 +152,20 @@ def _refuse(method: str, what: str, known: str) -> ConfigError:
     )
 
 
-def decode_gptq(module: str, parts: Parts, offset: int, stated_bits: object = None) -> CodedMatrix:
+def _list_groups(config: Mapping[str, Any]) -> list[int]:
+    """The sizes of groups that GPTQ's and AutoRound's configurations state, of all layers first, then of single ones."""
+    own = [rule for name in ("dynamic", "extra_config") for rule in (config.get(name) or {}).values()]
+    sizes = [stated.get("group_size") for stated in (config, *own) if isinstance(stated, dict)]
+    return [size for size in sizes if type(size) is int and size > 0]
+
+
+def decode_gptq(
+    module: str, parts: Parts, *, offset: int, stated_bits: object = None, stated_groups: Sequence[int] = ()
+) -> CodedMatrix:
     """``qweight`` int32 [I * b / 32, O], codes of an output one above the other; ``qzeros`` int32 [G, O * b / 32], less
-    ``offset``; ``scales`` [G, O]; ``g_idx`` int32 [I]: each input's group. ``stated_bits`` count where the shapes allow
-    several: few outputs may fill as many words with 3 bits as with 4."""
+    ``offset``; ``scales`` [G, O]; ``g_idx`` int32 [I]: each input's group. ``stated_bits`` and the first of
+    ``stated_groups`` that fits count where the shapes allow several: few outputs may fill as many words with 3 bits as
+    with 4, and the last group may be smaller."""
     words, scales = parts[CODES], parts[SCALES]
     num_groups, rows = scales.shape
     possible = [bits for bits in BITS if -(-rows * bits // 32) == parts[ZEROS].shape[1]]
@@ -169,7 +177,8 @@ def decode_gptq(module: str, parts: Parts, offset: int, stated_bits: object = No
         )
     columns = words.shape[0] * 32 // bits
     zeros = unpack_bits(parts[ZEROS], bits, rows) + offset & (1 << bits) - 1
-    group = -(-columns // num_groups)
+    even = -(-columns // num_groups)
+    group = next((size for size in stated_groups if -(-columns // size) == num_groups), even)
     ids = parts.get(ORDER)
     if ids is not None:
         if ids.shape != (columns,) or (ids < 0).any() or (ids >= num_groups).any():
@@ -177,6 +186,7 @@ def decode_gptq(module: str, parts: Parts, offset: int, stated_bits: object = No
                 f"{module}: GPTQ's g_idx does not give each of {columns} inputs one of {num_groups} groups"
             )
         ids = ids.long()
+        group = int((ids == ids[0]).sum())
         ids = None if torch.equal(ids, torch.arange(columns, device=ids.device) // group) else ids
     return CodedMatrix(
         Code.INT, unpack_bits(words.t(), bits, columns), scales.t(), group, zeros.t(), group_ids=ids, bits=bits

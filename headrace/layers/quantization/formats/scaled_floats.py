@@ -6,8 +6,7 @@ Formats are recognised by dtypes and shapes. O outputs, I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -32,7 +31,8 @@ class ScaledFp8:
     """8-bit floats (e4m3) with scales of blocks, of outputs or of the whole weight; see `Scheme`."""
 
     def __init__(self, query: SchemeQuery):
-        self._query, self._block = query, read_block(query.config)
+        stated = query.config.get("weight_block_size")
+        self._query, self._block = query, read_block(stated, "weight_block_size")
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
@@ -62,14 +62,13 @@ class Mxfp4:
         """Layers got their weights while these were read."""
 
 
-def read_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """``weight_block_size``: outputs and inputs of a block."""
-    stated = config.get("weight_block_size")
+def read_block(stated: object, field: str) -> tuple[int, int]:
+    """Outputs and inputs of a block, as ``field`` states them."""
     if stated is None:
         return FP8_BLOCK, FP8_BLOCK
     if not isinstance(stated, (list, tuple)) or len(stated) != 2 or any(type(n) is not int or n < 1 for n in stated):
         raise ConfigError(
-            f"config.json: quantization_config.weight_block_size must be two whole numbers above 0, got {stated!r}",
+            f"config.json: quantization_config: {field} must be two whole numbers above 0, got {stated!r}",
             param="quantization_config",
         )
     return stated[0], stated[1]
