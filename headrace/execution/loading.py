@@ -34,7 +34,7 @@ from headrace.layers.moe.layer import MoeMlp
 from headrace.layers.moe.mxfp4 import Mxfp4ExpertWeights
 from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.pooling import EmbeddingHead, PoolingHead
-from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes
+from headrace.layers.quantization import SchemeChain, SchemeQuery, chain_schemes, names_form
 from headrace.layers.quantization.coded import Storing, find_form, prepare_products
 from headrace.layers.quantization.storage import (
     can_store_blocks,
@@ -338,20 +338,25 @@ def choose_schemes(
     """Schemes for the checkpoint's ``quantization_config`` (not for dummy weights) and the user's choice.
     ``keeps_blocks``: as in `Build`. Layers on a GPU can keep codes too, though no blocks."""
     stated = {} if model.load_format == "dummy" else source.quantization
-    wanted, stored = model.quantization or "", str(stated.get("quant_method") or "")
-    is_kept = wanted in ("", AS_STORED, stored)  # naming the checkpoint's own form changes nothing
+    wanted, is_kept = model.quantization or "", keeps_form(source, model)
     return chain_schemes(SchemeQuery(
-        device.type, str(dtype).removeprefix("torch."), stored=stored,
+        device.type, str(dtype).removeprefix("torch."), stored=str(stated.get("quant_method") or ""),
         wanted="" if is_kept or wanted == AS_PLAIN else wanted, config=stated,
         keeps_codes=is_kept and (keeps_blocks or device.type == "cuda"),
     ))
+
+
+def keeps_form(source: ModelSource, model: ModelConfig) -> bool:
+    """Whether layers are to keep weights in the checkpoint's form, which the user may name: that changes nothing."""
+    wanted = model.quantization
+    return wanted in (None, AS_STORED) or names_form(wanted, str(source.quantization.get("quant_method") or ""))
 
 
 def keeps_blocks(
     source: ModelSource, model: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> bool:
     """Whether layers keep a file's quantised blocks. For a file that has some, waits for the CPU kernels."""
-    if model.load_format == "dummy" or model.quantization not in (None, AS_STORED):
+    if model.load_format == "dummy" or not keeps_form(source, model):
         return False
 
     def report(num_done: int, num_files: int) -> None:
@@ -365,7 +370,7 @@ def keeps_blocks(
 def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device, progress: Progress) -> bool:
     """Whether most products will take weights with a scale per group, and round their inputs by groups, which costs
     less than activations in bfloat16 do. Rounding by rows costs far more than either."""
-    if model.quantization in (None, AS_STORED):
+    if keeps_form(source, model):
         method = source.quantization.get("quant_method")
         has_groups = is_mostly_blocks(source.gguf_tensors) or method in GROUPED_METHODS
         return has_groups and keeps_blocks(source, model, device, torch.float32, progress)
@@ -374,7 +379,7 @@ def _rounds_inputs(source: ModelSource, model: ModelConfig, device: torch.device
 
 @torch.no_grad()
 def _fill(model: Any, source: ModelSource, config: EngineConfig, build: Build, progress: Progress) -> None:
-    form = find_form(source.quantization) if config.model.quantization in (None, AS_STORED) else None
+    form = find_form(source.quantization) if keeps_form(source, config.model) else None
     if config.model.load_format == "dummy":
         progress("filling in random weights", 0.1)
         can_store = build.device.type == "cuda" or can_store_blocks(build.device, build.dtype, waits=False)

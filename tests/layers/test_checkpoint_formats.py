@@ -22,7 +22,7 @@ from headrace.execution.loading import LoadedModel, load_model
 from headrace.kernels import native
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix, stack_matrices, unpack_bits
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
-from headrace.layers.quantization import SchemeQuery, chain_schemes
+from headrace.layers.quantization import SchemeQuery, chain_schemes, names_form
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.coded import find_form
 from headrace.layers.quantization.storage import StorableLayer, find_stored
@@ -158,6 +158,26 @@ def test_models_are_loaded_with_these_weights(name: str, config: dict[str, Any],
     assert len(packed) == (each * len(kept.model.layers) if case.is_packed else 0)
     for weight, values in weights_of(kept.model).items():
         assert_near(values, expected[weight].double(), max(case.tolerance, 2e-3 if case.is_packed else 1e-6))
+
+
+@pytest.mark.parametrize(("wanted", "stored", "is_own"), [
+    ("gptq", "gptq", True), ("gptq", "gptq_v2", True), ("auto-round", "intel/auto-round", True),
+    ("scaled_fp8", "fbgemm_fp8", True), ("fp8", "fp8", True), ("fp8", "mxfp4", False), ("fp8", "fbgemm_fp8", False),
+    ("gptq", "awq", False), ("gptq", "", False),
+])
+def test_names_of_a_checkpoints_own_form(wanted: str, stored: str, is_own: bool):
+    assert names_form(wanted, stored) is is_own
+
+
+def test_naming_the_own_form_changes_nothing(tmp_path: Path):
+    if native.build().status != "ready":
+        pytest.skip("no native kernels")
+    make_checkpoint(tmp_path / "m", LLAMA, CASES["gptq"])
+    sizes = [
+        [stored.num_bytes for stored in find_stored(load(tmp_path / "m", **own).model)]
+        for own in ({}, {"quantization": "gptq"})
+    ]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_layer_may_have_other_bits_or_none(tmp_path: Path):

@@ -11,6 +11,7 @@ from headrace.layers.quantization.chain import (
     default_chain,
     made_for_cpu,
     made_on_any,
+    names_form,
 )
 from headrace.layers.quantization.contract import SCHEMES, Scheme, SchemeQuery
 
@@ -87,5 +88,5 @@ SCHEMES.add(
 
 __all__ = [
     "SCHEMES", "Scheme", "SchemeChain", "SchemeQuery", "StoredAs", "add_installed_schemes", "chain_schemes",
-    "default_chain",
+    "default_chain", "names_form",
 ]

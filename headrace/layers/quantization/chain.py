@@ -12,7 +12,7 @@ from functools import cache
 from torch import nn
 
 from headrace.base.errors import ConfigError, HeadraceError, PluginError
-from headrace.base.quantization import SCHEME_GROUP
+from headrace.base.quantization import MADE_AT_LOAD, SCHEME_GROUP
 from headrace.layers.quantization.contract import SCHEMES, Named, Scheme, SchemeQuery
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,16 @@ def _fault_of_wanted(query: SchemeQuery) -> str | None:
         None if query.stored or not isinstance(supports, StoredAs)
         else "it is a form of checkpoints, which is found in their config.json, and this one states none"
     )
+
+
+def names_form(wanted: str, stored: str) -> bool:
+    """Whether ``wanted`` names the form of a checkpoint whose method is ``stored``: itself, another name of it, or the
+    scheme that reads it. A name of what is made at load means that, of checkpoints of all other methods."""
+    kin = (
+        {entry.name, *entry.supports.methods} for entry in SCHEMES
+        if isinstance(entry.supports, StoredAs) and stored in entry.supports.methods
+    )
+    return wanted == stored or (wanted not in MADE_AT_LOAD and any(wanted in names for names in kin))
 
 
 def _find_formats() -> list[str]:
