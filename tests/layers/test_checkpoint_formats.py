@@ -22,6 +22,7 @@ from headrace.execution.loading import LoadedModel, load_model
 from headrace.kernels import native
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix, stack_matrices, unpack_bits
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
+from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.quantization import SchemeQuery, chain_schemes, names_form
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.coded import find_form
@@ -385,6 +386,38 @@ def test_a_module_has_a_form_of_its_own():
     found = read(CASES["mlx"], stacked)
     for index, (_, expected) in enumerate(experts):
         assert_near(found[f"l.0.mlp.experts.{index}.up_proj.weight"], expected)
+
+
+@pytest.mark.parametrize("keeps_codes", [False, True])
+@pytest.mark.parametrize(("layout", "block"), [
+    ("gate_first", (16, 32)), ("gate_first", None), ("transposed", (16, 32)), ("transposed", None), ("alternating", None)
+])
+def test_stacked_experts_in_fp8(layout: str, block: tuple[int, int] | None, keeps_codes: bool):
+    """As transformers saves them: all experts of a layer in one tensor, with the scales of each, or one for each."""
+    num_inputs, size = 64, 96
+    stated = {"quant_method": "fp8", **({} if block is None else {"weight_block_size": block})}
+    parts, expected = {}, {}
+    for x in range(3):
+        gate_up, down = draw(2 * size, num_inputs, seed=x), draw(num_inputs, size, seed=9 + x)
+        if layout != "gate_first":
+            gate_up, down = gate_up.T, down.T
+        for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+            written, meant = writers.fp8_block(weight, block or tuple(weight.shape))
+            parts.setdefault(name, []).append(written["weight"])
+            parts.setdefault(f"{name}_scale_inv", []).append(written["weight_scale_inv"])
+            expected[name, x] = meant if layout == "gate_first" else meant.T
+    stacks = {f"m.experts.{name}": torch.stack(own) for name, own in parts.items()}
+    stacks["m.experts.down_proj_activation_scale"] = torch.ones(3)
+    case = Case(writers.fp8_block, stated)
+    found = dict(unstack_experts(read(case, stacks, keeps_codes=keeps_codes).items(), layout, num_inputs))
+    assert len(found) == 9
+    for x in range(3):
+        gate_up = expected["gate_up_proj", x]
+        halves = (gate_up[0::2], gate_up[1::2]) if layout == "alternating" else gate_up.split(size)
+        for name, meant in zip(("gate", "up", "down"), (*halves, expected["down_proj", x]), strict=True):
+            weight = found[f"m.experts.{x}.{name}_proj.weight"]
+            assert isinstance(weight, CodedTensor) == (keeps_codes and layout == "gate_first")
+            assert_near(weight + 0, meant)
 
 
 def test_any_checkpoint_is_rounded_to_fp8(tmp_path: Path):

@@ -13,7 +13,9 @@ import torch
 
 from headrace.kernels.block_scaled import dequantise_mxfp4
 from headrace.kernels.packed_linear.blocks import WeightBlocks
-from headrace.layers.quantization.blocks import BlockTensor
+from headrace.layers.quantization.blocks import BlockTensor, CodedTensor
+from headrace.parallel.cut import Cut
+from headrace.parallel.share import Share
 
 Named = tuple[str, torch.Tensor]
 Split = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -84,7 +86,8 @@ def unstack_experts(
 
     A stacked tensor [X, I, O] may come in MXFP4 as ``<name>_blocks`` [X, O, I / 32, 16] and ``<name>_scales`` [X, O,
     I / 32]. They are dequantised to bfloat16 without loss, an expert at a time; with ``keeps_blocks`` they are yielded
-    as `BlockTensor`. Single experts may come so too, as ``<prefix>.experts.<number>.<last>_blocks`` without X.
+    as `BlockTensor`. Single experts may come so too, as ``<prefix>.experts.<number>.<last>_blocks`` without X, and
+    of stacks that a scheme took apart, as ``<prefix>.experts.<number>.<last>``.
     """
     splits, waiting = STACKED_EXPERTS[stacked_experts], dict[str, dict[str, torch.Tensor]]()
     for name, tensor in tensors:
@@ -93,6 +96,14 @@ def unstack_experts(
             if stacked_experts == "transposed":
                 tensor = _turn(tensor, last, hidden_size)
             yield from _number(prefix, splits[last](tensor), first=0)
+            continue
+        number, _, matrix = last.partition(".")
+        if matrix in ("gate_up_proj", "down_proj") and number.isdecimal():
+            if isinstance(tensor, CodedTensor) and stacked_experts == "gate_first":
+                yield from ((f"{prefix}.experts.{number}.{own}", part) for own, part in _split_codes(matrix, tensor))
+                continue
+            tensor = _turn(tensor[None], matrix, hidden_size) if stacked_experts == "transposed" else tensor[None]
+            yield from _number(prefix, splits[matrix](tensor), first=int(number))
             continue
         codes, stem = find_codes(name, stacked_experts), name.rpartition("_")[0]
         if codes is None:
@@ -128,6 +139,16 @@ def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterato
     for name, stacked in own.items():
         for expert, tensor in enumerate(stacked.unbind(), first):
             yield f"{prefix}.experts.{expert}.{name}", tensor
+
+
+def _split_codes(matrix: str, tensor: CodedTensor) -> list[Named]:
+    """One expert's stacked matrix [2F, D] or [D, F], which stays quantised."""
+    if matrix == "down_proj":
+        return [("down_proj.weight", tensor)]
+    rows, columns = tensor.shape
+    halves = (Share(rows, 0, rows // 2), Share(rows, rows // 2, rows))
+    gate, up = (tensor.keep(Cut(((half,), (Share.whole(columns),)))) for half in halves)
+    return [("gate_proj.weight", gate), ("up_proj.weight", up)]
 
 
 def _keep_blocks(split: Split, blocks: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor] | None:

@@ -6,6 +6,7 @@ Formats are recognised by dtypes and shapes. O outputs, I inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,10 +19,12 @@ from headrace.layers.quantization.contract import Named, SchemeQuery
 from headrace.layers.quantization.formats.assembly import Layout, Parts, assemble
 
 SCALE = "weight_scale"
-SCALES = {"weight_scale_inv": SCALE, "scale": SCALE}
+SCALES = {"weight_scale_inv": SCALE, "scale_inv": SCALE, "scale": SCALE}
 """Other names of the scales; all of them multiply."""
 UNUSED = frozenset({"input_scale", "input_scale_inv", "input_scale_ub", "activation_scale", "output_scale"})
 """Scales of activations, which products with plain activations do not need."""
+STACK = re.compile(r"(?P<prefix>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(_(?P<kind>\w*scale(_inv)?))?")
+"""Tensors of all experts of a layer, as transformers saves those that it stacks."""
 BYTES = (torch.int8, torch.uint8)
 NVFP4_GROUP = 16
 FP8_TYPES = (torch.float8_e4m3fn,)
@@ -41,10 +44,27 @@ class ScaledFp8:
             "FP8", frozenset({"weight", SCALE}), lambda module, parts: decode_fp8(module, parts, block), unused=UNUSED,
             types=FP8_TYPES, aliases=SCALES
         )
-        return assemble(tensors, lambda module: layout, self._query)
+        experts: set[str] = set()
+        for name, tensor in assemble(_split_stacks(tensors, experts), lambda module: layout, self._query):
+            module = name.removesuffix(".weight")
+            yield module if module in experts else name, tensor
 
     def finish(self, model: nn.Module) -> None:
         """Layers got their weights while these were read."""
+
+
+def _split_stacks(tensors: Iterable[Named], experts: set[str]) -> Iterator[Named]:
+    """Stacked matrices [X, ...] and their scales as one module each, ``<prefix>.experts.<number>.gate_up_proj`` say,
+    whose names are added to ``experts``. Plain stacks stay."""
+    for name, tensor in tensors:
+        stack = STACK.fullmatch(name)
+        if stack is None or not tensor.dim() or (stack["kind"] is None and tensor.dtype not in FP8_TYPES):
+            yield name, tensor
+            continue
+        for number, part in enumerate(tensor):
+            module = f"{stack['prefix']}.{number}.{stack['matrix']}"
+            experts.add(module)
+            yield f"{module}.{stack['kind'] or 'weight'}", part
 
 
 class Mxfp4:
