@@ -139,8 +139,9 @@ def fill_targets(
     """Copy each tensor into its target, converting dtype and device; tensors may come in any order.
 
     Unknown tensors are an error unless their name ends with one of ``harmless``, or they are biases of zeros, which
-    writers of GPTQ add to every matrix. Raises `WeightError` naming tensors that are missing, unknown, given twice, of the wrong shape, or integers where weights are floats, and if all weights
-    are zero; warns of single weights that are all zero, as a file that was not fetched to its end has them.
+    writers of GPTQ add to every matrix. Raises `WeightError` naming tensors that are missing, unknown, given twice, of
+    the wrong shape, or integers where weights are floats, and if all weights are zero; warns of single weights that are
+    all zero, as a file that was not fetched to its end has them.
     """
     filled: set[str] = set()
     blank: list[str] = []

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 from layers import format_writers as writers
-from layers.format_cases import CASES, LLAMA, QWEN_MOE, Case, ct, draw, make_checkpoint, name_tensors, torchao
+from layers.format_cases import (
+    CASES,
+    FLOAT,
+    LLAMA,
+    QWEN_MOE,
+    TOKEN,
+    Case,
+    ct,
+    draw,
+    make_checkpoint,
+    name_tensors,
+    torchao,
+)
 from safetensors.torch import save_file
 from torch import nn
 
@@ -289,7 +301,7 @@ def test_other_floats_of_8_bits_are_named(name: str):
     ("gptq", {"scales": torch.ones(40)}, "shapes of GPTQ: .*scales .40"),
     ("gptq", {"qweight": torch.zeros(8, 40, dtype=torch.int64)}, "words of codes are torch.int64"),
     ("ct-int4-group", {"weight_shape": torch.tensor(40)}, "shapes of pack-quantized"),
-    ("ct-int4-group", {"weight_packed": torch.zeros(40, 9, dtype=torch.int32)}, "64 codes of 4 bits do not take 9 words"),
+    ("ct-int4-group", {"weight_packed": torch.zeros(40, 9, dtype=torch.int32)}, "64 codes of 4 bits do not take 9"),
     ("fp8-static", {"weight": torch.zeros(0, 64).to(torch.float8_e4m3fn)}, "there are no values: .0, 64"),
     ("fp8-block", {"weight_scale_inv": torch.tensor([[float("nan")]])}, "m.0, stored as FP8: some scales are infinite"),
     ("hqq-outputs", {"scale": torch.full((1, 80), float("inf"))}, "stored as HQQ: some numbers are infinite or not"),
@@ -333,7 +345,7 @@ def as_packed(tensors: dict[str, torch.Tensor], expected: torch.Tensor) -> write
     (CASES["gptq-v2"], {"quant_method": "auto-round", "backend": "auto_round:exllamav2"}),
     (CASES["gptq-v2"], {"quant_method": "auto-round", "packing_format": "auto_round"}),
     (CASES["gptq-asymmetric"], {"quant_method": "auto-round", "backend": "gptq:exllamav2"}),
-    (CT_ORDER, {}),
+    (CT_ORDER, {}), (ct("float-quantized", {**FLOAT, "strategy": "group", "group_size": 64}, TOKEN), {}),
     (CASES["ct-int8"], {"sparsity_config": {"format": None}}),
 ])
 def test_a_form_is_stated_in_several_ways(case: Case, stated: dict[str, Any]):
@@ -390,7 +402,8 @@ def test_a_module_has_a_form_of_its_own():
 
 @pytest.mark.parametrize("keeps_codes", [False, True])
 @pytest.mark.parametrize(("layout", "block"), [
-    ("gate_first", (16, 32)), ("gate_first", None), ("transposed", (16, 32)), ("transposed", None), ("alternating", None)
+    ("gate_first", (16, 32)), ("gate_first", None), ("transposed", (16, 32)), ("transposed", None),
+    ("alternating", None)
 ])
 def test_stacked_experts_in_fp8(layout: str, block: tuple[int, int] | None, keeps_codes: bool):
     """As transformers saves them: all experts of a layer in one tensor, with the scales of each, or one for each."""

@@ -148,9 +148,9 @@ def _make_layout(weights: Weights) -> Layout | None:
 
 
 def _float_layout(weights: Weights) -> Layout:
+    decode = partial(decode_fp8, block=weights.block, group=weights.group or MXFP4_BLOCK)
     return Layout(
-        weights.format, frozenset({"weight", SCALE}), lambda module, parts: decode_fp8(module, parts, weights.block),
-        unused=IGNORED | {ZEROS}, types=FP8_TYPES
+        weights.format, frozenset({"weight", SCALE}), decode, unused=IGNORED | {ZEROS}, types=FP8_TYPES
     )
 
 

@@ -153,7 +153,7 @@ def _refuse(method: str, what: str, known: str) -> ConfigError:
 
 
 def _list_groups(config: Mapping[str, Any]) -> list[int]:
-    """The sizes of groups that GPTQ's and AutoRound's configurations state, of all layers first, then of single ones."""
+    """The sizes of groups that configurations of GPTQ and AutoRound state, first of all layers, then of single ones."""
     own = [rule for name in ("dynamic", "extra_config") for rule in (config.get(name) or {}).values()]
     sizes = [stated.get("group_size") for stated in (config, *own) if isinstance(stated, dict)]
     return [size for size in sizes if type(size) is int and size > 0]

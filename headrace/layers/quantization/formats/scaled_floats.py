@@ -94,9 +94,9 @@ def read_block(stated: object, field: str) -> tuple[int, int]:
     return stated[0], stated[1]
 
 
-def decode_fp8(module: str, parts: Parts, block: tuple[int, int]) -> CodedMatrix:
-    """Scales may be [], [1], [O], [O, 1], [ceil(O / rows), ceil(I / group)] of ``block``, or those of MXFP8, [O, I /
-    32]; blocks may be kept as [R, 1, C, 1]. Floats, or powers of two (e8m0, also as uint8)."""
+def decode_fp8(module: str, parts: Parts, block: tuple[int, int], group: int = MXFP4_BLOCK) -> CodedMatrix:
+    """Scales may be [], [1], [O], [O, 1], [ceil(O / rows), ceil(I / group)] of ``block``, or [O, ceil(I / group)], by
+    default those of MXFP8; blocks may be kept as [R, 1, C, 1]. Floats, or powers of two (e8m0, also as uint8)."""
     values, scales = parts["weight"], as_floats(parts[SCALE])
     rows, columns = values.shape
     if scales.dim() == 4:  # ModelOpt keeps the blocks' inner dims
@@ -108,8 +108,8 @@ def decode_fp8(module: str, parts: Parts, block: tuple[int, int]) -> CodedMatrix
         return CodedMatrix(Code.E4M3, values, scales.reshape(1, 1), columns, rows=rows)
     if tuple(scales.shape) in ((rows,), (rows, 1)):
         return CodedMatrix(Code.E4M3, values, scales.reshape(rows, 1), columns)
-    if tuple(scales.shape) == (rows, -(-columns // MXFP4_BLOCK)):
-        return CodedMatrix(Code.E4M3, values, scales, MXFP4_BLOCK)
+    if tuple(scales.shape) == (rows, -(-columns // group)):
+        return CodedMatrix(Code.E4M3, values, scales, group)
     raise WeightError(
         f"{module}: FP8 {list(values.shape)} needs one scale, {rows} or {list(blocked)} (blocks of {block[0]} x "
         f"{block[1]}), the checkpoint has {list(scales.shape)}"
