@@ -86,6 +86,11 @@ class Compiling:
     ):
         self._futures, self._submit, self._wanted = futures, submit, set[Source]()
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether this is a dry run, in which nothing is launched."""
+        return self._submit is not None
+
     def is_wanted(self, source: Source) -> bool:
         """Whether a kernel of this dry run asked for it before."""
         return source in self._wanted
@@ -113,8 +118,8 @@ class CudaSourceError(HeadraceError):
 
 @contextmanager
 def compiled_by(compiling: Compiling) -> Iterator[None]:
-    """In the body, sources that are not in the cache are looked for in ``compiling``. In a dry run their kernels are
-    not launched."""
+    """In the body, sources that are not in the cache are looked for in ``compiling``. In a dry run no kernel is
+    launched: one that is compiled would read what others, which are not, have left unwritten."""
     token = _compiling.set(compiling)
     try:
         yield
@@ -307,8 +312,8 @@ def current_stream(device: int) -> int:
 
 class CudaKernel:
     """A kernel of a cubin, loaded into torch's current context for the life of the process, and the most dynamic shared
-    memory that a launch takes, in bytes. Usable on the device that was current when it was made. Of code that is
-    `NOT_YET` compiled launches do nothing."""
+    memory that a launch takes, in bytes. Usable on the device that was current when it was made. Launches do nothing in
+    a dry run (`compiled_by`), and of code that is `NOT_YET` compiled."""
 
     def __init__(self, code: bytes, entry: str, shared_bytes: int):
         self.shared_bytes, self._is_loaded = shared_bytes, code != NOT_YET
@@ -329,7 +334,8 @@ class CudaKernel:
         which the driver copies before it returns. With ``is_dependent``, by programmatic dependent launch: see
         `headrace.kernels.launch`. ``shared_bytes``: less than the most. Raises `CudaSourceError`; errors of the kernel
         itself appear later."""
-        if not self._is_loaded:
+        compiling = _compiling.get()
+        if not self._is_loaded or (compiling is not None and compiling.is_dry):
             return
         places = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         config = _LaunchConfig(

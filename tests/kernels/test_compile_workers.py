@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 
 from headrace.kernels import compile_workers, cuda_source, early
 from headrace.kernels.compile_workers import CompileWorkers
@@ -181,6 +182,24 @@ def test_own_cuda_that_a_dry_run_wants_is_compiled_beside_it(tmp_path: Path, mon
         can_find("streams")  # neither was cached, so that callers can choose another kernel
     monkeypatch.setattr(cuda_source, "_compile", lambda *_: b"code")
     assert find("streams", blocks=1) == [b"code"] and find("streams", blocks=1) is find("streams", blocks=1)
+
+
+def test_a_dry_run_launches_no_kernel_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read what kernels that are not compiled yet should have written."""
+    called: list[str] = []
+    monkeypatch.setattr(cuda_source, "call_driver", lambda name, *_: called.append(name))
+    monkeypatch.setattr(cuda_source, "_enter_context", lambda device: None)
+    monkeypatch.setattr(cuda_source, "current_stream", lambda device: 0)
+    for name in ("current_stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    kernel = cuda_source.CudaKernel(b"code", "mix_streams", 0)
+    called.clear()
+    with cuda_source.compiled_by(cuda_source.Compiling({}, lambda source: Future())):
+        kernel.launch(1, 32)
+    assert not called
+    with cuda_source.compiled_by(cuda_source.Compiling({})):
+        kernel.launch(1, 32)
+    assert called == ["cuLaunchKernelEx"]
 
 
 def test_own_cuda_is_compiled_with_what_it_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
