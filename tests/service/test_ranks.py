@@ -257,12 +257,15 @@ def test_a_rank_that_is_stopped_while_it_starts_is_killed(config_only: Path):
     assert failures.get(timeout=0.0) is workers.failure and not process.is_running()
 
 
-def test_a_parent_that_stands_still_while_a_rank_starts_ends_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_parent_that_stands_still_while_a_rank_starts_ends_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     beats, left = Heartbeats(2), threading.Event()
     monkeypatch.setattr(worker, "START_SILENCE_S", 0.4)
     monkeypatch.setattr(worker, "leave", lambda _: left.set())
     worker.watch_parent(beats, os.getppid(), kills=False)
-    assert left.wait(PATIENCE_S)
+    assert left.wait(PATIENCE_S) and "the agent of this host" in caplog.text
+    beats.close()
 
 
 def test_a_killed_worker_is_noticed_within_a_second(config_only: Path):

@@ -164,7 +164,8 @@ def watch_parent(heartbeats: Heartbeats, parent: int, *, kills: bool) -> Silence
     def watch() -> None:
         while not silence.note(heartbeats.count(0)):
             time.sleep(BEAT_S)
-        logger.error("the parent (pid %d) gives no sign of life%s", parent, "; it is killed" if kills else "")
+        who = "rank 0" if kills else "the agent of this host"
+        logger.error("%s (pid %d) gives no sign of life%s", who, parent, "; it is killed" if kills else "")
         if kills and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         leave(1)
