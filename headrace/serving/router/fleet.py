@@ -131,7 +131,7 @@ class Fleet:
                 num_failed = 0
                 if was_failing:
                     self._policy.forget(worker.index)  # it may have been restarted, without its cache
-                if count % MODELS_EVERY == 0:
+                if count % MODELS_EVERY == 0 or not worker.models:  # it did not answer, or not well
                     await worker.read_models(options.health_timeout_s)
             else:
                 num_failed = 0 if status else num_failed + 1  # who answers ends what runs there by itself

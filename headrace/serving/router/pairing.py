@@ -17,6 +17,7 @@ from headrace.serving.http_client import Exchange, RawHeaders
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.metrics import RouterMetrics
 from headrace.serving.router.sending import Sender, WorkerRequest
+from headrace.serving.router.workers import BOOTSTRAP_PORT
 
 PAIRED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Routes whose bodies name a room. Requests of other routes are computed by decode workers alone."""
@@ -74,7 +75,7 @@ class Pairing:
         except EngineUnavailable:
             return None
         self._metrics.cached_tokens.inc(choice.cached_len)
-        body = name_room(request.body, worker.host, worker.bootstrap_port)
+        body = name_room(request.body, worker.host, worker.bootstrap_port or BOOTSTRAP_PORT)
         pair = Pair(replace(request, body=body))
         pair.exchange = self._sender.send(worker, pair.request, pair)
         return pair

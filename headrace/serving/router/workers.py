@@ -84,7 +84,8 @@ class Breaker:
 class Worker:
     """``index`` is never used again. ``models``: what it lists, by id; empty until it was asked. ``load``: tokens,
     roughly, of the requests that run there.
-    ``was_lost`` asks for a health check at once. ``bootstrap_port``: of a prefill worker's transfer agent.
+    ``was_lost`` asks for a health check at once. ``bootstrap_port``: of a prefill worker's transfer agent; 0 until it
+    has told.
     ``silent_s``: seconds for which it was asked and said nothing, though it could be reached; an answer and a refused
     connection end them."""
 
@@ -100,7 +101,7 @@ class Worker:
     relays: set[Running] = field(default_factory=set)
     load: int = 0
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
-    bootstrap_port: int = BOOTSTRAP_PORT
+    bootstrap_port: int = 0
     silent_s: float = 0.0
 
     @property
@@ -166,10 +167,12 @@ class Worker:
             self.health = "starting" if self.health == "starting" else "failing"
             self.reason = f"status {answer.status}"
             return answer.status
-        if self.health != "ready":
+        is_new = self.health != "ready"
+        if is_new:
             await self.read_models(timeout_s)
-            if self.is_prefill:
-                await self.read_port(timeout_s)
+        if self.is_prefill and (is_new or not self.bootstrap_port):
+            await self.read_port(timeout_s)
+        if is_new:
             logger.info("%s is ready: %s", self.url, ", ".join(self.models) or "models unknown")
         self.health, self.reason = "ready", ""
         return answer.status
@@ -186,9 +189,18 @@ class Worker:
         self.models = {str(model["id"]): model for model in listing.data if "id" in model}
 
     async def read_port(self, timeout_s: float) -> None:
-        """Learn where its transfer agent listens."""
+        """Learn where its transfer agent listens. It is asked again if it does not answer."""
+        self.bootstrap_port = 0
         answer = await self._ask("/get_server_info", timeout_s)
-        if isinstance(answer, HttpResponse) and answer.status == 200:
+        if isinstance(answer, str):
+            return
+        self.bootstrap_port = BOOTSTRAP_PORT
+        if answer.status in (401, 403):
+            logger.warning(
+                "%s does not tell the port of its transfer agent (status %d), and %d is assumed; give --worker-api-key",
+                self.url, answer.status, BOOTSTRAP_PORT
+            )
+        elif answer.status == 200:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 found = msgspec.json.decode(answer.body, type=_Settings).disaggregation_bootstrap_port
                 self.bootstrap_port = found or BOOTSTRAP_PORT

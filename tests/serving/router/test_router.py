@@ -9,7 +9,7 @@ import pytest
 from serving.router.workers import EVENTS_HEAD, Asked, Worker, chunk, events, reply, routing
 
 from headrace.serving.http_client import BrokenExchange, EventSplitter, HttpResponse
-from headrace.serving.router import forwarding
+from headrace.serving.router import fleet, forwarding
 from headrace.serving.router.options import RouterOptions
 from headrace.serving.router.relay import MAX_BACKLOG_BYTES
 
@@ -182,10 +182,13 @@ async def test_a_worker_that_shuts_down_ends_its_streams_itself():
     assert found == [b"one", b"two", b"[DONE]"]
 
 
-async def test_a_listing_that_cannot_be_read_is_none():
+async def test_a_listing_that_cannot_be_read_is_none_and_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fleet, "MODELS_EVERY", 10**9)
     worker = Worker(listing=b'{"data": [{"x": ' + b"[" * 100_000)
     async with routing(worker) as running:
         assert (await running.post(model="m"))[0] == 200
+        worker.listing = None
+        await running.until(lambda: all(each.lists("m") for each in running.fleet))
 
 
 async def test_the_breaker_keeps_requests_away_for_a_while():

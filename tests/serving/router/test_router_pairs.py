@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from workers import Running, Worker, chunk, events, reply, routing
+from workers import Asked, Running, Worker, chunk, events, reply, routing
 
 from headrace.base.errors import ConfigError
 from headrace.serving.router.options import RouterOptions, WorkerOptions
@@ -46,6 +46,21 @@ async def test_both_workers_get_the_request_with_one_room():
         assert got["bootstrap_host"] == "127.0.0.1" and got["bootstrap_port"] == 8998
         rooms.add(got["bootstrap_room"])
     assert len(rooms) == 2
+
+
+@pytest.mark.parametrize(("status", "port"), [(200, 9001), (401, 8998), (404, 8998)])
+async def test_a_prefill_worker_is_asked_for_its_port_until_it_answers(
+    status: int, port: int, caplog: pytest.LogCaptureFixture
+):
+    lost: list[None] = [None] * 2
+
+    def tell(asked: Asked) -> bytes | None:
+        return lost.pop() if lost else reply(status, {"disaggregation_bootstrap_port": 9001})
+
+    async with pairing(Worker("prefill", answer=tell), Worker("decode")) as router:
+        worker = router.router.all_workers()[0]
+        await router.until(lambda: worker.bootstrap_port == port)
+    assert not lost and ("give --worker-api-key" in caplog.text) == (status == 401)
 
 
 async def test_streams_come_from_the_decode_worker():
