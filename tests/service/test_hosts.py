@@ -20,7 +20,7 @@ from test_ranks import run
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import ConfigError, EngineBroken, EngineUnavailable, HeadraceError
 from headrace.service.ranks import agent as agents
-from headrace.service.ranks import wire
+from headrace.service.ranks import remote, wire
 from headrace.service.ranks.agent import NodeAgent, connect
 from headrace.service.ranks.build import find_interface
 from headrace.service.ranks.executor import RankedExecutor
@@ -292,6 +292,29 @@ def test_an_engine_that_stands_still_is_left(hosts, caplog: pytest.LogCaptureFix
     for arrival in (first, second):
         arrival.line.close()
     listener.close()
+
+
+def test_an_agent_that_stands_still_is_waited_for_again(
+    hosts, start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It has said who it is, and starts no worker."""
+    monkeypatch.setattr(remote, "START_SILENCE_S", 0.4)
+    config, result = hosts(1, size=2), queue.SimpleQueue[RankedExecutor]()
+    threading.Thread(target=lambda: result.put(start(hosts(size=2))[1]), daemon=True).start()
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError):
+            line = connect((MASTER, config.nodes.master_port), b"0123456789abcdef", 1, options=shared_options(config))
+            break
+        time.sleep(0.02)
+    while "its agent has gone" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "127.0.0.1 gives no sign of life" in caplog.text
+    monkeypatch.undo()
+    agent = Agent(config)
+    result.get(timeout=PATIENCE_S).close()
+    assert agent.wait() is None
+    line.close()
 
 
 def test_what_a_start_waits_for_is_told(hosts, start, caplog: pytest.LogCaptureFixture):

@@ -6,6 +6,7 @@ Refuses: carrying out commands, which it does not read. When it loses rank 0 its
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import select
@@ -53,6 +54,7 @@ JOIN_S = 600.0
 """How long an engine is waited for, at the start and after the last one was lost."""
 CONNECT_S = 5.0
 PAUSE_S = 0.5
+ALIVE_S = 1.0
 REPORT_S = 30.0
 
 
@@ -83,6 +85,7 @@ class Session:
         self._address = line.getpeername()[:2]
         self._frames = Frames(decode_to_agent)
         self._silence, self._num_bytes = Silence(BEAT_S), 0
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
         self._resources = ExitStack()
         self._children: Children | None = None
         self._ranks: list[int] = []
@@ -93,7 +96,9 @@ class Session:
         part."""
         poll, looked_at = select.poll(), 0.0
         poll.register(self._line, select.POLLIN)
+        threading.Thread(target=self._beat, name="agent-beat", daemon=True).start()
         with self._resources:
+            self._resources.callback(self._has_ended.set)
             while True:
                 if poll.poll(BEAT_S * 1e3):
                     data = self._line.recv(READ_BYTES)
@@ -167,8 +172,15 @@ class Session:
             self._send(Started(rank, pid))
             logger.info("rank %d runs in process %d", rank, pid)
 
+    def _beat(self) -> None:
+        """Give signs of life, also while the model is looked for."""
+        with contextlib.suppress(OSError):  # `run` notices
+            while not self._has_ended.wait(ALIVE_S):
+                self._send(Beats({}))
+
     def _send(self, message: FromAgent) -> None:
-        self._line.sendall(frame(message))
+        with self._lock:
+            self._line.sendall(frame(message))
 
 
 def connect(address: tuple[str, int], token: bytes, node: int, **hello: Any) -> socket.socket:

@@ -20,7 +20,7 @@ from headrace.base.config import EngineConfig
 from headrace.base.errors import ConfigError, EngineUnavailable, HeadraceError
 from headrace.base.messages import Place
 from headrace.service.framing import READ_BYTES, Frames, frame
-from headrace.service.ranks.heartbeats import BEAT_S
+from headrace.service.ranks.heartbeats import BEAT_S, START_SILENCE_S, Silence
 from headrace.service.ranks.ring import WRITE_TIMEOUT_S
 from headrace.service.ranks.wire import (
     Beat,
@@ -240,20 +240,25 @@ class RemoteHost:
                 self.is_lost = True
 
     def _listen(self) -> None:
-        """Read what the agent sends and send it a sign of life, until the line is closed."""
+        """Read what the agent sends and send it a sign of life, until the line is closed or nothing comes for long."""
         frames, poll = Frames(decode_from_agent), select.poll()
         poll.register(self._line, select.POLLIN)
-        beat_at = 0.0
+        silence, num_bytes, beat_at = Silence(BEAT_S, START_SILENCE_S), 0, 0.0
         while not self.is_lost:
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_S
                 self.tell(Beat())
+                if silence.note(num_bytes):
+                    logger.warning("%s gives no sign of life", self.name)
+                    self.is_lost = True
+                    return
             if not poll.poll(POLL_MS):
                 continue
             try:
                 data = self._line.recv(READ_BYTES)
             except OSError:
                 data = b""
+            num_bytes += len(data)
             for message in frames.feed(data):
                 self._take(message)
             if not data:

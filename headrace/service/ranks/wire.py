@@ -107,7 +107,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
 
 
 class Beats(msgspec.Struct, frozen=True, array_like=True, tag="beats"):
-    """The heartbeats of all workers so far, by rank."""
+    """The heartbeats of workers so far, by rank; of none where the agent alone gives a sign of life."""
 
     counts: dict[int, int]
 
