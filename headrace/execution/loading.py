@@ -44,7 +44,7 @@ from headrace.layers.quantization.storage import (
     store_fastest,
 )
 from headrace.memory.pools import POOLS
-from headrace.models.checkpoint import has_blocks, open_weights, weigh_layers
+from headrace.models.checkpoint import has_blocks, open_weights, untie, weigh_layers
 from headrace.models.family import Family
 from headrace.models.finding import find_safetensors
 from headrace.models.pooling import PoolingPlan
@@ -163,6 +163,7 @@ def load_model(
     group = ranks.tensor
     progress("reading the model's configuration", 0.0)
     source, family, spec, pooling = read_model(config.model)
+    spec = untie(source, family, spec)
     rounds_inputs = _rounds_inputs(source, config.model, device, progress)
     dtype, resolved = resolve_dtypes(
         config.model.dtype, config.cache.kv_dtype, source.config, device, rounds_inputs=rounds_inputs
@@ -297,7 +298,7 @@ def check_alike(model: ModelConfig, loaded: LoadedModel) -> None:
     """Raise `RequestError` unless a model can replace the loaded one: the same family and the same ``spec``, which is
     the part of the configuration that the model is built from."""
     source, family, spec, _ = read_model(model)
-    if family.name != loaded.family.name or spec != loaded.spec:
+    if family.name != loaded.family.name or untie(source, family, spec) != loaded.spec:
         differing = "architecture" if source.architecture != loaded.source.architecture else "configuration"
         raise RequestError(
             f"{source.name} has another {differing} than the served model; only weights of the same shapes can be "

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from headrace.base.errors import ConfigError
 from headrace.layers.narrowing import Narrowing
+from headrace.layers.spec import DecoderSpec
 from headrace.models.catalog import find_gguf_family
 from headrace.models.family import Family
 from headrace.models.source import ModelSource
 from headrace.models.weights.device_copy import copy_ahead
+from headrace.models.weights.files import map_file, view_bytes
 from headrace.models.weights.gguf_naming import name_tensors
 from headrace.models.weights.gguf_tensors import holds_blocks, read_tensors
-from headrace.models.weights.safetensors_file import read_header, read_safetensors
+from headrace.models.weights.safetensors_file import StoredTensor, read_header, read_safetensors
 
 MAX_THREADS = 16
+COMPARED_BYTES = 1 << 24
+"""At a time, so that tensors which differ are soon known to."""
+
+S = TypeVar("S")
+
+logger = logging.getLogger(__name__)
 
 
 def has_blocks(source: ModelSource) -> bool:
@@ -51,6 +63,36 @@ def weigh_layers(source: ModelSource, family: Family, count: int) -> tuple[list[
         ours.rpartition(".")[2]: rest[theirs] for theirs, ours in family.names.modules.items() if theirs in rest
     }
     return layers, by_part.get("head", by_part.get("embedding", 0) if family.generates else 0)
+
+
+def untie(source: ModelSource, family: Family, spec: S) -> S:
+    """``spec`` with a head of its own where the files have one that differs from the embedding. So does transformers 5:
+    by its defaults, configs of InternVL and Mistral 3 say that the two are tied, whether they are or not."""
+    if source.kind != "folder" or not isinstance(spec, DecoderSpec) or not spec.vocabulary.tied:
+        return spec
+    stored = dict[str, tuple[Path, StoredTensor]]()
+    for path in source.weight_files:
+        for tensor in read_header(path):
+            module, _, kind = family.names.rename_one(tensor.name).rpartition(".")
+            ours = family.names.modules.get(module, "")
+            if kind == "weight" and ours in ("embedding", "head"):
+                stored[ours] = path, tensor
+    if "embedding" not in stored or "head" not in stored or _is_same(stored["embedding"], stored["head"]):
+        return spec
+    logger.warning(
+        "config.json says tie_word_embeddings, and %s has other numbers than the embedding: it is a head of its own",
+        stored["head"][1].name,
+    )
+    return replace(spec, vocabulary=replace(spec.vocabulary, tied=False))
+
+
+def _is_same(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
+    """Whether two tensors of one form have the same bytes; those of different forms are not compared."""
+    (_, first), (_, second) = one, other
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return True
+    views = [view_bytes(map_file(path), own.start, own.stop - own.start, 1) for path, own in (one, other)]
+    return all(map(torch.equal, *(view.split(COMPARED_BYTES) for view in views)))
 
 
 def open_weights(

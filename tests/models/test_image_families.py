@@ -55,20 +55,24 @@ def make_llava_with_siglip(folder: Path) -> Any:
     return make_llava(folder, vision="siglip_vision_model", text="qwen2")
 
 
-def make_internvl(folder: Path, *, text: str = "qwen2", **vision: Any) -> Any:
+def make_internvl(folder: Path, *, text: str = "qwen2", has_head: bool = False, **vision: Any) -> Any:
     own = {**VISION, "image_size": [24, 24], "patch_size": [4, 4], "layer_scale_init_value": 0.7, **vision}
     config = transformers.InternVLConfig(
         text_config={"model_type": text, **TEXT, "head_dim": 12}, vision_config=own, image_token_id=IMAGE_ID,
         image_seq_length=9,
     )
     model = transformers.InternVLForConditionalGeneration(config)
+    if has_head:  # whatever config.json says of it
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     save_model(model, folder)
+    assert config.tie_word_embeddings
     return model, 9
 
 
 def make_internvl_with_norms(folder: Path) -> Any:
     return make_internvl(
-        folder, text="qwen3", use_qk_norm=True, norm_type="rms_norm", attention_bias=True, use_mean_pooling=False
+        folder, text="qwen3", has_head=True, use_qk_norm=True, norm_type="rms_norm", attention_bias=True,
+        use_mean_pooling=False,
     )
 
 
