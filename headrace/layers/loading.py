@@ -2,8 +2,8 @@
 
 A table maps templates of checkpoint module names to module names of the model, ``{i}`` being the layer number:
 ``"model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.qkv#q"``. ``#q`` selects a part of a stacked parameter;
-``{x}`` is the index of an expert in a stack. An entry may also name a single parameter. Entries whose module the model
-does not have (an optional norm, say) are skipped.
+``{x}`` is the index of an expert in a stack, or of a head whose norm has a tensor of its own. An entry may also name a
+single parameter. Entries whose module the model does not have (an optional norm, say) are skipped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from headrace.base.errors import WeightError
 from headrace.kernels.coded_linear.choice import CodedChoice
+from headrace.layers.norm import HeadNorm
 from headrace.layers.quantization.blocks import QuantisedIntake, QuantisedTensor
 from headrace.layers.quantization.storage import EncodedWeight, StorableLayer, find_storable
 from headrace.parallel.cut import Cut, cut_of, ensure_memory, like_parameter
@@ -119,6 +120,9 @@ def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping
         if not part:
             targets.put(f"{name}.{kind}", target, cut_of(parameter), parameter)
             continue
+        if isinstance(module, HeadNorm):
+            _add_row_targets(targets, f"{name}.{kind}", parameter)
+            continue
         assert isinstance(module, StorableLayer), f"{path} has no parts"
         if not module.has_part(part):  # one of a layer of another kind
             continue
@@ -131,6 +135,17 @@ def _add_module_targets(targets: Targets, name: str, path: str, modules: Mapping
                 targets.put(own, module.part(target, own_part), module.part_cut(parameter, own_part), parameter)
             else:
                 targets.elsewhere.add(own)
+
+
+def _add_row_targets(targets: Targets, name: str, parameter: torch.Tensor) -> None:
+    cut = cut_of(parameter)
+    rows, rest = cut.dims[0][0], Cut(cut.dims[1:])
+    for x in range(rows.size):
+        own = name.replace("{x}", str(x))
+        if rows.start <= x < rows.stop:
+            targets.put(own, parameter[x - rows.start], rest, parameter)
+        else:
+            targets.elsewhere.add(own)
 
 
 def fill_targets(

@@ -268,7 +268,7 @@ CASES |= {
     "arcee": ("Arcee", {}),
     "arcee-biased": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_scaling": SCALINGS["yarn"]}),
     "stablelm": ("StableLm", {"hidden_size": 64, "use_qkv_bias": True}),
-    "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True}),
+    "stablelm-parallel": ("StableLm", {"hidden_size": 64, "use_parallel_residual": True, "qk_layernorm": True}),
     "phi": ("Phi", {}),
     "phi-partial-tied": (
         "Phi",
