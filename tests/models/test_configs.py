@@ -236,18 +236,19 @@ def test_window_as_long_as_the_context_is_no_window():
     "name",
     [
         "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3Text", "Phi3", "Olmo2", "Granite", "Glm4", "Glm", "Mixtral",
-        "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3"
+        "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3", "Ministral", "Ministral3"
     ]
 )
-def test_norms_and_rotary_bases_left_out_are_those_transformers_fills_in(name: str):
+def test_norms_rotary_bases_and_lengths_left_out_are_those_transformers_fills_in(name: str):
     architecture = name.removesuffix("Text") + "ForCausalLM"
     shape = {
-        key: value for key, value in WIDE.items() if key not in ("rms_norm_eps", "rope_theta")
+        key: value for key, value in WIDE.items()
+        if key not in ("rms_norm_eps", "rope_theta", "max_position_embeddings")
     } | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     theirs = getattr(transformers, f"{name}Config")(**shape)
     spec = find_family(architecture).read_config({**shape, "architectures": [architecture]})
     rotations = theirs.rope_parameters if name == "Gemma3Text" else {"every layer": theirs.rope_parameters}
-    assert spec.norm.eps == theirs.rms_norm_eps
+    assert spec.norm.eps == theirs.rms_norm_eps and spec.max_model_len == theirs.max_position_embeddings
     assert {layer.rope.theta for layer in spec.layers} == {rotation["rope_theta"] for rotation in rotations.values()}
 
 

@@ -15,11 +15,24 @@ from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
 WINDOWED = {"Mistral": 4096, "Ministral": 4096, "Ministral3": 0}
 """Architectures with a sliding window, and its length in tokens where a config states none."""
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}
+MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Mistral": MISTRAL_DEFAULTS, "Ministral": MISTRAL_DEFAULTS,
+    "Ministral3": {
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+        "rope_parameters": YARN,
+    },
+}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """A ``sliding_window`` of null means none. Ministral's ``layer_types`` say which layers have it."""
-    fields, kind = Fields(config), re.split("For|Model", config["architectures"][0])[0]
+    kind = re.split("For|Model", config["architectures"][0])[0]
+    fields = Fields({**DEFAULTS.get(kind, {}), **config})
     rope, window = read_rope(fields), read_window(fields, WINDOWED[kind]) if kind in WINDOWED else 0
     layers = read_layers(fields, rope, window=window)
     if kind == "Ministral":

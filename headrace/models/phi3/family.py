@@ -11,7 +11,7 @@ from headrace.models.config_specs import read_attention, read_decoder, read_laye
 from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import read_gguf_config
 
-DEFAULTS = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:

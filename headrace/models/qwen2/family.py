@@ -14,7 +14,7 @@ from headrace.models.gguf_config import read_gguf_config
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """The biases are part of the architecture, not of the config."""
-    fields = Fields(config)
+    fields = Fields({"max_position_embeddings": 32768, **config})
     attention = read_attention(fields, qkv_bias=True, output_bias=False)
     return read_decoder(fields, read_windowed_layers(fields, read_rope(fields)), attention=attention)
 

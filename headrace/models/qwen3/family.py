@@ -14,7 +14,7 @@ from headrace.models.gguf_config import read_gguf_config
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """``head_dim`` is 128 where the config does not say."""
-    fields = Fields({"head_dim": 128, **config})
+    fields = Fields({"head_dim": 128, "max_position_embeddings": 32768, **config})
     layers = read_windowed_layers(fields, read_rope(fields))
     return read_decoder(fields, layers, attention=read_attention(fields, qk_norm="head"))
 

@@ -19,7 +19,9 @@ from headrace.models.config_specs import (
 from headrace.models.family import Family, decoder_architectures
 from headrace.models.gguf_config import EXPERT_KEYS, read_gguf_config
 
-DEFAULTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+DEFAULTS = {
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+}
 
 
 def read_config(config: dict[str, Any]) -> DecoderSpec:
