@@ -220,6 +220,8 @@ def test_scaled_queries_shorten_no_context():
     spec = find_family("MistralForCausalLM").read_config(config)
     assert spec.max_model_len == 512
     assert [layer.rope.scaling.query_growth for layer in spec.layers] == [0.1] * len(spec.layers)
+    older = {**WIDE, "architectures": ["Ministral3ForCausalLM"], "rope_scaling": rope}
+    assert {layer.rope.theta for layer in find_family("Ministral3ForCausalLM").read_config(older).layers} == {50000.0}
     config |= {"architectures": ["DeepseekV3ForCausalLM"]}
     with pytest.raises(ConfigError, match="llama_4_scaling_beta must be 0 for latent attention"):
         find_family("DeepseekV3ForCausalLM").read_config(config)

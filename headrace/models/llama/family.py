@@ -32,7 +32,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def read_config(config: dict[str, Any]) -> DecoderSpec:
     """A ``sliding_window`` of null means none. Ministral's ``layer_types`` say which layers have it."""
     kind = re.split("For|Model", config["architectures"][0])[0]
-    fields = Fields({**DEFAULTS.get(kind, {}), **config})
+    replaced = {"rope_parameters": None} if config.get("rope_scaling") else {}  # by the older spelling
+    fields = Fields({**DEFAULTS.get(kind, {}), **replaced, **config})
     rope, window = read_rope(fields), read_window(fields, WINDOWED[kind]) if kind in WINDOWED else 0
     layers = read_layers(fields, rope, window=window)
     if kind == "Ministral":
