@@ -21,7 +21,13 @@ from headrace.base.parallel import DeviceConfig, NodesConfig, ParallelConfig
 from headrace.base.peer_options import explain_unknown, spell_keyword
 from headrace.base.quantization import check_quantization
 from headrace.base.server_config import OperationsConfig, ServerConfig
-from headrace.base.speculation import SpeculativeOptions, parse_speculative_config
+from headrace.base.speculation import (
+    DEVICE_METHODS,
+    OPTION,
+    WITHOUT_STAGES,
+    SpeculativeOptions,
+    parse_speculative_config,
+)
 
 LEAST_CONTEXT = 8
 """Shortest supported context, in tokens."""
@@ -283,6 +289,8 @@ class EngineConfig:
             self._check_role()
         if self.adapters.enable_lora:
             self._check_adapters()
+        if self.parallel.pipeline_parallel_size > 1 and self.speculation.options.method in DEVICE_METHODS:
+            raise ConfigError(WITHOUT_STAGES, param=OPTION)
         if not self.parallel.shares_experts:
             return
         if self.parallel.pipeline_parallel_size > 1:

@@ -11,7 +11,7 @@ from torch import nn
 from headrace.base.cache import CacheSpec, join_layers
 from headrace.base.config import EngineConfig, ModelConfig
 from headrace.base.errors import ConfigError, ModelError, PluginError
-from headrace.base.speculation import OPTION, TEXT_METHODS, Speculation, SpeculativeOptions
+from headrace.base.speculation import OPTION, TEXT_METHODS, WITHOUT_STAGES, Speculation, SpeculativeOptions
 from headrace.execution.loading import (
     LoadedDraft,
     LoadedModel,
@@ -79,10 +79,7 @@ def load_with_draft(
         if method is None:
             return loaded
         if not loaded.stage.is_whole:
-            raise ConfigError(
-                f"{OPTION}: a drafter on the device reads a model of one pipeline stage; use method ngram or suffix, "
-                "or leave pipeline_parallel_size at 1", param=OPTION,
-            )
+            raise ConfigError(WITHOUT_STAGES, param=OPTION)
         choice = DraftChoice(method, options.model, options.revision, options.load_format, options.quantization)
         return replace(loaded, draft=load_draft(choice, config, loaded, device, progress))
     except (ConfigError, ModelError) as error:

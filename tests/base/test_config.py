@@ -33,6 +33,15 @@ def test_every_option_is_documented_and_named_once():
     ({"device": "cuda:x"}, "cuda:N"), ({"device": "cuda:1\n"}, "cuda:N"),
     ({"quantization": "int9"}, "fp8, int4, int8, w8a8, none, stored, or .* got 'int9'; did you mean int8"),
     ({"quantization": "gptqq"}, "did you mean gptq"), ({"PAGE_SIZE": 4}, "did you mean page_size"),
+    ({"enable_lora": True, "pipeline_parallel_size": 2}, "not served by pipeline stages; use tensor_parallel_size"),
+    (
+        {"enable_lora": True, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
+        "leave out enable_eplb or enable_lora"
+    ),
+    (
+        {"speculative_config": {"method": "mtp"}, "pipeline_parallel_size": 2},
+        "use method ngram or suffix, or leave pipeline_parallel_size at 1"
+    ),
 ])
 def test_bad_values_name_the_field_and_the_fix(options: dict, message: str):
     with pytest.raises(ConfigError, match=message):
