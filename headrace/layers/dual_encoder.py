@@ -151,7 +151,7 @@ class DualEncoder(ServedModel):
 
     def __init__(self, spec: DualSpec, names: CheckpointNames, build: Build):
         super().__init__()
-        self.spec, self.names, self.step = spec, names, build.step
+        self.spec, self.names, self.step, self._schemes = spec, names, build.step, build.schemes
         whole = replace(build, tensor=Group(), adapters=None)
         self.text, self.encoder = TextEncoder(spec, whole), ImageTower(spec, whole)
         self.media = DualMedia(self.encoder, build)
@@ -159,7 +159,8 @@ class DualEncoder(ServedModel):
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `ServedModel`."""
         targets = find_targets(self, self.names.modules)
-        fitted = pad_weights(fit_dims(self.names.rename(tensors), targets), targets, self)
+        plain = self.names.rename(self._schemes.read(tensors))
+        fitted = pad_weights(fit_dims(plain, targets), targets, self)
         fill_targets(targets, fitted, harmless=HARMLESS)
 
     def bind_cache(self, pages: list[KvPages | None], group_of_layer: list[int | None]) -> None:

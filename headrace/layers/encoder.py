@@ -99,7 +99,7 @@ class Encoder(ServedModel):
     def __init__(self, spec: EncoderSpec, names: CheckpointNames, build: Build):
         super().__init__()
         self.spec, self.names, self.stage, self.carried_width = spec, names, build.stage, spec.hidden_size
-        self.step = build.step
+        self.step, self._schemes = build.step, build.schemes
         own = self.stage.layers(spec.num_layers)
         self.embedding = EncoderEmbedding(spec, build) if self.stage.is_first else None
         self._blocks = [EncoderBlock(spec, build) for _ in own]
@@ -123,7 +123,8 @@ class Encoder(ServedModel):
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter from ``(checkpoint name, tensor)`` pairs; raises `WeightError`."""
         targets = find_targets(self, self.names.modules)
-        fill_targets(targets, drop_training_heads(self.names.rename(tensors), wanted=targets.keys()), harmless=HARMLESS)
+        plain = self.names.rename(self._schemes.read(tensors))
+        fill_targets(targets, drop_training_heads(plain, wanted=targets.keys()), harmless=HARMLESS)
 
     def find_adapter_sites(self) -> AdapterSites:
         """See `ServedModel`."""

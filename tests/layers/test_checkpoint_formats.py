@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from layers import format_writers as writers
 from layers.format_cases import (
     CASES,
@@ -34,11 +35,13 @@ from headrace.execution.loading import LoadedModel, load_model
 from headrace.kernels import native
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix, stack_matrices, unpack_bits
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_integer
+from headrace.layers.build import Build
 from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.layers.quantization import SchemeQuery, chain_schemes, names_form
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.coded import find_form
 from headrace.layers.quantization.storage import StorableLayer, find_stored
+from headrace.models.catalog import find_family
 from headrace.parallel.cut import Cut
 from headrace.parallel.share import Share
 
@@ -207,6 +210,36 @@ def test_a_layer_may_have_other_bits_or_none(tmp_path: Path):
     found = read(case, tensors)
     for module, weight in expected.items():
         assert_near(found[f"{module}.weight"], weight.double())
+
+
+PART = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+    "image_size": 12, "patch_size": 4, "max_position_embeddings": 32
+}
+
+
+@pytest.mark.parametrize(("architecture", "stated"), [
+    ("BertModel", PART), ("CLIPModel", {"text_config": PART, "vision_config": PART, "projection_dim": 32}),
+])
+def test_encoders_take_quantised_weights(architecture: str, stated: dict[str, Any]):
+    case, family = CASES["gptq"], find_family(architecture)
+    kind = getattr(transformers, architecture)
+    config = {**kind.config_class(**stated).to_dict(), "architectures": [architecture]}
+    stored, meant = {}, {}
+    for name, tensor in kind(kind.config_class(**stated)).state_dict().items():
+        module, _, last = name.rpartition(".")
+        if tensor.dim() == 2 and last == "weight" and "embed" not in name:
+            written, meant[name] = case.write(draw(*tensor.shape))
+            stored |= name_tensors(module, written)
+        else:
+            stored[name] = meant[name] = tensor
+    found = []
+    for schemes, tensors in ((chain_schemes(query(case)), stored), (chain_schemes(SchemeQuery()), meant)):
+        model = family.build_model(family.read_config(config), Build(CPU, torch.float32, schemes=schemes))
+        model.load_weights(tensors.items())
+        found.append(dict(model.named_parameters()))
+    for name, weight in found[1].items():
+        assert torch.equal(found[0][name], weight)
 
 
 def test_groups_of_compressed_tensors_have_formats_of_their_own():
