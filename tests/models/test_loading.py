@@ -13,6 +13,7 @@ from headrace.base.errors import WeightError
 from headrace.layers.build import Build
 from headrace.layers.decoder.decoder import Decoder
 from headrace.layers.loading import find_targets
+from headrace.layers.moe.checkpoint import unstack_experts
 from headrace.models.catalog import find_family
 from headrace.models.llama.family import FAMILY as LLAMA
 
@@ -250,6 +251,17 @@ def test_experts_in_mxfp4(scales_first: bool, keeps_blocks: bool):
     assert torch.equal(
         model.layers[0].mlp.experts.down.weight, tensors["model.layers.0.mlp.experts.down_proj"].transpose(1, 2)
     )
+    name = "model.layers.1.mlp.experts.down_proj"
+    for kind, change, said in (
+        ("scales", lambda t: t[:-1], r"has \[3, 64, 1, 16\] uint8 and \[2, 64, 1\] uint8"),
+        ("scales", lambda t: torch.full_like(t, 255), "some scales are infinite or not a number"),
+        ("blocks", lambda t: t.flatten(), "is stored as MXFP4, which has bytes"),
+    ):
+        damaged = {**tensors, f"{name}_{kind}": change(tensors[f"{name}_{kind}"])}
+        with pytest.raises(WeightError, match=rf"{name}.*{said}"):
+            dict(unstack_experts(damaged.items(), "alternating", 64, keeps_blocks=keeps_blocks))
+    with pytest.raises(WeightError, match=r"is no stack of experts' matrices: \[3, 7, 5\]"):
+        dict(unstack_experts([("m.experts.gate_up_proj", torch.ones(3, 7, 5))], "alternating", 64))
     if keeps_blocks:
         return
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]

@@ -11,12 +11,16 @@ from functools import partial
 
 import torch
 
-from headrace.kernels.block_scaled import dequantise_mxfp4
+from headrace.base.errors import WeightError
+from headrace.kernels.block_scaled import MXFP4_BLOCK, dequantise_mxfp4
+from headrace.kernels.coded_linear.codes import NOT_FINITE
 from headrace.kernels.packed_linear.blocks import WeightBlocks
 from headrace.layers.quantization.blocks import BlockTensor, CodedTensor
 from headrace.parallel.cut import Cut
 from headrace.parallel.share import Share
 
+MXFP4_NAN = 255
+"""The scale that is no number."""
 Named = tuple[str, torch.Tensor]
 Split = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """A stacked tensor [X, ...] to the stacked tensors [X, ...] of single matrices, by their names."""
@@ -93,17 +97,15 @@ def unstack_experts(
     for name, tensor in tensors:
         prefix, _, last = name.rpartition(".experts.")
         if last in splits:
-            if stacked_experts == "transposed":
-                tensor = _turn(tensor, last, hidden_size)
-            yield from _number(prefix, splits[last](tensor), first=0)
+            yield from _number(prefix, _split(name, tensor, last, stacked_experts, hidden_size), first=0)
             continue
         number, _, matrix = last.partition(".")
         if matrix in ("gate_up_proj", "down_proj") and number.isdecimal():
             if isinstance(tensor, CodedTensor) and stacked_experts == "gate_first":
                 yield from ((f"{prefix}.experts.{number}.{own}", part) for own, part in _split_codes(matrix, tensor))
                 continue
-            tensor = _turn(tensor[None], matrix, hidden_size) if stacked_experts == "transposed" else tensor[None]
-            yield from _number(prefix, splits[matrix](tensor), first=int(number))
+            own = _split(name, tensor[None], matrix, stacked_experts, hidden_size)
+            yield from _number(prefix, own, first=int(number))
             continue
         codes, stem = find_codes(name, stacked_experts), name.rpartition("_")[0]
         if codes is None:
@@ -117,10 +119,12 @@ def unstack_experts(
             halves[kind] = tensor.clone()  # a tensor is valid only until the next one is requested
             continue
         halves = {kind: tensor, **waiting.pop(stem)}  # blocks and scales, in whichever order they came
+        _check_codes(stem, halves["blocks"], halves["scales"])
         first = int(number.rstrip(".") or 0)
         for expert, (blocks, scales) in enumerate(zip(halves["blocks"], halves["scales"], strict=True), first):
-            own = _keep_blocks(splits[last], blocks, scales) if keeps_blocks else None
-            yield from _number(prefix, splits[last](_dequantise(blocks, scales)) if own is None else own, first=expert)
+            kept = _keep_blocks(splits[last], blocks, scales) if keeps_blocks else None
+            parts = splits[last](_dequantise(blocks, scales)) if kept is None else kept
+            yield from _number(prefix, parts, first=expert)
     # unpaired halves go on under their own names, for the loader to report as unexpected
     yield from ((f"{stem}_{kind}", tensor) for stem, halves in waiting.items() for kind, tensor in halves.items())
 
@@ -133,6 +137,32 @@ def find_codes(name: str, stacked_experts: str) -> tuple[str, str, str] | None:
     number, _, last = rest.rpartition(".")
     is_codes = kind in ("blocks", "scales") and last in STACKED_EXPERTS[stacked_experts]
     return (prefix, last, kind) if is_codes and (not number or number.isdecimal()) else None
+
+
+def _split(
+    name: str, tensor: torch.Tensor, last: str, stacked_experts: str, hidden_size: int
+) -> dict[str, torch.Tensor]:
+    """The matrices of a stack [X, ...]; raises `WeightError` for what is none."""
+    try:
+        turned = _turn(tensor, last, hidden_size) if stacked_experts == "transposed" else tensor
+        return STACKED_EXPERTS[stacked_experts][last](turned)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise WeightError(f"{name} is no stack of experts' matrices: {list(tensor.shape)} ({error})") from error
+
+
+def _check_codes(stem: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raise `WeightError` for blocks and scales that are no MXFP4."""
+    if (
+        blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or scales.dim() != 3
+        or blocks.shape != (*scales.shape, MXFP4_BLOCK // 2)
+    ):
+        described = (f"{list(tensor.shape)} {str(tensor.dtype)[6:]}" for tensor in (blocks, scales))
+        raise WeightError(
+            f"{stem} is stored as MXFP4, which has bytes: blocks [experts, outputs, inputs / 32, 16] and scales "
+            f"[experts, outputs, inputs / 32]; the checkpoint has {' and '.join(described)}. Fetch it again"
+        )
+    if bool((scales == MXFP4_NAN).any()):
+        raise WeightError(f"{stem}, stored as MXFP4: {NOT_FINITE.format('scales')}")
 
 
 def _number(prefix: str, own: dict[str, torch.Tensor], *, first: int) -> Iterator[Named]:
