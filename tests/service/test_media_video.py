@@ -51,6 +51,13 @@ def test_of_long_films_fewer_are_kept():
     assert len(frames.images) == 4 and frames.times[0] == 0 and frames.times[-1] > 6
 
 
+@pytest.mark.parametrize("num_frames, times", [
+    (2, [0, 0.1]), (4, [0, 0.1, 0.2, 0.3]), (10, [0, 0.3, 0.5, 0.8]), (20, [0, 0.5, 1.0, 1.5]),
+])
+def test_of_short_films_more_are_kept(num_frames: int, times: list[float]):
+    assert read(encoded(num_frames)).times == pytest.approx(times)
+
+
 def test_processors_are_told_the_times_of_frames():
     from transformers.video_utils import VideoMetadata
 

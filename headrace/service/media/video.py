@@ -20,6 +20,8 @@ MAX_SECONDS = 3600.0
 MAX_DECODED = 20_000
 """Frames of a file that are decoded to find those that are kept."""
 MAX_FRAMES = 768
+LEAST_FRAMES = 4
+"""Of a video that has as many: processors of transformers sample no fewer, and some take no single one."""
 TICKS = 1000.0
 """Of a second, in which processors are told the times of frames."""
 MAX_TOTAL_PIXELS = 400_000_000
@@ -47,8 +49,8 @@ class Frames:
 
 
 def open_video(data: bytes, param: str, *, fps: float, max_frames: int, max_pixels: int) -> Frames:
-    """Frames of a video file, ``fps`` for each second, ``max_frames`` at most, evenly spaced. Raises `MediaError`
-    naming ``param``."""
+    """Frames of a video file, ``fps`` for each second, `LEAST_FRAMES` at least and ``max_frames`` at most, evenly
+    spaced. Raises `MediaError` naming ``param``."""
     try:
         import av
     except ImportError as error:
@@ -60,9 +62,10 @@ def open_video(data: bytes, param: str, *, fps: float, max_frames: int, max_pixe
             stream = container.streams.video[0]
             check_size((stream.codec_context.width, stream.codec_context.height), param, max_pixels)
             most = min(max_frames, MAX_FRAMES)
-            # Of a long video fewer are kept from the start, as far as its length is known.
-            seconds = (container.duration or 0) / av.time_base
+            # Of a long video fewer are kept from the start, of a short one more, as far as its length is known.
+            seconds = max(0, container.duration or 0) / av.time_base
             gap = max(1 / fps, seconds / most)
+            gap = min(gap, seconds / LEAST_FRAMES) if seconds else gap
             return _thin_out(list(_sample(container.decode(stream), param, gap, max_pixels)), most)
     except MediaError:
         raise
