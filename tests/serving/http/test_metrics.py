@@ -62,9 +62,9 @@ async def test_requests_are_counted(http, client):
 async def test_a_line_for_each_request_when_asked_for(client, caplog):
     async with http_for(client, operations=OperationsConfig(log_requests="line")) as http:
         with caplog.at_level("INFO", "headrace.serving.http.transport.access"):
-            await http.get("/x%0a2026-01-01 INFO forged", headers={"X-Request-Id": "me"})
+            await http.get("/x%0a2026-01-01 INFO forged", headers={"X-Request-Id": "m e"})
     (line,) = [r.getMessage() for r in caplog.records]
-    assert re.fullmatch(r"[\d.]+ GET /x%0A2026-01-01%20INFO%20forged -> 404 in [\d.]+ s, id me", line)
+    assert re.fullmatch(r"[\d.]+ GET /x%0A2026-01-01%20INFO%20forged -> 404 in [\d.]+ s, id m%20e", line)
 
 
 async def test_engine_figures(http, client):

@@ -22,7 +22,7 @@ from headrace.serving.http.protocol.fields import (
     SamplingFields,
     StructuredOutputs,
 )
-from headrace.serving.http.transport.access import read_request_id
+from headrace.serving.http.transport.access import names_request, read_request_id
 
 RANGE = "dry_range"
 COPIED_FIELDS = (
@@ -87,17 +87,17 @@ def body_request_id(fields: IdentityFields) -> str | None:
 
 def pick_request_id(given: str | None, request: Request, prefix: str) -> str:
     """The API's ``prefix`` with the client's id (``given`` in the body, then the header ``X-Request-Id``), else with a
-    new one. Proxies set the header and repeat it on retries: while a request with that id runs, another one gets a new
-    id."""
+    new one, too if the header is no valid id. Proxies set the header and repeat it on retries: while a request with
+    that id runs, another one gets a new id."""
     header = request.headers.get("x-request-id")
     if header and read_request_id(header) is None:
-        raise RequestError("X-Request-Id must be 1 to 128 letters, digits and . _ : -", param="X-Request-Id")
+        raise RequestError("X-Request-Id must be 1 to 256 printable ASCII characters", param="X-Request-Id")
     # The client's own id in the body is not replaced: `open_generation` refuses one that is in use.
     if given is not None:
         state = request.scope.setdefault("state", {})
         state["request_id"] = state.get("request_id") or given  # the response header has it as it was given
         return _with_prefix(given, prefix)
-    if header and _with_prefix(header, prefix) not in context_of(request).running:
+    if header and names_request(header) and _with_prefix(header, prefix) not in context_of(request).running:
         return _with_prefix(header, prefix)
     return new_request_id(prefix)
 

@@ -34,6 +34,7 @@ from headrace.serving.http.transport.metrics import HttpMetrics
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+HEADER_ID = re.compile("[ -~]{1,256}")
 MAX_WARNED = 16
 """Ignored fields named in a response header."""
 OPEN_PATHS = frozenset({"/openapi.json", "/health", "/ready", "/ping", "/metrics"})
@@ -308,8 +309,18 @@ class KeyGate:
 
 
 def read_request_id(header: str | None) -> str | None:
-    """The header ``X-Request-Id`` if it is a valid request id, else None."""
-    return header if header and REQUEST_ID.fullmatch(header) else None
+    """The header ``X-Request-Id`` if it can be sent back, else None."""
+    return header if header and HEADER_ID.fullmatch(header) else None
+
+
+def names_request(header: str) -> bool:
+    """Whether a header ``X-Request-Id`` can be the id of the request itself, which is part of paths and names."""
+    return REQUEST_ID.fullmatch(header) is not None
+
+
+def in_log(request_id: str | None) -> str:
+    """A request id as one word of a log line."""
+    return request_id.replace(" ", "%20") if request_id else "-"
 
 
 def _warning(names: list[str]) -> bytes:
@@ -360,5 +371,5 @@ class RequestLedger:
             self._metrics.count(method_of(scope), route, status)
             if self._has_log:
                 client, path = scope.get("client") or ("-", 0), quote(scope["path"])  # quoted: no forged log lines
-                seconds, name = time.perf_counter() - begin, state["request_id"] or "-"
+                seconds, name = time.perf_counter() - begin, in_log(state["request_id"])
                 logger.info("%s %s %s -> %d in %.3f s, id %s", client[0], scope["method"], path, status, seconds, name)

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.base.errors import ConfigError
 from headrace.base.server_config import OperationsConfig
+from headrace.serving.http.transport.access import in_log
 from headrace.serving.http.transport.connection import drop_writer
 from headrace.serving.http.transport.errors import path_of
 from headrace.serving.replay import NAME, NO_BODY, Record
@@ -142,7 +143,8 @@ class RequestLog:
             fields = shorten(msgspec.json.decode(bytes(exchange.body)), has_texts=self._has_texts)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = f"<{len(exchange.body)} bytes, not JSON>"
-        logger.info("id %s %s headers %s fields %s", exchange.request_id, exchange.path, _line(headers), _line(fields))
+        name = in_log(exchange.request_id)
+        logger.info("id %s %s headers %s fields %s", name, exchange.path, _line(headers), _line(fields))
 
 
 def open_log(operations: OperationsConfig) -> RequestLog | None:
