@@ -126,7 +126,7 @@ async def test_stream_has_anthropics_events(server, client):
     starts = [e for e in events if e["type"] == "content_block_start"]
     assert [e["index"] for e in starts] == [0, 1, 2]
     assert [e["content_block"] for e in starts][:2] == [
-        {"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": "", "citations": None}
+        {"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": ""}
     ]
     assert starts[2]["content_block"]["input"] == {}
     pieces = [e["delta"]["partial_json"] for e in events if e.get("index") == 2 and "delta" in e]

@@ -204,7 +204,6 @@ class TextOutput(Struct, tag_field="type", tag="text"):
     """Output text."""
 
     text: str
-    citations: None = None
 
 
 class ThinkingOutput(Struct, tag_field="type", tag="thinking"):
