@@ -166,7 +166,7 @@ async def test_forced_and_structured_answers(api, client):
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"previous_response_id": ""}, "previous_response_id"), ({"background": True, "store": False}, "background"),
     ({"conversation": "c"}, "conversation"),
-    ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"truncation": "some"}, "truncation"), ({"include": ["file_search_call.texts"]}, "include[0]"),
     ({"max_tool_calls": 3}, "max_tool_calls"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

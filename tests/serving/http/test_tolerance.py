@@ -21,6 +21,7 @@ NEUTRAL = {
     "logit_bias": {}, "documents": [], "lora_path": None, "return_hidden_states": False, "chat_template": None,
     "parallel_tool_calls": True, "mirostat": 0, "background": False, "stop": [],
     "separate_reasoning": True, "top_logprobs": 0, "min_tokens": 0, "guided_decoding_backend": "auto",
+    "never_heard_of": None, "function_call": "none", "cache_prompt": True, "id_slot": -1,
 }
 
 
@@ -34,7 +35,8 @@ async def test_neutral_values_of_known_fields_are_taken_on_every_route(http, pat
 @pytest.mark.parametrize("path, name, value", [
     (CHAT, "echo", True), (CHAT, "best_of", 2), (CHAT, "best_of", True), (MESSAGES, "presence_penalty", 0.5),
     (MESSAGES, "enable_thinking", False), (MESSAGES, "n", 2), (TEXT, "parallel_tool_calls", False),
-    (TEXT, "typical_p", 0.5), (RESPONSES, "echo", True), (TEXT, "never_heard_of", None), (TEXT, "never_heard_of", 0),
+    (TEXT, "typical_p", 0.5), (TEXT, "cache_prompt", False), (CHAT, "function_call", "f"),
+    (RESPONSES, "echo", True), (TEXT, "never_heard_of", 0),
 ])
 async def test_other_values_are_refused_by_name(http, client, path, name, value):
     answer = await http.post(path, json={**BODIES[path], name: value})
@@ -236,3 +238,13 @@ async def test_a_model_with_several_names(client):
         refused = await http.post(CHAT, json={**BODIES[CHAT], "model": "fake-model"})
         assert refused.status_code == 404
         assert "'large', 'small', 'org/third' is" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [
+    {"truncation": "auto"}, {"include": ["web_search_call.action.sources", "reasoning.encrypted_content"]},
+    {"reasoning": {"generate_summary": "auto", "context": "auto"}}, {"client_metadata": {"turn": "1"}},
+    {"prompt_cache_options": {"mode": "implicit"}},
+], ids=str)
+async def test_responses_take_what_openais_clients_send(http, fields):
+    answer = await http.post(RESPONSES, json={**BODIES[RESPONSES], **fields})
+    assert answer.status_code == 200, answer.text

@@ -171,7 +171,7 @@ class OutputFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
-    """The model, the request id and scheduling. ``user`` to ``prompt_cache_retention`` are accepted without effect.
+    """The model, the request id and scheduling. ``user`` to ``prompt_cache_options`` are accepted without effect.
     Requests with different ``cache_salt`` share no cached prefix."""
 
     model: ModelName | None = None
@@ -184,6 +184,7 @@ class IdentityFields(OutputFields, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     request_id: RequestId | None = None
     rid: RequestId | None = None
     priority: Priority | None = None
@@ -301,6 +302,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("documents", "retrieval templates are not supported yet; put the documents into a message"),
     ("prediction", "predicted output is not supported yet"),
     ("web_search_options", "the server cannot search the web"),
+    ("moderation", "the server moderates nothing"),
+    ("speed", "the server has one speed"),
+    ("inference_geo", "the server computes where it runs"),
     ("repetition_detection", "repetition detection is not supported; use repetition_penalty or stop"),
     ("typical_p", "typical sampling is not supported; use top_p or min_p"),
     ("stream_interval", "chunks are sent as they arrive"),

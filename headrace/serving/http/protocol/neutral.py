@@ -26,7 +26,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         (
             "add_generation_prompt", "add_special_tokens", "include_reasoning", "parallel_tool_calls",
             "separate_reasoning", "skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning",
-            "detokenize", "use_activation",
+            "detokenize", "use_activation", "cache_prompt", "parse_tool_calls",
         ), _IS_ON
     ),
     **dict.fromkeys(("enable_thinking", "think"), ()),
@@ -35,13 +35,18 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_p", "top_a", "presence_penalty", "frequency_penalty", "mirostat"), (0,)),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "priority", "top_logprobs", "top_logprobs_num"), (0, False)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), (0,)),
+    # llama.cpp's defaults
+    **dict.fromkeys(("n_probs", "min_keep", "n_keep", "n_discard", "dynatemp_range", "t_max_predict_ms"), (0,)),
+    **dict.fromkeys(("timings_per_token", "post_sampling_probs", "return_progress", "penalize_nl"), (False,)),
+    "id_slot": (-1,), "dynatemp_exponent": (1,), "reasoning_format": ("auto",), "grammar": ("",), "lora": ([],),
     # Ollama's defaults of options that go with others, and llama.cpp's name of the whole context
     "mirostat_eta": (0.1,), "mirostat_tau": (5,), "repeat_last_n": (-1,),
     "top_k": (0, -1), "logprob_start_len": (-1,), "stream_interval": (1,), "temperature": (1,),
     "tool_choice": ("auto", "none"), "truncation": ("disabled",), "encoding_format": ("float",),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "service_tier": ("auto", "default"),
     "verbosity": ("medium",), "guided_decoding_backend": ("auto",), "chat_template_content_format": ("auto",),
-    "truncation_side": ("left", "right"), "max_tool_calls": (),
+    "truncation_side": ("left", "right"), "max_tool_calls": (), "function_call": ("none", "auto"),
+    "speed": ("standard",),
 }
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
 KNOWN = frozenset(_VALUES) | frozenset(DEFERRED) | {
@@ -51,12 +56,11 @@ KNOWN = frozenset(_VALUES) | frozenset(DEFERRED) | {
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether a field is known and requests nothing with this value."""
-    if name not in KNOWN:
-        return False
+    """Whether a field requests nothing with this value: null, whatever its name, as serializers write fields that are
+    not set; or a neutral value of a known field."""
     if value is None:
         return True
-    if name in MEANINGFUL_WHEN_EMPTY:
+    if name not in KNOWN or name in MEANINGFUL_WHEN_EMPTY:
         return False
     # ``False == 0`` in Python: the types are compared, too, but for numbers.
     return any(

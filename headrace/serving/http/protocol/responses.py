@@ -28,6 +28,12 @@ from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Bud
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
+Included = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+]
+"""All but the first are of items that this server never returns, or of what it does not encrypt."""
 
 
 class InputPart(Struct, kw_only=True, omit_defaults=True):
@@ -104,10 +110,13 @@ class TextOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Reasoning effort. Reasoning is returned in full; ``summary`` has no effect."""
+    """Reasoning effort. Reasoning is returned in full; ``summary`` and ``generate_summary``, its older name, have no
+    effect."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
 
 
 class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +144,8 @@ class ResponseExtensions(SharedSampling, kw_only=True, forbid_unknown_fields=Tru
 
 class RequestDetails(ResponseExtensions, kw_only=True, forbid_unknown_fields=True):
     """``store: false`` keeps no copy of the response, ``metadata`` is returned in it, and ``include`` may request
-    logprobs. The other fields are accepted without effect."""
+    logprobs. The other fields are accepted without effect: with ``truncation`` "auto", too, a conversation that is too
+    long is an error."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -144,9 +154,11 @@ class RequestDetails(ResponseExtensions, kw_only=True, forbid_unknown_fields=Tru
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    truncation: Literal["disabled"] | None = None  # "auto" would drop items of long conversations
+    include: list[Included] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
 
 
 class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True):
