@@ -100,6 +100,8 @@ FIELDS = {
     "schema": "The JSON schema.",
     "format": "The output's form: JSON, or a JSON schema.",
     "strict": "Enforce the JSON schema.",
+    "namespace": "The namespace of the function.",
+    "defer_loading": _WITHOUT_EFFECT, "allowed_callers": _WITHOUT_EFFECT, "output_schema": _WITHOUT_EFFECT,
     # stopping
     "max_tokens": "The longest output, in tokens.",
     "max_completion_tokens": "Another name of `max_tokens`.",

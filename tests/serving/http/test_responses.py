@@ -154,15 +154,35 @@ async def test_forced_and_structured_answers(api, client):
     assert client.tokenizer.options["reasoning_effort"] == "low"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_codex_offers_namespaces_and_web_search(server, api, client, stream):
+    """Tools of Codex 0.171, in its form; a call in a namespace can be sent back."""
+    weather = {"type": "namespace", "name": "sky", "description": "The sky.", "tools": [TOOL]}
+    tools = [NOOP, weather, {"type": "web_search", "external_web_access": False}]
+    client.script = CALL.replace("get_weather", "sky__get_weather").encode()
+    response = await ask(api, stream=stream, tools=tools)
+    (call,) = response.output
+    assert (call.name, call.namespace, call.arguments) == ("get_weather", "sky", ARGUMENTS)
+    assert [tool.type for tool in response.tools] == ["function", "namespace"] and "web_search" not in client.prompts[0]
+    assert "sky__get_weather" in client.prompts[0] and "The sky.\\nThe weather" in client.prompts[0]
+    answer = await server.post("/v1/responses", json={
+        "input": [call.to_dict(), {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}],
+        "tools": tools, "max_output_tokens": 99, "stream": stream
+    })
+    assert answer.status_code == 200 and '"sky__get_weather"' in client.prompts[-1].rpartition("assistant")[0]
+    assert answer.headers["warning"] == '299 headrace "ignored unknown fields: tools.web_search"'
+
+
 @pytest.mark.parametrize("fields, param", [
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
         "input[0].content[0].image_url"
     ),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ({"input": [{"role": "user"}]}, "input[0].content"), ({"input": []}, "input"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0]"),
+    ({"tools": [TOOL, {"type": "namespace", "name": "n" * 120, "tools": [TOOL]}]}, "tools[1].name"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"previous_response_id": ""}, "previous_response_id"), ({"background": True, "store": False}, "background"),
     ({"conversation": "c"}, "conversation"),

@@ -45,6 +45,26 @@ async def final(api, *, stream: bool, **options):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_items_by_reference(server, closed, client, stream):
+    """Vercel's @ai-sdk/openai refers to stored items by their ids."""
+    api = api_of(server)
+    client.script = b"It rains."
+    first = await final(api, stream=stream, input="Weather?")
+    asked = [
+        {"role": "user", "content": "Weather?"}, {"type": "item_reference", "id": first.output[0].id},
+        {"role": "user", "content": "Tomorrow?"}
+    ]
+    second = await final(api, stream=stream, input=asked)
+    assert client.prompts[-1] == "user: Weather?\nassistant: It rains.\nuser: Tomorrow?\nassistant:"
+    third = await final(api, stream=stream, input="So?", previous_response_id=second.id)
+    assert third.status == "completed" and client.prompts[-1].count("It rains.") == 2
+    for other in (api_of(server, "another"), api_of(closed)):
+        with pytest.raises(openai.BadRequestError, match="not stored") as told:
+            await final(other, stream=stream, input=asked)
+        assert told.value.param == "input[1]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_by_ids(server, client, stream):
     api = api_of(server)
     client.script = b"It rains."

@@ -61,6 +61,7 @@ Repetition = Annotated[float, Meta(gt=0, le=10)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$(?!\n)"  # Python's $ also matches before a final newline
 RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
+MAX_TOOL_NAME = 128
 TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$(?!\n)"
 ToolName = Annotated[str, Meta(pattern=TOOL_NAME_PATTERN)]
 IN_WORDS = {

@@ -28,6 +28,7 @@ from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Bud
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
+NAMESPACE_END = "__"
 Included = Literal[
     "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
@@ -51,15 +52,16 @@ class InputPart(Struct, kw_only=True, omit_defaults=True):
 
 
 class InputItem(Struct, kw_only=True, omit_defaults=True):
-    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``arguments``), its result (``call_id``,
-    ``output``), or reasoning (``content``, else ``summary``). The fields after ``summary`` and unknown ones are
-    ignored: clients copy them from responses."""
+    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``namespace``, ``arguments``), its result
+    (``call_id``, ``output``), reasoning (``content``, else ``summary``), or a reference to an output item of a stored
+    response (``id``). The fields after ``id`` and unknown ones are ignored: clients copy them from responses."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallId | None = None
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    namespace: ToolName | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
@@ -69,14 +71,37 @@ class InputItem(Struct, kw_only=True, omit_defaults=True):
     encrypted_content: str | None = None
 
 
-class ResponseTool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function the model may call; OpenAI's hosted tools are not supported."""
+class ResponseTool(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+    """A function the model may call. The fields after ``strict`` are accepted without effect: all functions are shown
+    to the model at once."""
 
-    type: Literal["function"]
     name: ToolName
     description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class ToolNamespace(Struct, tag_field="type", tag="namespace", kw_only=True, forbid_unknown_fields=True):
+    """Functions that belong together. The model sees and calls them as ``namespace__function``."""
+
+    name: ToolName
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+    description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
+
+    def joined(self, name: str) -> str:
+        """The function's name as the model sees it."""
+        return f"{self.name}{NAMESPACE_END}{name}"
+
+
+class WebSearch(Struct, tag_field="type", tag="web_search", kw_only=True):
+    """OpenAI's web search, which agents offer to every server. It is left out, and the response header ``Warning``
+    says so: the model may search, but need not. Other hosted tools are not supported."""
+
+
+OfferedTool = ResponseTool | ToolNamespace | WebSearch
 
 
 class NamedFunction(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
@@ -171,7 +196,7 @@ class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True)
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: TopP | None = None
-    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -230,6 +255,7 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
@@ -280,7 +306,7 @@ class EchoedFields(Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[ResponseTool] = []
+    tools: list[OfferedTool] = []
     tool_choice: ToolChoice | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.serving.http.protocol import responses as wire
-from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseFormat
+from headrace.serving.http.protocol.fields import MAX_TOOL_NAME, JsonSchemaFormat, ResponseFormat
 from headrace.serving.http.protocol.media import ContentPart, ImageUrl, PlacedImage, TextPart
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
@@ -104,9 +106,10 @@ class MessageList:
         last.content = content
 
     def _add_call(self, item: wire.InputItem, where: str) -> None:
-        function = FunctionCall(
-            name=_required(item.name, f"{where}.name"), arguments=_required(item.arguments, f"{where}.arguments")
-        )
+        name = _required(item.name, f"{where}.name")
+        if item.namespace is not None:
+            name = wire.ToolNamespace(name=item.namespace, tools=[]).joined(name)
+        function = FunctionCall(name=name, arguments=_required(item.arguments, f"{where}.arguments"))
         call = CallRecord(id=_required(item.call_id, f"{where}.call_id"), type="function", function=function)
         message = self._assistant(is_new=False)
         message.tool_calls = [*(message.tool_calls or ()), call]
@@ -136,6 +139,25 @@ def _named_tool(function: wire.NamedFunction) -> NamedTool:
     return NamedTool(function=FunctionName(name=function.name))
 
 
+def named_functions(tools: Iterable[wire.OfferedTool] | None) -> dict[str, tuple[wire.ResponseTool, str | None]]:
+    """The functions by the names that the model sees, each with its namespace if it has one; the description of a
+    namespace begins that of its first function. Raises `RequestError` for a name that is used twice or too long."""
+    found: dict[str, tuple[wire.ResponseTool, str | None]] = {}
+    for index, tool in enumerate(tools or ()):
+        assert not isinstance(tool, wire.WebSearch)
+        is_alone, about = isinstance(tool, wire.ResponseTool), tool.description
+        for function in (tool,) if isinstance(tool, wire.ResponseTool) else tool.tools:
+            name = function.name if isinstance(tool, wire.ResponseTool) else tool.joined(function.name)
+            if name in found or len(name) > MAX_TOOL_NAME:
+                reason = "is used twice" if name in found else f"has more than {MAX_TOOL_NAME} characters"
+                raise RequestError(f"tools[{index}].name: {name!r} {reason}", param=f"tools[{index}].name")
+            if about and not is_alone:
+                text = f"{about}\n{function.description or ''}"
+                function, about = msgspec.structs.replace(function, description=text), None
+            found[name] = (function, None if is_alone else tool.name)
+    return found
+
+
 def input_items(body: wire.ResponsesRequest) -> list[wire.InputItem]:
     """The items of a request; a text is a message of the user."""
     return [wire.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -156,8 +178,8 @@ def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputIte
     )
     if body.tools:
         chat.tools = [Tool(type="function", function=FunctionTool(
-            name=t.name, description=t.description, parameters=t.parameters, strict=t.strict,
-        )) for t in body.tools]
+            name=name, description=t.description, parameters=t.parameters, strict=t.strict,
+        )) for name, (t, _) in named_functions(body.tools).items()]
     for name in wire.ResponseExtensions.__struct_fields__:
         setattr(chat, name, getattr(body, name))
     chat.tool_choice = _convert_choice(body.tool_choice)

@@ -18,6 +18,7 @@ from headrace.serving.http.generation.run import Generation
 from headrace.serving.http.generation.stream import Events, named_frame
 from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.openai import ContentLogprob
+from headrace.serving.http.routes.response_items import named_functions
 
 ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
@@ -29,9 +30,10 @@ ECHOED_FIELDS = (
 class ItemWriter:
     """Turns parse events into output items. At most one item is open: it is added, grows by deltas, and is done.
     ``items`` are those so far; an item has its text once it is done. ``logprobs`` are of sampled tokens whose text
-    the parser has not emitted yet; the caller appends to them before `write`."""
+    the parser has not emitted yet; the caller appends to them before `write`. ``functions``: see `named_functions`."""
 
-    def __init__(self, request_id: str):
+    def __init__(self, request_id: str, functions: dict[str, tuple[wire.ResponseTool, str | None]]):
+        self._functions = functions
         self.items: list[wire.OutputItem] = []
         self.logprobs: list[ContentLogprob] = []
         self._suffix = request_id.rpartition("_")[2]
@@ -48,7 +50,11 @@ class ItemWriter:
                 yield self._grow(kind, text)
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
-                yield from self._add(wire.OutputCall(self._item_id("fc"), "in_progress", call_id, name, ""))
+                call = wire.OutputCall(self._item_id("fc"), "in_progress", call_id, name, "")
+                function, namespace = self._functions.get(name, (None, None))
+                if function is not None and namespace is not None:
+                    call.name, call.namespace = function.name, namespace
+                yield from self._add(call)
             case CallArguments(_, text):
                 yield self._grow("response.function_call_arguments.delta", text)
             case CallEnd(_, is_complete):
@@ -146,7 +152,7 @@ class ResponseWriter:
     ):
         self.owner, self._names = owner, names
         self._reader = OutputReader(plan)
-        self._items = ItemWriter(request_id)
+        self._items = ItemWriter(request_id, named_functions(body.tools))
         echoed = {name: value for name in ECHOED_FIELDS if (value := getattr(body, name)) is not None}
         self._base = wire.Response(
             id=request_id, created_at=int(time.time()), status="queued" if body.background else "in_progress",

@@ -100,9 +100,37 @@ def _item_dict(item: wire.InputItem, item_id: str) -> dict[str, Any]:
     return fields
 
 
+def _resolve(context: AppContext, owner: bytes, item: wire.InputItem, where: str) -> wire.InputItem:
+    """The item; for a reference the output item of a stored response, whose id holds that of its response."""
+    if item.type != "item_reference":
+        return item
+    suffix = (item.id or "").partition("_")[2].rpartition("_")[0]
+    stored = context.responses.find(owner, f"resp_{suffix}")
+    found = [each for each in _decode_items(stored.turn.output) if each.id == item.id] if stored is not None else []
+    if not found:
+        hint = "" if context.responses.is_open else f" or {ENABLE_STORE}"
+        raise RequestError(
+            f"{where}: the item {item.id!r} is not stored; send it as it was (clients do with store: false){hint}",
+            param=where
+        )
+    return found[0]
+
+
+def _settle(request: Request, context: AppContext, body: wire.ResponsesRequest) -> None:
+    """Put stored items in the place of references, and leave out web search."""
+    if isinstance(body.input, list):
+        owner = owner_of(request.headers)
+        body.input = [_resolve(context, owner, item, f"input[{index}]") for index, item in enumerate(body.input)]
+    served: list[wire.OfferedTool] = [t for t in body.tools or () if not isinstance(t, wire.WebSearch)]
+    if body.tools and len(served) < len(body.tools):
+        body.tools = served
+        request.scope.setdefault("state", {}).setdefault("ignored_fields", []).append("tools.web_search")
+
+
 async def create_response(request: Request) -> JsonResponse | EventStream | StreamingResponse:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
+    _settle(request, context, body)
     owner, store = owner_of(request.headers), context.responses
     if body.background and body.store is False:
         raise RequestError("background needs the response to be stored; leave store out", param="background")
@@ -147,6 +175,7 @@ async def count_input(request: Request) -> JsonResponse:
     """The length of a conversation's prompt."""
     context, body = await read_request(request, BODY)
     context.check_model(body.model)
+    _settle(request, context, body)
     previous = _find_previous(context, owner_of(request.headers), body.previous_response_id)
     converted = await compute(request, lambda: convert_request(body, _history(previous)))
     items = await prepare_media(request, context, media_of(converted.messages))
