@@ -52,6 +52,12 @@ TABLES = {
 """Values by code, for codes of 4 bits that are no integers."""
 
 
+def is_finite(table: torch.Tensor) -> bool:
+    """Whether all numbers are finite. True on a GPU: a checkpoint has thousands of tables, and to ask for each would
+    wait for the device each time; there, requests are told that logits are not finite."""
+    return table.device.type != "cpu" or bool(table.isfinite().all())
+
+
 @dataclass(frozen=True)
 class CodedMatrix:
     """A weight [O, I]. ``codes`` [O, I]: int8 or uint8, or float8_e4m3fn. ``scales`` [ceil(O / rows), G] of any float
@@ -97,7 +103,7 @@ class CodedMatrix:
                     f"values {list(self.shape)} need {noun} {[-(-self.shape[0] // self.rows), num_groups]}, the "
                     f"checkpoint has {list(table.shape)}"
                 )
-            if table is not None and table.is_floating_point() and not table.isfinite().all():
+            if table is not None and table.is_floating_point() and not is_finite(table):
                 return NOT_FINITE.format(noun)
         return None
 

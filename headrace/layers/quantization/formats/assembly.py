@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.base.errors import WeightError
-from headrace.kernels.coded_linear.codes import NOT_FINITE, CodedMatrix
+from headrace.kernels.coded_linear.codes import NOT_FINITE, CodedMatrix, is_finite
 from headrace.layers.quantization.blocks import CodedTensor
 from headrace.layers.quantization.contract import Named, SchemeQuery
 
@@ -121,7 +121,7 @@ def _finish(module: str, layout: Layout, parts: Parts, query: SchemeQuery) -> Na
         if fault := weight.find_fault():
             raise WeightError(f"{module}, stored as {layout.format}: {fault}")
         weight = CodedTensor(weight) if query.keeps_codes else weight.dequantise(torch.float32)
-    elif not weight.isfinite().all():
+    elif not is_finite(weight):
         raise WeightError(f"{module}, stored as {layout.format}: {NOT_FINITE.format('numbers')}")
     return f"{module}.{WEIGHT}", weight
 
