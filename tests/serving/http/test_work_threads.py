@@ -11,6 +11,7 @@ import time
 import pytest
 from fake_apps import http_for, live_server
 from fake_client import ByteTokenizer, FakeClient
+from starlette.requests import Request
 
 from headrace.base.errors import RequestError
 from headrace.base.server_config import ServerConfig
@@ -19,7 +20,7 @@ from headrace.service.tokenization.pieces import Encoder, encode_pieces
 from headrace.serving.http.app import create_app
 from headrace.serving.http.transport.errors import BodyTooLarge
 from headrace.serving.http.transport.spans import MAX_DEPTH, MAX_VALUES, PIECE_BYTES, check_num_values
-from headrace.serving.http.transport.threads import AT_ONCE
+from headrace.serving.http.transport.threads import AT_ONCE, while_connected
 
 
 class SlowTokenizer(ByteTokenizer):
@@ -85,6 +86,26 @@ async def test_work_ends_when_its_client_goes(slow: FakeClient):
         writer.transport.abort()
         assert await asyncio.to_thread(slow.tokenizer.has_ended.wait, 2)
         assert slow.tokenizer.num_pieces < 500
+
+
+async def test_a_task_cancelled_while_its_watch_ends_is_cancelled():
+    """Else whoever awaits it under a timeout waits on."""
+
+    async def receive() -> dict:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            task.cancel()
+
+    async def go_on() -> None:
+        result = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, result.set_result, 1)
+        await while_connected(Request({"type": "http"}, receive), result)
+        pytest.fail("it went on")
+
+    task = asyncio.create_task(go_on())
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize(("path", "body"), [

@@ -4,7 +4,6 @@ giants only. Work stops soon after its client has gone."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,8 +72,7 @@ async def while_connected(request: Request, result: asyncio.Future[T]) -> T:
     finally:
         result.cancel()
         watch.cancel()  # else it would hold the connection's receive channel
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        await asyncio.wait([watch])
 
 
 async def _wait_for_disconnect(request: Request) -> None:
