@@ -9,6 +9,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.option import Section, option
 
 MOST_ENGINES = 16
+BOOTSTRAP_PORT = 8998
+"""Default port of a prefill server's transfer agent, as in SGLang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,7 @@ class DisaggregationConfig(Section):
         metavar="NAME"
     )
     disaggregation_bootstrap_port: int = option(
-        8998, "port on which a prefill server's transfer agent listens for decode servers", low=1,
-        high=65535
+        BOOTSTRAP_PORT, "port on which a prefill server's transfer agent listens for decode servers", low=1, high=65535
     )
 
     def __post_init__(self) -> None:

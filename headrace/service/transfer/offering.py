@@ -123,7 +123,7 @@ class Offers:
                 self._failed[room.offer.room] = room.failure
                 if len(self._failed) > MOST_FAILED:
                     del self._failed[next(iter(self._failed))]
-                self._end(room, room.failure)
+                self.end(room, room.failure)
             else:
                 asyncio.get_running_loop().call_later(self._lease_s, self._expire, room)
 
@@ -213,8 +213,10 @@ class Offers:
         return sums
 
     def end(self, room: _Room, reason: str = "") -> None:
-        """A delivery is over: nobody reads the lease any more."""
-        self._end(room, reason)
+        """Nobody reads the pages of a room any more: the engine may reuse them. ``reason``: why it failed, or empty."""
+        if self._tickets.pop(room.offer.ticket, None) is not None:
+            del self._rooms[room.offer.room]
+            self._report(Released(room.offer.ticket, reason))
 
     def check_writes(self) -> None:
         """Raise `TransferFailed` if a write takes so long that it may never end."""
@@ -239,12 +241,7 @@ class Offers:
 
     def _expire(self, room: _Room) -> None:
         if not room.is_taken and room.offer.ticket in self._tickets:
-            self._end(room, f"nobody fetched the pages within {self._lease_s:g} s")
-
-    def _end(self, room: _Room, reason: str) -> None:
-        if self._tickets.pop(room.offer.ticket, None) is not None:
-            del self._rooms[room.offer.room]
-            self._report(Released(room.offer.ticket, reason))
+            self.end(room, f"nobody fetched the pages within {self._lease_s:g} s")
 
 
 class _Link:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from headrace.base.disaggregation import BOOTSTRAP_PORT
 from headrace.service.balancing import ReplicaState
 from headrace.serving.http_client import HttpClient, HttpResponse
 
@@ -21,8 +22,6 @@ IDLE_S = 4.0
 """How long an idle connection is kept: shorter than servers keep theirs, which is five seconds for uvicorn's."""
 FIRST_BREAK_S, LONGEST_BREAK_S = 1.0, 30.0
 FAILURE_STATUSES = frozenset({500, 502, 503, 504})
-BOOTSTRAP_PORT = 8998
-"""Default port of a prefill worker's transfer agent."""
 Health = Literal["starting", "ready", "failing"]
 
 

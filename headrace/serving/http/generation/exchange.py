@@ -11,14 +11,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.base.config import EngineConfig
+from headrace.base.disaggregation import BOOTSTRAP_PORT
 from headrace.base.errors import RequestError
 from headrace.base.sampling import SamplingParams, TransferSpec
 from headrace.serving.http.generation.sampling import spread
 from headrace.serving.http.protocol.fields import TransferParams
 from headrace.serving.http.protocol.openai import TransferAnswer
-
-DEFAULT_PORT = 8998
-"""Default port of a transfer agent, as in SGLang."""
 
 
 class ExchangeBody(Protocol):
@@ -79,7 +77,7 @@ def _read_bootstrap(body: ExchangeBody, count: int) -> list[TransferSpec]:
     if count == 1:
         names = [str(rooms[0])]
     return [
-        TransferSpec(name, host or "", port or DEFAULT_PORT)
+        TransferSpec(name, host or "", port or BOOTSTRAP_PORT)
         for name, host, port in zip(names, hosts, ports, strict=True)
     ]
 
@@ -95,7 +93,7 @@ def _read_vllm(asked: TransferParams, role: str | None) -> TransferSpec | None:
             "kv_transfer_params with do_remote_prefill needs remote_request_id, remote_host and remote_port, as the "
             "prefill server's response has them", param="kv_transfer_params"
         )
-    return TransferSpec(asked.remote_request_id, asked.remote_host, asked.remote_port or DEFAULT_PORT)
+    return TransferSpec(asked.remote_request_id, asked.remote_host, asked.remote_port or BOOTSTRAP_PORT)
 
 
 def _number(spec: TransferSpec, count: int) -> list[TransferSpec]:
