@@ -18,8 +18,6 @@ from headrace.base.sampling import TransferSpec
 from headrace.base.step import TokenLogprobs
 from headrace.base.token_ids import TokenIds
 
-ROLES = ("prefill", "decode")
-
 Span = tuple[int, int]
 """``(begin, num_bytes)`` within a lease."""
 

@@ -24,7 +24,6 @@ from headrace.service.parsing.reader import (
 )
 
 NAME = re.compile(r"[\w.-]+")
-MAX_NAME = 256
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _ESCAPED = {
     "\\": "\\", "'": "'", '"': '"', "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",

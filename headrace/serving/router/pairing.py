@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import msgspec
 
+from headrace.base.disaggregation import BOOTSTRAP_PORT
 from headrace.base.errors import EngineUnavailable
 from headrace.service.balancing import RoutedRequest
 from headrace.serving.http_client import Exchange, RawHeaders
 from headrace.serving.router.fleet import Fleet
 from headrace.serving.router.metrics import RouterMetrics
 from headrace.serving.router.sending import Sender, WorkerRequest
-from headrace.serving.router.workers import BOOTSTRAP_PORT
 
 PAIRED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Routes whose bodies name a room. Requests of other routes are computed by decode workers alone."""
