@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 AGENT_MODULE = "headrace.service.transfer.agent"
 HANG_S = 6.0
 """An agent says something every second; one that does not for so long hangs and is started anew."""
-FIRST_START_S = 30.0
+FIRST_START_S = 120.0
+"""Most seconds until the first agent listens: imports take half a minute on a machine that is busy elsewhere."""
 SEND_S, SEND_PAUSE_S = 1.0, 0.0005
 LEAST_LIFE_S = 1.0
 """At most one start a second."""
