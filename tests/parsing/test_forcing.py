@@ -32,7 +32,7 @@ WEATHER = {
 }
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "noop", "parameters": {}}},
+    {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}},
     {
         "type": "function",
         "function": {
@@ -97,7 +97,7 @@ def test_forced_calls_are_what_the_parser_reads(name):
         [("evil", {})], [("get_weather", {})], [("get_weather", {"city": "x", "unit": "K"})],
         [("get_weather", {"city": "x", "days": "a\nb"})],
         [("get_weather", {"city": "x", "where": {"y": 1}})], [("get_weather", {"city": "x", "other": 1})],
-        [("opt", {"a": 1.5})],
+        [("opt", {"a": 1.5})], [("noop", {"a": "x"})],
     ]
     for calls in wrong:
         assert not allows(tag, written(name, *calls)), calls
@@ -223,6 +223,9 @@ def test_schemas_that_need_not_be_exact_lose_what_cannot_be_enforced():
         "type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"type": "string"}, {}]}, "b": {}, "c": {}},
         "$defs": {"d": {}}, "additionalProperties": False,
     }
+    empty = {"type": "object", "properties": {}}
+    assert loosen({**empty, "required": []}) == {**empty, "required": [], "additionalProperties": False}
+    assert "additionalProperties" not in loosen({**empty, "minProperties": 1})
     number = {"type": "integer", "minimum": 1, "exclusiveMaximum": 9}
     kept = [
         number, {"type": "string", "maxLength": 5}, {"type": "array", "minItems": 2, "items": {}},

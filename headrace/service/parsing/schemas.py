@@ -98,8 +98,8 @@ def _fit(value: str, types: frozenset[str]) -> str | None:
 
 def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
     """A copy of the schema with only the keywords that every grammar library can enforce, for tools that are not
-    ``strict``: what is dropped allows more. Objects with named properties get ``additionalProperties: false`` unless
-    the schema says otherwise."""
+    ``strict``: what is dropped allows more. Objects whose properties are listed, also as none, get
+    ``additionalProperties: false`` unless the schema says otherwise."""
     if not isinstance(schema, Mapping) or depth == 0:
         return {} if schema is not False else False
     kept: dict[str, Any] = {word: schema[word] for word in _PLAIN_WORDS if word in schema}
@@ -116,9 +116,15 @@ def loosen(schema: Any, depth: int = MAX_NESTING) -> Any:
         kept |= _bounds(schema)
     if str(schema.get("$ref", "")).startswith(("#/$defs/", "#/definitions/")):
         kept["$ref"] = schema["$ref"]
-    if kept.get("properties"):
+    if kept.get("properties") or _is_empty(schema):
         kept.setdefault("additionalProperties", False)
     return kept
+
+
+def _is_empty(schema: Mapping[str, Any]) -> bool:
+    """Whether an object lists no properties and asks for none, as that of a function without arguments."""
+    asked = ("required", "minProperties", "patternProperties")
+    return schema.get("properties") == {} and not any(schema.get(word) for word in asked)
 
 
 def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
