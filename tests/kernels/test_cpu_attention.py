@@ -104,6 +104,13 @@ def test_what_is_no_number_is_not_hidden(side, isa):  # noqa: F811
     assert not bool(seen.isfinite().all(-1).any())
 
 
+def test_a_lone_head_has_any_stride():
+    """Torch gives dims of size 1 what stride it likes: products of one token and head have 1 there."""
+    problem = make_problem(Case(((1, 30),), num_heads=1, num_kv_heads=1), "cpu", torch.float32)
+    problem.q = problem.q.as_strided(problem.q.shape, (1, 1, 1))
+    assert problem.error(problem.run(CpuAttention(problem.geometry, CPU))) < TOLERANCES[torch.float32]
+
+
 @pytest.mark.usefixtures("isa")
 def test_values_inside_the_keys():
     problem = make_problem(

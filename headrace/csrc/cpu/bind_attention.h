@@ -35,7 +35,7 @@ inline PageStrides strides_of(const Tensor& pages) { return {pages.stride(0), pa
 inline Tensor paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor query_start, Tensor kv_lens,
                               Tensor page_table, double scale, double softcap, int64_t window,
                               std::optional<Tensor> sinks, std::optional<Tensor> scales) {
-  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2),
+  STD_TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && (q.size(1) == 1 || q.stride(1) == q.size(2)),
                   "q must be [T, H, E], its heads one after the other");
   STD_TORCH_CHECK(k_pages.dim() == 4 && v_pages.dim() == 4 && k_pages.size(1) == v_pages.size(1) &&
                       k_pages.size(2) == v_pages.size(2) && k_pages.size(3) == q.size(2) && k_pages.stride(3) == 1 &&
