@@ -16,6 +16,7 @@ import torch
 
 from headrace.base.cache import CACHE_POOLS, CacheGroup, CacheSpec
 from headrace.base.registry import Registry
+from headrace.kernels.attention.reference import MOST_LOT
 
 if TYPE_CHECKING:
     from headrace.memory.hot_pool import HotLayer
@@ -132,12 +133,18 @@ class KeyValuePool(Pool):
 
     @property
     def parts(self) -> list[PagePart]:
-        """Keys, values and scales, layer by layer."""
+        """Keys, values and scales, layer by layer; codes in the order in which they are stored."""
         return [
-            PagePart(layer, name, tensor, head_dim=2)
+            PagePart(layer, name, _block_codes(tensor) if tensor.dtype == torch.int8 else tensor, head_dim=2)
             for layer, tensors in self._layers.items()
             for name, tensor in zip(("k", "v", "scales"), tensors, strict=False)
         ]
+
+
+def _block_codes(pages: torch.Tensor) -> torch.Tensor:
+    """Codes [P, page_size, K, E] as they are stored: [P, page_size / L, K, L * E], L positions in a block."""
+    block = min(pages.shape[1], MOST_LOT)
+    return pages.view(pages.shape[0], pages.shape[1] // block, pages.shape[2], block * pages.shape[3])
 
 
 class LatentPool(Pool):

@@ -8,6 +8,7 @@ import torch
 from headrace.base.cache import CacheGroup, CacheSpec
 from headrace.base.errors import ConfigError
 from headrace.base.step import PageMove
+from headrace.kernels.attention.reference import read_codes, write_codes
 from headrace.memory.head_rows import HeadRows
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane
@@ -92,6 +93,34 @@ def test_pages_travel_between_other_numbers_of_ranks(name: str, counts: tuple[in
         for part in pool.parts:
             assert not part.tensor[[0, 2, 4, 5, 6, 7]].view(torch.uint8).any(), "another page was written"
     region.close()
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+def test_codes_of_a_head_are_those_that_attention_reads(page_size: int):
+    k, v = torch.randn(2, 2 * page_size, 4, 8)
+    pages, ranks = [1, 2], {}
+    for count in (1, 2):
+        ranks[count] = []
+        for rank in range(count):
+            share = share_kv_heads(4, count, rank)
+            spec = CacheSpec("full", share.length, 8, 8, "int8")
+            ranks[count].append((build_pool(CacheGroup(spec, [0, 1], 3), page_size, CPU), share))
+    (whole, share), = ranks[1]
+    *stored, scales = whole.layer(1)
+    write_codes(tuple(stored), scales, torch.arange(page_size, 3 * page_size), k, v)
+    heads, copier = HeadRows(whole.parts, share), PageCopier([whole], CPU)
+    own, rows = (torch.zeros(2, size, dtype=torch.uint8) for size in (copier.page_bytes(0), heads.num_bytes))
+    copier.gather(0, pages, own, [0, 1])
+    heads.to_peers(own, rows)
+    expected = read_codes(tuple(stored), scales, torch.tensor(pages))
+    for pool, share in ranks[2]:
+        copier = PageCopier([pool], CPU)
+        own = torch.zeros(2, copier.page_bytes(0), dtype=torch.uint8)
+        HeadRows(pool.parts, share).from_peers(own, rows)
+        copier.scatter(0, pages, own, [0, 1])
+        *stored, scales = pool.layer(1)
+        for got, wanted in zip(read_codes(tuple(stored), scales, torch.tensor(pages)), expected, strict=True):
+            assert torch.equal(got, wanted[:, share.start : share.stop])
 
 
 def test_heads_that_cannot_be_told_apart_are_not_divided():
