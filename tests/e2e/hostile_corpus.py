@@ -449,9 +449,11 @@ def transport_cases() -> Iterator[Case]:
     for method in ("PUT", "DELETE", "PATCH", "TRACE", "OPTIONS", "PROPFIND", "GET", "X" * 50):
         for path in (CHAT, COMPLETIONS, NATIVE, "/tokenize", "/v1/embeddings"):
             yield _case(f"method {method[:9]} {path}", path, good, method=method)
-    for value in ("a b", "x" * 500, "../x", "a%0d%0ab", "\u00e9"):
-        yield Case(
-            f"request id {value[:8]!r}", COMPLETIONS, good,
+    for value, must in (
+        ("x" * 500, "refuse"), ("\u00e9", "refuse"), ("a b", "answer"), ("../x", "answer"), ("a%0d%0ab", "answer")
+    ):
+        yield _case(
+            f"request id {value[:8]!r}", COMPLETIONS, good, must,
             headers={"content-type": "application/json", "x-request-id": value}
         )
     for name in (

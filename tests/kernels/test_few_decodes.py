@@ -281,7 +281,7 @@ def test_it_is_taken_where_it_is_faster(head_dim: int, tiles: int, most_keys: in
 def test_a_window_bounds_what_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Nothing is compiled for long contexts; with a window it is, whatever the context."""
     asked: list[int] = []
-    monkeypatch.setattr(module, "_find_kernel", lambda macros, shared_bytes, cluster, device: asked.append(cluster))
+    monkeypatch.setattr(module, "_find_kernel", lambda shared_bytes, cluster, device, **macros: asked.append(cluster))
     for window, count in ((0, 0), (128, 1)):
         problem = make_problem(replace(CASES["dim-64-window"], window=window), "cpu")
         problem.step = replace(problem.step, max_kv_len=131_072)
