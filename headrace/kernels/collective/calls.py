@@ -13,8 +13,9 @@ from functools import cache
 import torch
 
 from headrace.kernels.collective import MOST_RANKS
-from headrace.kernels.cuda_source import CudaKernel, Source, cache_compiled, compile_source, describe_source
+from headrace.kernels.cuda_source import CudaKernel, cache_compiled, compile_source, describe_source, load_kernel
 
+SOURCE = "collective"
 VECTOR, CHUNK = 16, 8
 """Bytes of a vector, and vectors that have one owner: as in the source, like the next three."""
 CONTROL_BYTES, MOST_THREADS, MOST_BLOCKS = 16384, 512, 1024
@@ -73,9 +74,8 @@ class Gather(ctypes.Structure):
     )
 
 
-def _describe_source(part: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Source:
-    type_of = TYPES[WORDS if part == ENTRIES["gather"] else dtype]
-    return describe_source("collective", device, WORLD=ranks, TYPE=type_of, PART=part)
+def _list_macros(part: int, ranks: int, dtype: torch.dtype) -> dict[str, int]:
+    return {"WORLD": ranks, "TYPE": TYPES[WORDS if part == ENTRIES["gather"] else dtype], "PART": part}
 
 
 @cache
@@ -83,8 +83,9 @@ def begin_compiling(ranks: int, dtype: torch.dtype, device: torch.device) -> lis
     """Compile all kernels for a type into the cache on disk, a thread for each part: NVRTC does not hold Python's lock.
     Results raise `CudaSourceError` and `OSError`."""
     parts = sorted(set(ENTRIES.values()))
-    threads = ThreadPoolExecutor(len(parts), "collectives")
-    compiled = [threads.submit(compile_source, *_describe_source(part, ranks, dtype, device)) for part in parts]
+    sources = [describe_source(SOURCE, device, **_list_macros(part, ranks, dtype)) for part in parts]
+    threads = ThreadPoolExecutor(len(sources), "collectives")
+    compiled = [threads.submit(compile_source, *source) for source in sources]
     threads.shutdown(wait=False)
     return compiled
 
@@ -92,8 +93,7 @@ def begin_compiling(ranks: int, dtype: torch.dtype, device: torch.device) -> lis
 @cache_compiled
 def find_kernel(entry: str, ranks: int, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     """A kernel of the source, compiled (seconds) unless cached. Raises `CudaSourceError` and `OSError`."""
-    with torch.cuda.device(device):
-        return CudaKernel(compile_source(*_describe_source(ENTRIES[entry], ranks, dtype, device)), entry, 0)
+    return load_kernel(SOURCE, device, 0, entry, **_list_macros(ENTRIES[entry], ranks, dtype))
 
 
 class Kernels:
