@@ -27,8 +27,6 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         start_early()
     size = config.parallel.num_ranks
     launcher = choose_launcher(config, size, progress)
-    if size > 1 or config.parallel.shares_experts:
-        check_layout(config)  # before other processes are started, or waited for
     if size == 1 and not config.parallel.shares_experts:
         if config.disaggregation.disaggregation_mode is not None:
             from headrace.service.transfer.build import build_role_engine
@@ -37,6 +35,7 @@ def build_ranked_engine(config: EngineConfig, progress: Progress) -> Engine:
         from headrace.service.build import build_engine
 
         return build_engine(config, progress)
+    check_layout(config)  # before other processes are started, or waited for
     aborts = list[Callable[[], None]]()
 
     def fail(error: HeadraceError) -> None:
