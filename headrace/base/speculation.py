@@ -18,12 +18,12 @@ BENCH = "bench"
 TEXT_METHODS = ("ngram", "suffix")
 DEVICE_METHODS = ("draft_model", "eagle3", "mtp", BENCH)
 METHODS = ("auto", "off", *TEXT_METHODS, *DEVICE_METHODS)
+"""Methods of this package; ``bench`` is for benchmarks alone."""
 WITHOUT_STAGES = (
     f"{OPTION}: a drafter on the device reads a model of one pipeline stage; use method ngram or suffix, or leave "
     "pipeline_parallel_size at 1"
 )
-"""Why such a drafter is refused."""
-"""Methods of this package; ``bench`` is for benchmarks alone."""
+"""Why a drafter on the device is refused beside pipeline stages."""
 ENTRY_POINT_GROUPS = ("headrace.drafters", "headrace.draft_models")
 """Out-of-tree text drafters, and drafters that compute on the device, under the names of their methods."""
 
