@@ -144,18 +144,24 @@ def named_functions(tools: Iterable[wire.OfferedTool] | None) -> dict[str, tuple
     namespace begins that of its first function. Raises `RequestError` for a name that is used twice or too long."""
     found: dict[str, tuple[wire.ResponseTool, str | None]] = {}
     for index, tool in enumerate(tools or ()):
-        assert not isinstance(tool, wire.WebSearch)
-        is_alone, about = isinstance(tool, wire.ResponseTool), tool.description
-        for function in (tool,) if isinstance(tool, wire.ResponseTool) else tool.tools:
-            name = function.name if isinstance(tool, wire.ResponseTool) else tool.joined(function.name)
+        for name, function, namespace in _list_functions(tool):
             if name in found or len(name) > MAX_TOOL_NAME:
                 reason = "is used twice" if name in found else f"has more than {MAX_TOOL_NAME} characters"
                 raise RequestError(f"tools[{index}].name: {name!r} {reason}", param=f"tools[{index}].name")
-            if about and not is_alone:
-                text = f"{about}\n{function.description or ''}"
-                function, about = msgspec.structs.replace(function, description=text), None
-            found[name] = (function, None if is_alone else tool.name)
+            found[name] = (function, namespace)
     return found
+
+
+def _list_functions(tool: wire.OfferedTool) -> list[tuple[str, wire.ResponseTool, str | None]]:
+    """The functions of an entry: name that the model sees, function, namespace."""
+    assert not isinstance(tool, wire.WebSearch)
+    if isinstance(tool, wire.ResponseTool):
+        return [(tool.name, tool, None)]
+    functions = list(tool.tools)
+    if tool.description and functions:
+        text = f"{tool.description}\n{functions[0].description or ''}"
+        functions[0] = msgspec.structs.replace(functions[0], description=text)
+    return [(tool.joined(function.name), function, tool.name) for function in functions]
 
 
 def input_items(body: wire.ResponsesRequest) -> list[wire.InputItem]:
