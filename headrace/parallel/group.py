@@ -77,9 +77,10 @@ class Group:
         """This rank's query and KV heads; see `headrace.parallel.share.share_heads`."""
         return share_heads(num_heads, num_kv_heads, self.size, self.rank)
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, with the same bits on each; ``x`` may be overwritten."""
-        return x
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over all ranks, with the same bits on each; ``x`` may be overwritten. ``more``: of x's shape and
+        dtype, to which it is added first."""
+        return x if more is None else x.add_(more)
 
     def reduce_add_norm(
         self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float
@@ -144,9 +145,9 @@ class TorchGroup(Group):
         self._group = group
         self._is_muted = False
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         """See `Group`."""
-        x = x.contiguous()
+        x = x.contiguous() if more is None else x.add_(more).contiguous()
         if not self._is_muted:
             dist.all_reduce(x, group=self._group)
         return x

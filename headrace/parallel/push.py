@@ -82,10 +82,10 @@ class PushGroup(Group):
         self.waits, self._device = PushWaits(collectives, device), device
         self._is_muted, self._can_send = False, can_send
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         """See `Group`."""
-        out = None if self._is_muted else self.collectives.all_reduce(x)
-        return self._base.all_reduce(x) if out is None else out
+        out = None if self._is_muted else self.collectives.all_reduce(x, more)
+        return self._base.all_reduce(x, more) if out is None else out
 
     def reduce_add_norm(
         self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float

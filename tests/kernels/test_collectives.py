@@ -96,6 +96,22 @@ def test_sums(size, limits, make_ranks):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("limits", [ONE_STEP, TWO_STEPS], ids=["one step", "two steps"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_of_two_parts_have_the_bits_of_one(size, limits, make_ranks):
+    ranks = make_ranks(size, limits)
+    for turn, count in enumerate([8, 4096, 4096, 100_000, 24, 65_536, 1000]):
+        dtype = TYPES[turn % 3]
+        parts, more = ([draw(count, dtype, seed=turn * 40 + 20 * i + rank) for rank in range(size)] for i in (0, 1))
+        kept = [[own.clone() for own in both] for both in (parts, more)]
+        results = ranks.run(
+            lambda collectives, rank, parts=parts, more=more: collectives.all_reduce(parts[rank], more[rank])
+        )
+        same(results, reference.all_reduce([x + y for x, y in zip(parts, more, strict=True)]), ranks)
+        assert all(map(torch.equal, [*parts, *more], [*kept[0], *kept[1]])), "neither is overwritten"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("limits", [ONE_STEP, TWO_STEPS], ids=["one step", "two steps"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_sums_with_norm(size, limits, make_ranks):
     ranks = make_ranks(size, limits)
@@ -286,6 +302,7 @@ def test_what_is_refused_is_left_to_others(make_ranks):
     assert first.all_reduce(torch.zeros(3, device="cuda")) is None, "no whole vector"
     assert first.all_reduce(torch.zeros(64, dtype=torch.int32, device="cuda")) is None
     assert first.all_reduce(torch.zeros(4, 64, device="cuda")[:, ::2]) is None
+    assert first.all_reduce(torch.zeros(4, 32, device="cuda"), torch.zeros(4, 64, device="cuda")[:, ::2]) is None
     assert first.all_reduce(torch.zeros(0, 8, device="cuda")) is None
     assert first.all_reduce(torch.zeros(8 << 20, device="cuda")) is None, "too large"
     stream = torch.zeros(2, 20, device="cuda", dtype=torch.bfloat16)

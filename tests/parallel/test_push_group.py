@@ -47,8 +47,10 @@ class Recorder(Group):
         self.calls.append(name)
         return x
 
-    def all_reduce(self, x):
-        return self._take("all_reduce", x)
+    def all_reduce(self, x, more=None):
+        if self._take("all_reduce", x) is None:
+            return None
+        return x if more is None else x + more
 
     def reduce_add_norm(self, x, stream, weight, *, eps, offset):
         return None if self._take("reduce_add_norm", x) is None else (x, stream)
@@ -71,6 +73,28 @@ def test_small_tensors_are_pushed_and_large_ones_left_to_the_library():
     assert group.reduce_add_norm(small, small, small, eps=1.0, offset=0.0) is not None
     group.all_gather(small, [8, 7])
     assert library.calls[-1] == "all_gather", "parts of different sizes are not pushed"
+
+
+def test_two_parts_of_a_sum_are_added_up_by_whoever_sums():
+    library, kernels = Recorder(), Recorder(serves=8)
+    group = PushGroup(library, kernels, CPU)
+    for count, called in ((8, kernels), (9, library)):
+        x, more = torch.arange(count), torch.full((count,), 3)
+        assert torch.equal(group.all_reduce(x, more), torch.arange(count) + 3)
+        assert called.calls == ["all_reduce"] and torch.equal(more, torch.full((count,), 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_parts_of_a_sum_have_the_bits_of_one(dtype: torch.dtype):
+    def run(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(group.rank)
+        x, more = (torch.randn(3, 40, generator=draw).to(dtype) for _ in range(2))
+        return group.all_reduce(x + more), group.all_reduce(x, more)
+
+    for one, two in on_all_ranks(3, run):
+        assert torch.equal(one, two)
+    x = torch.ones(2, 3)
+    assert torch.equal(Group().all_reduce(x.clone(), x), 2 * x)
 
 
 class ThreadKernels:
@@ -240,7 +264,7 @@ def test_all_ranks_take_the_times_of_the_slowest():
     class Kernels(Recorder):
         """What they return is how long they take."""
 
-        def all_reduce(self, x):
+        def all_reduce(self, x, more=None):
             return 10.0 if self.limits.one_step else 20.0
 
         def reduce_add_norm(self, x, stream, weight, *, eps, offset):
@@ -254,7 +278,7 @@ def test_all_ranks_take_the_times_of_the_slowest():
             super().__init__()
             self.elsewhere = -round(1000 * one_step_elsewhere)
 
-        def all_reduce(self, x):
+        def all_reduce(self, x, more=None):
             return 15.0
 
         def all_gather(self, x, sizes):
@@ -299,8 +323,8 @@ class OverHost(Group):
     def __init__(self, cpus: Group):
         self.rank, self.size, self._cpus = cpus.rank, cpus.size, cpus
 
-    def all_reduce(self, x):
-        return self._cpus.all_reduce(x.cpu()).to(x.device)
+    def all_reduce(self, x, more=None):
+        return self._cpus.all_reduce(super().all_reduce(x, more).cpu()).to(x.device)
 
     def all_gather(self, x, sizes):
         return self._cpus.all_gather(x.cpu(), sizes).to(x.device)

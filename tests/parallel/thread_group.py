@@ -19,9 +19,9 @@ class ThreadGroup(Group):
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier):
         self.rank, self.size, self._board, self._barrier = rank, size, board, barrier
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         """See `Group`."""
-        return torch.stack(self._share(x)).sum(0)
+        return torch.stack(self._share(super().all_reduce(x, more))).sum(0)
 
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """See `Group`."""

@@ -48,7 +48,7 @@ struct Call {  // what sums and gathers have in common
 
 struct Sum {  // x [splits, rows, row] -> out [rows, row]; rows of `width` vectors, the last one maybe shorter
   Call call;
-  const char *x;
+  const char *x, *more;  // more: rows as those of x, which are added to them before they are sent; or null, as with splits
   char *out, *stream;
   const char *weight;
   uint64 x_stride, split_stride, stream_stride;  // bytes
@@ -220,8 +220,16 @@ __device__ void count_call(uint32 *calls, uint32 number) {
 // This rank's part of a vector, rounded to the type that is sent.
 __device__ uint4 load_part(const Sum &s, int row, int column) {
   const char *x = s.x + row * s.x_stride;
-  if (!s.splits) return ((const uint4 *)x)[column];
   float sum[ELEMENTS] = {};
+  if (!s.splits) {
+    const uint4 own = ((const uint4 *)x)[column];
+    if (!s.more) return own;
+    float other[ELEMENTS];
+    unpack(own, sum), unpack(((const uint4 *)(s.more + row * s.x_stride))[column], other);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) sum[i] += other[i];
+    return pack(sum);
+  }
   for (int split = 0; split < s.splits; ++split) {
     const float4 *from = (const float4 *)(x + split * s.split_stride) + column * (ELEMENTS / 4);
 #pragma unroll

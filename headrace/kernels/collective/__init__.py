@@ -66,8 +66,9 @@ class Collectives(Protocol):
     limits: Limits
     large: LargeSums
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once."""
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once. ``more``: of x's
+        shape and dtype, added to it before and rounded then."""
 
     def reduce_add_norm(
         self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float

@@ -53,9 +53,9 @@ class Sum(ctypes.Structure):
     """Of tensors [rows, width] of any ranks, added up."""
 
     _fields_ = (
-        ("call", Call), ("x", c_void_p), ("out", c_void_p), ("stream", c_void_p), ("weight", c_void_p),
-        ("x_stride", c_uint64), ("split_stride", c_uint64), ("stream_stride", c_uint64), ("rows", c_int),
-        ("width", c_int), ("vectors", c_int), ("splits", c_int), ("eps", c_float), ("offset", c_float),
+        ("call", Call), ("x", c_void_p), ("more", c_void_p), ("out", c_void_p), ("stream", c_void_p),
+        ("weight", c_void_p), ("x_stride", c_uint64), ("split_stride", c_uint64), ("stream_stride", c_uint64),
+        ("rows", c_int), ("width", c_int), ("vectors", c_int), ("splits", c_int), ("eps", c_float), ("offset", c_float),
     )
 
 
@@ -128,6 +128,11 @@ def count_resident(kernel: CudaKernel, threads: int) -> int:
 def is_aligned(x: torch.Tensor) -> bool:
     """Whether every row begins at a whole vector."""
     return x.data_ptr() % VECTOR == 0 and all(stride * x.element_size() % VECTOR == 0 for stride in x.stride()[:-1])
+
+
+def is_flat(x: torch.Tensor) -> bool:
+    """Whether it is one row of memory that begins at a whole vector."""
+    return x.is_contiguous() and x.data_ptr() % VECTOR == 0
 
 
 def shape_row(width: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from headrace.kernels.collective.calls import (
     Sum,
     ceil_div,
     is_aligned,
+    is_flat,
     shape_row,
 )
 from headrace.kernels.collective.sent import SentSums, room_for
@@ -116,18 +117,18 @@ class PushCollectives:
             return 1
         return 2 if self.two_step_bytes(num_bytes) <= self.room.sums else 0
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Collectives`."""
         num_bytes = x.numel() * x.element_size()
         steps = self.count_steps(num_bytes, self.limits.sums) if x.dtype in TYPES else 0
-        if not steps or num_bytes % VECTOR or not x.is_contiguous() or x.data_ptr() % VECTOR:
+        if not steps or num_bytes % VECTOR or not all(map(is_flat, (x,) if more is None else (x, more))):
             return None
         out, vectors = torch.empty_like(x), num_bytes // VECTOR
         threads, per_thread = self._shape_flat(vectors)
         width = threads * per_thread
         call = Sum(
-            self._call, x.data_ptr(), out.data_ptr(), 0, 0, width * VECTOR, 0, 0, ceil_div(vectors, width), width,
-            vectors, 0, 0.0, 0.0,
+            call=self._call, x=x.data_ptr(), more=0 if more is None else more.data_ptr(), out=out.data_ptr(),
+            x_stride=width * VECTOR, rows=ceil_div(vectors, width), width=width, vectors=vectors,
         )
         self._launch(f"sum_{per_thread}_0_{steps}", x.dtype, call.rows, threads, call)
         return out
@@ -155,9 +156,10 @@ class PushCollectives:
         per_thread, threads = shape_row(width)
         splits = len(x) if x.dim() == 3 else 0
         call = Sum(
-            self._call, x.data_ptr(), out.data_ptr(), stream.data_ptr(), weight.data_ptr(),
-            x.stride(-2) * x.element_size(), x.stride(0) * x.element_size() if splits else 0, stream.stride(0) * item,
-            rows, width, rows * width, splits, eps, offset,
+            call=self._call, x=x.data_ptr(), out=out.data_ptr(), stream=stream.data_ptr(), weight=weight.data_ptr(),
+            x_stride=x.stride(-2) * x.element_size(), split_stride=x.stride(0) * x.element_size() if splits else 0,
+            stream_stride=stream.stride(0) * item, rows=rows, width=width, vectors=rows * width, splits=splits,
+            eps=eps, offset=offset,
         )
         self._launch(f"sum_{per_thread}_1_{steps}", stream.dtype, rows, threads, call)
         return out, stream

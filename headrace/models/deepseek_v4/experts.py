@@ -95,7 +95,7 @@ class V4Moe(nn.Module):
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
         out, shared = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)), self.shared.compute_share(x)
-        return (out, shared) if self.group is None else (self.group.all_reduce(out.add_(shared)), None)
+        return (out, shared) if self.group is None else (self.group.all_reduce(out, shared), None)
 
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""
