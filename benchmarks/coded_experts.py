@@ -19,10 +19,11 @@ from headrace.kernels.coded_linear.codes import CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_device
 from headrace.kernels.coded_linear.expand import expand
 from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4, quantise_integer
-from headrace.kernels.moe import Gate, coded, coded_few
+from headrace.kernels.moe import coded, coded_few
 from headrace.kernels.moe.coded import Tile
 from headrace.kernels.moe.coded_few import Shape
 from headrace.kernels.moe.experts import run_experts_pdl
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.timing import time_on_gpu
 
 SHAPES: dict[str, tuple[Callable[[torch.Tensor], CodedMatrix], int, int, int, int]] = {

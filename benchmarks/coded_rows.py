@@ -25,6 +25,7 @@ from headrace.kernels.coded_linear import cuda, expand, tiled_many, tiles
 from headrace.kernels.coded_linear.cuda import Addition, Shape
 from headrace.kernels.coded_linear.device_codes import BLOCK, DeviceCodes
 from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import silu_mul
 
 BF16, DEVICE = torch.bfloat16, "cuda"
@@ -37,7 +38,7 @@ BLOCKS = [
 ]
 TILE_BLOCKS = [tiles.Shape(*numbers) for numbers in ((8, 32), (8, 16), (16, 32), (4, 32), (8, 64))]
 PRODUCTS = ("gate_up", "down", "qkv", "out")
-SILU = (1, 0.0, 0.0, 0.0)
+SILU = Gate("silu")
 
 
 def name_shape(shape: Shape | tiles.Shape) -> str:

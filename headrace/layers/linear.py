@@ -14,6 +14,7 @@ from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.linear import GATED_LINEAR, LINEAR, LINEAR_FLOAT, LINEAR_SUMS, NORM_LINEAR, fits
 from headrace.kernels.linear import Norm as NormWeights
 from headrace.kernels.operation import choose_fused
+from headrace.kernels.rowwise import Gate
 from headrace.layers.build import Build
 from headrace.layers.lora.bank import Adaptation, CodedLinearBank, LinearBank
 from headrace.layers.lora.extended import ExtendedWeight, count_spare
@@ -182,23 +183,25 @@ class Linear(StorableLayer):
         """The bias that this rank adds: of partial sums, one rank adds it."""
         return self.bias if self.group is None or self.group.rank == 0 else None
 
-    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+    def gate(self, x: torch.Tensor, gate: Gate) -> torch.Tensor | None:
         """The product followed by the gated activation, in one kernel; None where two kernels are as fast. With
         adapters it is their addition that is fused with the activation."""
         if self._has_adapters:
-            return self._gate_adapted(x, activation)
+            return self._gate_adapted(x, gate)
         weight = plain_weight(self)
         if weight is None:
             assert self.stored is not None
-            return self.stored.gate(x, self.bias, activation)
-        return None if self._gated_linear is None else self._gated_linear(x, weight, self.bias, activation)
+            return self.stored.gate(x, self.bias, gate)
+        if self._gated_linear is None or gate.is_clamped:
+            return None
+        return self._gated_linear(x, weight, self.bias, gate.kind)
 
-    def _gate_adapted(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        if self.lora is None or not self.lora.fuses_gates:
+    def _gate_adapted(self, x: torch.Tensor, gate: Gate) -> torch.Tensor | None:
+        if self.lora is None or not self.lora.fuses_gates or gate.is_clamped:
             return None
         begun, out = self._begin(x, self.lora, is_wide=True)
         assert begun is not None, "some row has an adapter"
-        return self.lora.finish_gated(begun, out, activation)
+        return self.lora.finish_gated(begun, out, gate.kind)
 
     @property
     def _coded(self) -> CodedWeight | None:

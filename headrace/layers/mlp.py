@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels.rowwise import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL
+from headrace.kernels.rowwise import CLAMPED_SWIGLU, GELU_TANH_MUL, SILU_MUL, Gate
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.residual import Branch, Norm, Residual
@@ -33,6 +33,12 @@ def choose_activation(spec: MlpSpec, build: Build, width: int) -> Callable[[torc
     return GATED_ACTIVATIONS[spec.activation].choose(query)
 
 
+def describe_gate(spec: MlpSpec) -> Gate:
+    """The gated activation, as kernels take it."""
+    clamp = spec.clamp
+    return Gate(spec.activation) if clamp is None else Gate("clamped", clamp.limit, clamp.alpha, clamp.up_offset)
+
+
 def multiply_gate(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """``[T, 2 * F] -> [T, F]``, gate first, for activations without a kernel of their own."""
     gate, up = x.chunk(2, dim=-1)
@@ -40,8 +46,8 @@ def multiply_gate(activation: Callable[[torch.Tensor], torch.Tensor], x: torch.T
 
 
 class GatedMlp(Branch):
-    """``down(activation(gate(x)) * up(x))``. ``activation`` is the name by which product kernels fuse it; empty for a
-    clamped activation and others that none of them computes."""
+    """``down(activation(gate(x)) * up(x))``. ``activation`` is the name by which product kernels with a norm fuse it;
+    empty for a clamped activation and others that none of them computes."""
 
     takes_slices = True
 
@@ -52,6 +58,8 @@ class GatedMlp(Branch):
         self.down = Linear(build, size, hidden_size, bias=spec.bias)
         self._activate = choose_activation(spec, build, width=size.length)
         self.activation = spec.activation if spec.clamp is None and spec.activation in GATED_ACTIVATIONS else ""
+        # what products without a norm fuse
+        self._fused = describe_gate(spec) if self.activation or spec.clamp is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._gate(x))
@@ -86,12 +94,16 @@ class GatedMlp(Branch):
             if (product := self.gate_up.read(norm, residual)) is not None:
                 return product, False
         x = norm.add(residual)
-        gated = self.gate_up.gate(x, self.activation) if self.activation else None
+        gated = self._fuse_gate(x)
         return (self.gate_up(x), False) if gated is None else (gated, True)
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.gate_up.gate(x, self.activation) if self.activation else None  # product and activation fused
+        gated = self._fuse_gate(x)
         return self._activate(self.gate_up(x)) if gated is None else gated
+
+    def _fuse_gate(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Product and activation in one kernel; None where two are as fast."""
+        return None if self._fused is None else self.gate_up.gate(x, self._fused)
 
 
 class Mlp(Branch):

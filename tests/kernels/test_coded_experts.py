@@ -19,8 +19,9 @@ from headrace.kernels.coded_linear.quantise import quantise_float, quantise_fp4,
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.cuda_source import CudaSourceError, cache_compiled
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.moe import CODED_EXPERTS, Gate, coded_few, fp8_few, reference
+from headrace.kernels.moe import CODED_EXPERTS, coded_few, fp8_few, reference
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import Gate
 
 SILU, CLAMPED = Gate("silu"), Gate("clamped", 2.0, 1.702, 1.0)
 

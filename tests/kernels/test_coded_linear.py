@@ -34,14 +34,16 @@ from headrace.kernels.coded_linear.codes import TABLES, Code, CodedMatrix
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows, pack_for_device
 from headrace.kernels.coded_linear.forms import CodedWeight
 from headrace.kernels.linear import Norm
-from headrace.kernels.linear.reference import norm_linear
+from headrace.kernels.linear.reference import gated_linear, norm_linear
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import Gate
+from headrace.kernels.rowwise.reference import clamped_swiglu
 from headrace.layers.build import Build
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMlp
 from headrace.layers.norm import RmsNorm
 from headrace.layers.residual import Residual
-from headrace.layers.spec import MlpSpec
+from headrace.layers.spec import MlpSpec, SwigluClamp
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"bits": 4, "group": 32, "zeros": True}, "int4-128": {"bits": 4, "group": 128},
@@ -553,7 +555,10 @@ def test_own_cuda_products(kind: str):
         assert torch.equal(cuda.multiply(x, weight, bias), cuda.multiply(x, weight, bias))
         gate, up = expected.chunk(2, dim=1)
         silu = torch.nn.functional.silu(gate) * up
-        assert relative_error(cuda.multiply_gated(x, weight, bias, "silu"), silu) < 1e-2
+        assert relative_error(cuda.multiply_gated(x, weight, bias, Gate("silu")), silu) < 1e-2
+        clamp = Gate("clamped", limit=float(gate.abs().median()), alpha=1.7, up_offset=0.5)
+        clamped = clamped_swiglu(expected, limit=clamp.limit, alpha=clamp.alpha, up_offset=clamp.up_offset)
+        assert relative_error(cuda.multiply_gated(x, weight, bias, clamp), clamped) < 1e-2
         if weight.order is not None:
             continue
         out, total = cuda.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)
@@ -571,12 +576,13 @@ def test_expanded_products_of_many_rows_are_fused_with_the_activation(kind: str)
         pytest.skip("needs Hopper's tensor cores")
     weight, plain = make(kind, 4096, 512, "cuda")
     x = draw(4800, 512, "cuda", torch.bfloat16)  # nearly fills the last wave of tiles
-    gated = expand.expand_and_gate(x, weight, None, "silu")
+    gated = expand.expand_and_gate(x, weight, None, Gate("silu"))
     assert gated is not None
     gate, up = (x.double() @ plain.cuda().T).chunk(2, dim=1)
     assert relative_error(gated, torch.nn.functional.silu(gate) * up) < 1e-2
-    assert expand.expand_and_gate(x[:8], weight, None, "silu") is None
-    assert expand.expand_and_gate(x, weight, torch.zeros(4096, device="cuda").bfloat16(), "silu") is None
+    assert expand.expand_and_gate(x[:8], weight, None, Gate("silu")) is None
+    assert expand.expand_and_gate(x, weight, torch.zeros(4096, device="cuda").bfloat16(), Gate("silu")) is None
+    assert expand.expand_and_gate(x, weight, None, Gate("clamped", 1.0, 1.0, 0.0)) is None
 
 
 def test_own_cuda_launches_nothing_for_no_rows():
@@ -585,7 +591,7 @@ def test_own_cuda_launches_nothing_for_no_rows():
     weight = make("int4-32", 32, 128)[0]
     x = torch.empty(0, 128)
     assert cuda.multiply(x, weight, None).shape == (0, 32)
-    assert cuda.multiply_gated(x, weight, None, "silu").shape == (0, 16)
+    assert cuda.multiply_gated(x, weight, None, Gate("silu")).shape == (0, 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -611,10 +617,10 @@ def test_a_layer_normalises_and_gates_with_codes_in_one_kernel(monkeypatch: pyte
         calls.append(activation)
         return norm_linear(x, residual, norm, reference.dequantise(weight, x.dtype), bias, activation)
 
-    def gate(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        calls.append(activation)
-        gate, up = reference.coded_linear(x, weight, bias).chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
+    def gate(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor:
+        calls.append(gate.kind)
+        first, second = reference.coded_linear(x, weight, bias).chunk(2, dim=1)
+        return torch.nn.functional.silu(first) * second
 
     monkeypatch.setitem(CODED_LINEAR._loaded, "cuda", reference.coded_linear)
     monkeypatch.setitem(CODED_NORM_LINEAR._loaded, "cuda", normalise)
@@ -637,8 +643,52 @@ def test_a_layer_normalises_and_gates_with_codes_in_one_kernel(monkeypatch: pyte
         assert relative_error(out, torch.nn.functional.silu(first) * second) < 1e-5
         assert torch.equal(residual.stream, x + stream)
         first, second = (x.double() @ plain.T).chunk(2, dim=1)
-        assert relative_error(layer.gate(x, "silu"), torch.nn.functional.silu(first) * second) < 1e-5
-    assert calls == ["silu", "silu"] and layer.gate(x, "silu") is None
+        assert relative_error(layer.gate(x, Gate("silu")), torch.nn.functional.silu(first) * second) < 1e-5
+    assert calls == ["silu", "silu"] and layer.gate(x, Gate("silu")) is None
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_an_mlp_with_a_clamp_asks_its_product_for_it(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """One kernel where the plan's product for so many rows has such a form, the product and the activation elsewhere:
+    both give the same."""
+    width, inner, calls = 96, 40, []
+    clamp = SwigluClamp(limit=0.6, alpha=1.7, up_offset=0.5)
+    mlp = GatedMlp(MlpSpec(inner, clamp=clamp), width, Build(torch.device("cpu"), torch.float32))
+    torch.nn.init.normal_(mlp.down.weight, generator=torch.Generator().manual_seed(0))
+    weight, plain = make("int4-32", 2 * inner, width)
+    mlp.gate_up.stored = CodedWeight(weight, Plan(((4, "cuda"), (1 << 62, "reference")), 2.0))
+    del mlp.gate_up.weight
+
+    def gate(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor:
+        calls.append(gate)
+        product = reference.coded_linear(x, weight, bias)
+        return clamped_swiglu(product, limit=gate.limit, alpha=gate.alpha, up_offset=gate.up_offset)
+
+    monkeypatch.setitem(CODED_LINEAR._loaded, "cuda", reference.coded_linear)
+    monkeypatch.setitem(CODED_GATED._loaded, "cuda", gate)
+    mlp.gate_up.stored = CodedWeight(weight, mlp.gate_up.stored.plan)
+    x = draw(rows, width, "cpu", torch.float32)
+    first, second = (x.double() @ plain.T).chunk(2, dim=1)
+    first = first.clamp(max=0.6)
+    inside = first * torch.sigmoid(1.7 * first) * (second.clamp(-0.6, 0.6) + 0.5)
+    assert relative_error(mlp.compute_share(x), inside @ mlp.down.weight.double().T) < 1e-5
+    assert calls == ([Gate("clamped", 0.6, 1.7, 0.5)] if rows == 1 else [])
+
+
+@pytest.mark.parametrize("name", ["cuda_tiles", "cuda_tile_many", "triton_expand"])
+def test_products_without_a_clamp_leave_it_to_another_kernel(name: str):
+    weight, _ = make("int4-128", 256, 128)
+    gate = CODED_GATED.load(name)
+    assert gate(torch.zeros(1, 128), weight, None, Gate("clamped", 7.0, 1.7, 1.0)) is None
+
+
+def test_plain_weights_have_no_clamp_fused():
+    layer = Linear(Build(torch.device("cpu"), torch.float32), 64, {"gate": 32, "up": 32})
+    layer._gated_linear = gated_linear
+    x = torch.ones(2, 64)
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    assert layer.gate(x, Gate("clamped", 7.0, 1.7, 1.0)) is None
+    assert torch.equal(layer.gate(x, Gate("silu")), gated_linear(x, layer.weight, None, "silu"))
 
 
 @pytest.mark.interpreted
@@ -672,7 +722,7 @@ def test_a_solution_whose_fused_form_is_wrong_is_left_out(
     """What a product is fused with is checked when a model is loaded, like the product alone."""
     weight, _ = make("int4-32", 40, 96)
 
-    def gate(x: torch.Tensor, weight: DeviceCodes, bias: None, activation: str) -> torch.Tensor:
+    def gate(x: torch.Tensor, weight: DeviceCodes, bias: None, kind: Gate) -> torch.Tensor:
         gate, up = reference.coded_linear(x, weight, bias).chunk(2, dim=1)
         return torch.nn.functional.silu(up if is_wrong else gate) * up
 

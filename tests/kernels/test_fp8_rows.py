@@ -18,6 +18,8 @@ from headrace.kernels.coded_linear.quantise import quantise_float
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import Gate
+from headrace.kernels.rowwise.reference import clamped_swiglu
 
 FORMS = {"channel": (1, 0), "tensor": (1 << 20, 0), "block": (128, 128), "group": (1, 128)}
 
@@ -59,7 +61,10 @@ def test_products_of_few_rows(form: str, rows: int, outputs: int, inputs: int):
     out = fp8_rows.multiply(x, weight, bias)
     assert relative_error(out, expected) < 8e-3 and torch.equal(out, fp8_rows.multiply(x, weight, bias))
     gate, up = expected.chunk(2, dim=1)
-    assert relative_error(fp8_rows.multiply_gated(x, weight, bias, "silu"), F.silu(gate) * up) < 1.2e-2
+    assert relative_error(fp8_rows.multiply_gated(x, weight, bias, Gate("silu")), F.silu(gate) * up) < 1.2e-2
+    clamp = Gate("clamped", limit=float(gate.abs().median()), alpha=1.7, up_offset=0.5)  # bounds many, on both sides
+    clamped = clamped_swiglu(expected, limit=clamp.limit, alpha=clamp.alpha, up_offset=clamp.up_offset)
+    assert relative_error(fp8_rows.multiply_gated(x, weight, bias, clamp), clamped) < 1.2e-2
     residual, norm = draw_rows(rows, inputs).flip(1), torch.rand(inputs, device="cuda").bfloat16()
     out, total = fp8_rows.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)
     added = x + residual

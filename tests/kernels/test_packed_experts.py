@@ -11,11 +11,12 @@ from cpu_isas import isa  # noqa: F401
 from devices import relative_error
 from hypothesis import HealthCheck, given, settings
 
-from headrace.kernels.moe import PACKED_EXPERTS, Gate
+from headrace.kernels.moe import PACKED_EXPERTS
 from headrace.kernels.moe.reference import gate_halves
 from headrace.kernels.native import build
 from headrace.kernels.packed_linear.layout import PackedMatrix, pack_floats, unpack
 from headrace.kernels.packed_linear.quantise import quantise_int4, quantise_int8, quantise_int8_groups
+from headrace.kernels.rowwise import Gate
 
 native = PACKED_EXPERTS.load("native")
 FORMS: dict[str, Callable[[torch.Tensor], PackedMatrix]] = {

@@ -18,6 +18,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, pack_for_dev
 from headrace.kernels.coded_linear.forms import CodedWeight, Plan
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import Gate
 
 KINDS: dict[str, dict[str, Any]] = {
     "int4-32": {"group": 32, "zeros": 7.25}, "int4-64": {"group": 64, "zeros": 8.0}, "int4-128": {"group": 128},
@@ -312,7 +313,7 @@ def test_kernels_for_many_rows_are_all_compiled_with_the_first_product(monkeypat
     weight, gate = make("int4-128", 8192, 1024)[0], tiled_many.GATES["gelu_tanh"]
     for rows in (33, 65, 150, 1024):
         x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-        found.append(tiled_many.multiply_gated(x, weight, None, "gelu_tanh"))
+        found.append(tiled_many.multiply_gated(x, weight, None, Gate("gelu_tanh")))
     first, later = found[: len(tiled_many.TILES)], found[len(tiled_many.TILES) :]
     assert set(first) == {(tile, gate) for tile in tiled_many.TILES}
     assert len(later) == 4 and set(later) <= set(first) and len(set(later)) > 1
@@ -401,7 +402,7 @@ def test_own_products_of_many_rows(kind: str):
         assert torch.equal(tiled_many.multiply(x, weight, bias), tiled_many.multiply(x, weight, bias))
         sums = tiled_many.multiply_sums(x, weight)
         assert relative_error(sums if sums.dim() == 2 else sums.sum(0), product) < 3e-3
-        assert relative_error(tiled_many.multiply_gated(x, weight, bias, "silu"), silu) < 5e-3
+        assert relative_error(tiled_many.multiply_gated(x, weight, bias, Gate("silu")), silu) < 5e-3
         if weight.order is not None:
             continue
         for tile in tiled_many.TILES:
@@ -433,7 +434,7 @@ def test_own_products_with_tiles(kind: str):
         assert torch.equal(tiles.multiply(x, weight, bias), tiles.multiply(x, weight, bias))
         gate, up = expected.chunk(2, dim=1)
         silu = torch.nn.functional.silu(gate) * up
-        assert relative_error(tiles.multiply_gated(x, weight, bias, "silu"), silu) < 1e-2
+        assert relative_error(tiles.multiply_gated(x, weight, bias, Gate("silu")), silu) < 1e-2
         if weight.order is not None:
             continue
         out, total = tiles.multiply_normalised(x, residual, Norm(norm, 1e-5, 1.0), weight, None)

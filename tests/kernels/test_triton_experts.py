@@ -10,8 +10,9 @@ import torch
 from devices import DEVICES, relative_error
 from hypothesis import given, settings
 
-from headrace.kernels.moe import ROUTE, RUN_EXPERTS, Gate, reference
+from headrace.kernels.moe import ROUTE, RUN_EXPERTS, reference
 from headrace.kernels.operation import KernelQuery
+from headrace.kernels.rowwise import Gate
 
 pytest.importorskip("triton")
 PLACES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.cuda)]

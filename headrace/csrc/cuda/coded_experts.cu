@@ -360,7 +360,7 @@ __device__ __forceinline__ void finish(const float *parts, const Call &call, con
         const uint16 *bias = call.bias + int64(s.experts[nth]) * call.rows_each + output;
         gate += widen(bias[0]), up += widen(bias[call.outputs]);
       }
-      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, gate, up));
+      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, call.gate, gate, up));
     }
   }
 }

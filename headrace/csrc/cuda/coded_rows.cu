@@ -319,7 +319,7 @@ __device__ __forceinline__ void finish(const float *total, const Call &call, con
     if (AT_END) value[i] *= ((const float *)call.scales)[find_table(call, at)];
     if (call.bias) value[i] += widen(call.bias[at]);
   }
-  const float out = call.gate ? gated_by(call, value[0], value[1]) : value[0];
+  const float out = call.gate ? gated_by(call, call.gate, value[0], value[1]) : value[0];
   call.out[int64(m) * call.outputs + output] = uint16(narrow(out, 0.f));
 }
 

@@ -205,7 +205,7 @@ __device__ __forceinline__ void finish(const Call &call, const Shared &s, const 
         const uint16 *bias = call.bias + int64(s.experts[expert]) * call.rows_each + output;
         gate += widen(bias[0]), up += widen(bias[call.outputs]);
       }
-      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, gate, up));
+      call.out[int64(pair) * call.outputs + output] = narrow(gated_by(call, call.gate, gate, up));
     }
   }
 }

@@ -12,7 +12,7 @@
 // Gated, a tile has 32 outputs: of each 16 rows 8 are of gate and 8 of up, so that a thread holds both of an output.
 //
 // Compiled by NVRTC for bfloat16 x. Macros: COLUMNS, rows of x rounded up to 8 or 16; UNIT; STAGES of the ring; GROUPS;
-// SPLITS; GATE 0 none, 1 silu, 2 gelu_tanh; NORM; TABLES 1: the weight has a scale for each 128 inputs.
+// SPLITS; GATE 0 none, 1 silu, 2 gelu_tanh, 3 clamped; NORM; TABLES 1: the weight has a scale for each 128 inputs.
 
 #include "numbers.cuh"
 #include "hopper.cuh"
@@ -34,7 +34,7 @@ struct Call {
   int group;                                 // outputs of a group, whose x is group_stride on; 0: all have one x
   int rows, outputs, inputs, table, shared;  // outputs: of the result; table: scales of a row; shared: rows of a scale
   int chunks;                                // stages of a tile that a program multiplies
-  float eps, offset;
+  float eps, offset, limit, alpha, up_offset;
 };
 
 __device__ __forceinline__ void sync_math() { asm volatile("bar.sync 1, %0;" ::"n"(MATH) : "memory"); }
@@ -202,7 +202,7 @@ __device__ __forceinline__ void finish(const Call &call, const Memory &s, const 
       uint16 *to = call.out + int64(m) * call.outputs + output;
       if (GATE) {
         const int own = tile * TILE_OUTPUTS + (threadIdx.x / 32) * 8 + lane / 4;
-        if (own < call.outputs) *to = uint16(narrow(gated(GATE, low, high), 0.f));
+        if (own < call.outputs) *to = narrow(gated_by(call, GATE, low, high));
       } else {
         if (output < call.outputs) to[0] = uint16(narrow(low, 0.f));
         if (output + 8 < call.outputs) to[8] = uint16(narrow(high, 0.f));

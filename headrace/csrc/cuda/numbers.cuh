@@ -54,8 +54,8 @@ __device__ __forceinline__ float gated(int kind, float gate, float up) {
 }
 // 3: clamped, unrounded; its numbers are the call's.
 template <class Call>
-__device__ __forceinline__ float gated_by(const Call &call, float gate, float up) {
-  if (call.gate != 3) return gated(call.gate, gate, up);
+__device__ __forceinline__ float gated_by(const Call &call, int kind, float gate, float up) {
+  if (kind != 3) return gated(kind, gate, up);
   gate = fminf(gate, call.limit);
   return gate / (1.f + __expf(-call.alpha * gate)) * (fminf(fmaxf(up, -call.limit), call.limit) + call.up_offset);
 }

@@ -292,8 +292,9 @@ CODED_SUMS.add("cuda_tile_many", "headrace.kernels.coded_linear.tiled_many:multi
 CODED_SUMS.add("triton_skinny_pdl", "headrace.kernels.coded_linear.triton:skinny_sums_pdl", doc="the same")
 
 CODED_GATED = Operation("gated coded linear kernel")
-"""``coded_gated(x [T, I], weight: DeviceCodes [2F, I], bias [2F] | None, activation) -> [T, F]``: as `GATED_LINEAR`,
-or None where separate kernels are as fast. By the names of `CODED_LINEAR`, like the next."""
+"""``coded_gated(x [T, I], weight: DeviceCodes [2F, I], bias [2F] | None, gate: Gate) -> [T, F]``: as `GATED_LINEAR`,
+clamped of unrounded numbers; or None where separate kernels are as fast. By the names of `CODED_LINEAR`, like the next.
+"""
 
 CODED_GATED.add("cuda", "headrace.kernels.coded_linear.cuda:multiply_gated", doc="one kernel")
 CODED_GATED.add("cuda_fp8", "headrace.kernels.coded_linear.fp8_rows:multiply_gated", doc="one kernel")

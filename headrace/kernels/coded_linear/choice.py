@@ -30,6 +30,7 @@ from headrace.kernels.linear import Norm
 from headrace.kernels.measured import MeasuredFile
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.precompile import is_dry_run, precompile
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.timing import Timer, time_chain
 
 logger = logging.getLogger(__name__)
@@ -338,7 +339,7 @@ def _call_fused(
     too, as layers do."""
     gated, normalised, can_gate = None, None, weight.out_features % 2 == 0
     if name in CODED_GATED.names() and can_gate:
-        gated = CODED_GATED.load(name)(x, weight, None, "silu")
+        gated = CODED_GATED.load(name)(x, weight, None, Gate("silu"))
     if name in CODED_NORM_LINEAR.names() and weight.order is None:
         multiply, norm = CODED_NORM_LINEAR.load(name), Norm(torch.ones_like(x[0]), 1e-5)
         normalised = multiply(x, x, norm, weight, None)

@@ -18,6 +18,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, address_of, cache_compiled, count_sms, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 RED, WIDE_UNIT, UNIT = 20, 128, 64
@@ -115,25 +116,26 @@ def find_kernel(form: Form, shape: Shape, device: torch.device) -> CudaKernel:
 
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
-    before: Addition | None = None, gate: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
-    shape: Shape | None = None,
+    before: Addition | None = None, gate: Gate | None = None, shape: Shape | None = None,
 ) -> torch.Tensor:
-    """``out`` [M, N] of x [M, K]. ``gate``: of `GATES`, with its limit, alpha and up_offset; 0 for none."""
+    """``out`` [M, N] of x [M, K]."""
     if not len(x):
         return out
     form, (rows, inputs) = describe_form(weight), x.shape
     shape = shape or choose_shape(weight)
-    outputs = weight.out_features // (2 if gate[0] else 1)
+    outputs = weight.out_features // (1 if gate is None else 2)
     call = _Call(
         x=x.data_ptr(), bias=address_of(bias), out=out.data_ptr(), codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(), zeros=address_of(weight.zeros), x_stride=x.stride(0),
         row_bytes=weight.codes.stride(0), rows=rows, outputs=outputs, inputs=inputs,
         table=weight.scales.shape[1] // (4 if weight.has_powers else 1), shared=weight.rows,
-        padded=form.pad(inputs), gate=gate[0], limit=gate[1], alpha=gate[2], up_offset=gate[3],
+        padded=form.pad(inputs),
     )
+    if gate is not None:
+        call.gate, call.limit, call.alpha, call.up_offset = GATES[gate.kind], gate.limit, gate.alpha, gate.up_offset
     if before is not None:
         before.describe(call)
-    tiles = ceil_div(outputs, 8 if gate[0] else 16)
+    tiles = ceil_div(outputs, 16 if gate is None else 8)
     rounds = ceil_div(tiles, count_sms(x.device) * shape.blocks)
     find_kernel(form, shape, x.device).launch(
         ceil_div(tiles, rounds), 32 * shape.warps, call, is_dependent=True,
@@ -169,12 +171,10 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
     return launch(arrange(x, weight), weight, bias, out)
 
 
-def multiply_gated(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+def multiply_gated(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor:
     """See `CODED_GATED`."""
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    return launch(arrange(x, weight), weight, bias, out, gate=(GATES[activation], 0.0, 0.0, 0.0))
+    return launch(arrange(x, weight), weight, bias, out, gate=gate)
 
 
 def multiply_normalised(
@@ -185,5 +185,5 @@ def multiply_normalised(
     total = torch.empty((x.shape[0], x.shape[1]), dtype=residual.dtype, device=x.device)
     outputs = weight.out_features // 2 if activation else weight.out_features
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    gate = (GATES[activation] if activation else 0, 0.0, 0.0, 0.0)
+    gate = Gate(activation) if activation else None
     return launch(x, weight, bias, out, before=Addition(residual, norm, total), gate=gate), total

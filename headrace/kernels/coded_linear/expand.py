@@ -13,6 +13,7 @@ from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, POWER_GROUP,
 from headrace.kernels.coded_linear.pieces import find_constants, load_tables, point_at
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import gated_product
+from headrace.kernels.rowwise import Gate
 
 ROWS, WIDTH = 16, 256
 """Outputs, and bytes of each, of a program."""
@@ -103,10 +104,11 @@ def expand_and_multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor
 
 
 def expand_and_gate(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
 ) -> torch.Tensor | None:
     """See `CODED_GATED`; None, and nothing expanded, where separate kernels are as fast."""
-    is_hopper = torch.cuda.get_device_capability(x.device)[0] == 9
-    if not is_hopper or weight.in_features % 8 or not gated_product.takes(x, weight.out_features // 2, bias):
+    if gate.is_clamped or torch.cuda.get_device_capability(x.device)[0] != 9:
         return None
-    return gated_product.gated_linear(x, expand(weight, x.dtype), bias, activation)
+    if weight.in_features % 8 or not gated_product.takes(x, weight.out_features // 2, bias):
+        return None
+    return gated_product.gated_linear(x, expand(weight, x.dtype), bias, gate.kind)

@@ -26,6 +26,7 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.reference import dequantise, multiply_groups
 from headrace.kernels.linear import Norm
 from headrace.kernels.operation import KernelQuery, Operation
+from headrace.kernels.rowwise import Gate
 
 MOST_GROUPED_ROWS, GROUPED_INPUTS = 64, 128
 """More rows, and scales of other groups of inputs, multiply the expanded weight of groups."""
@@ -91,9 +92,9 @@ class CodedWeight:
         assert gated is not None
         return gated(rows, self.weight, bias, dtype, activation)
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
         gated = _find(self._gated, x.shape[0])
-        return None if gated is None else gated(x, self.weight, bias, activation)
+        return None if gated is None else gated(x, self.weight, bias, gate)
 
     def normalise(
         self, x: torch.Tensor, residual: torch.Tensor, norm: Norm, bias: torch.Tensor | None, activation: str

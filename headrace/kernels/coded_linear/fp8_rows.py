@@ -30,6 +30,7 @@ from headrace.kernels.cuda_source import (
 )
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 BLOCK, TILE = 128, 64
@@ -46,7 +47,7 @@ class _Call(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "residual", "norm", "bias", "out", "total", "scales")),
         *((name, c_int64) for name in ("x_stride", "residual_stride", "group_stride")),
         *((name, c_int) for name in ("group", "rows", "outputs", "inputs", "table", "shared", "chunks")),
-        *((name, c_float) for name in ("eps", "offset")),
+        *((name, c_float) for name in ("eps", "offset", "limit", "alpha", "up_offset")),
     )
 
 
@@ -118,15 +119,17 @@ def _describe_weight(weight: DeviceCodes, shape: Shape, *, is_gated: bool) -> ct
 
 def launch(
     x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, out: torch.Tensor, *,
-    before: Addition | None = None, gate: int = 0, shape: Shape | None = None, group: tuple[int, int] = (0, 0),
+    before: Addition | None = None, gate: Gate | None = None, shape: Shape | None = None,
+    group: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
-    """``out`` [M, O] of x [M, K], whose rows begin at multiples of 16 bytes. ``gate``: of `GATES`; 0 for none.
-    ``group``: outputs of a group, and elements from a group's inputs to the next one's; 0 for one group."""
+    """``out`` [M, O] of x [M, K], whose rows begin at multiples of 16 bytes. ``group``: outputs of a group, and
+    elements from a group's inputs to the next one's; 0 for one group."""
     rows, inputs = x.shape
     if not rows:
         return out
-    outputs, columns = weight.out_features // (2 if gate else 1), 8 * ceil_div(rows, 8)
-    tiles = ceil_div(outputs, TILE // 2 if gate else TILE)
+    is_gated = gate is not None
+    outputs, columns = weight.out_features // (2 if is_gated else 1), 8 * ceil_div(rows, 8)
+    tiles = ceil_div(outputs, TILE // 2 if is_gated else TILE)
     shape = shape or choose_shape(tiles, inputs, rows)
     call = _Call(
         x=x.data_ptr(), bias=address_of(bias), out=out.data_ptr(),
@@ -134,12 +137,15 @@ def launch(
         group_stride=group[1], rows=rows, outputs=outputs, inputs=inputs,
         table=weight.scales.shape[1], shared=weight.rows, chunks=count_chunks(inputs, shape),
     )
+    if gate is not None:
+        call.limit, call.alpha, call.up_offset = gate.limit, gate.alpha, gate.up_offset
     if before is not None:
         before.describe(call)
     programs = tiles * shape.splits if shape.splits > 1 or group[0] else min(tiles, count_sms(x.device))
-    kernel = find_kernel(columns, shape, gate, before is not None, weight.num_groups > 1, x.device)
+    kind = 0 if gate is None else GATES[gate.kind]
+    kernel = find_kernel(columns, shape, kind, before is not None, weight.num_groups > 1, x.device)
     kernel.launch(
-        programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=gate > 0), call, is_dependent=True,
+        programs, 128 * shape.groups + 32, _describe_weight(weight, shape, is_gated=is_gated), call, is_dependent=True,
         shared_bytes=keep_apart(count_shared_bytes(rows, inputs, shape, has_norm=before is not None)),
     )
     return out
@@ -176,12 +182,10 @@ def multiply_groups(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
     return launch(x[:, 0], weight, None, out, shape=shape, group=(outputs // groups, x.stride(1)))
 
 
-def multiply_gated(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+def multiply_gated(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor:
     """See `CODED_GATED`."""
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    return launch(arrange(x, weight), weight, bias, out, gate=GATES[activation])
+    return launch(arrange(x, weight), weight, bias, out, gate=gate)
 
 
 def multiply_normalised(
@@ -192,5 +196,5 @@ def multiply_normalised(
     total = torch.empty((x.shape[0], x.shape[1]), dtype=residual.dtype, device=x.device)
     outputs = weight.out_features // 2 if activation else weight.out_features
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    gate = GATES[activation] if activation else 0
+    gate = Gate(activation) if activation else None
     return launch(x, weight, bias, out, before=Addition(residual, norm, total), gate=gate), total

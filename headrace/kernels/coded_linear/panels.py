@@ -7,6 +7,7 @@ import torch
 from headrace.kernels.coded_linear.codes import Code, CodedMatrix
 from headrace.kernels.packed_linear.forms import PanelWeight, StoredWeight
 from headrace.kernels.packed_linear.layout import GROUP, Format, PackedMatrix, allocate, put_codes, put_groups
+from headrace.kernels.rowwise import Gate
 
 LEAST_SCALE = 2.0**-14
 """The least normal float16. Scales are kept in float16, which has more mantissa than bfloat16."""
@@ -26,8 +27,8 @@ class PermutedWeight:
     ) -> torch.Tensor:
         return self._inner.multiply(x.index_select(1, self._order), bias, out_dtype)
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
-        return self._inner.gate(x.index_select(1, self._order), bias, activation)
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
+        return self._inner.gate(x.index_select(1, self._order), bias, gate)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.rows(ids, dtype).index_select(1, self._places)

@@ -28,6 +28,7 @@ from headrace.kernels.cuda_source import (
     load_kernel,
 )
 from headrace.kernels.launch import ceil_div
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 MOST_STAGES, SLACK_BYTES, BARRIER_BYTES = 8, 1024, 16
@@ -234,9 +235,11 @@ def multiply_sums(x: torch.Tensor, weight: DeviceCodes) -> torch.Tensor:
 
 
 def multiply_gated(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
+) -> torch.Tensor | None:
     """See `CODED_GATED`."""
+    if gate.is_clamped:
+        return None
     if not len(x):
         return x.new_empty(0, weight.out_features // 2)
-    return _multiply(x, weight, bias, gate=GATES[activation])
+    return _multiply(x, weight, bias, gate=GATES[gate.kind])

@@ -19,6 +19,7 @@ from headrace.kernels.coded_linear.device_codes import BLOCK, HALF, MATRIX_ROWS,
 from headrace.kernels.cuda_source import MOST_BYTES, CudaKernel, cache_compiled, count_sms, keep_apart, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.linear import Norm
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 BARRIER_BYTES, MOST_STAGES = 16, 64
@@ -146,11 +147,13 @@ def multiply(x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None) ->
 
 
 def multiply_gated(
-    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, activation: str
-) -> torch.Tensor:
+    x: torch.Tensor, weight: DeviceCodes, bias: torch.Tensor | None, gate: Gate
+) -> torch.Tensor | None:
     """See `CODED_GATED`."""
+    if gate.is_clamped:
+        return None
     out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    return launch(arrange(x, weight), weight, bias, out, gate=GATES[activation])
+    return launch(arrange(x, weight), weight, bias, out, gate=GATES[gate.kind])
 
 
 def multiply_normalised(

@@ -11,8 +11,9 @@ import torch
 
 from headrace.kernels.lora import LowRankBank
 from headrace.kernels.lora.codes import CodedBank
-from headrace.kernels.moe import Gate, RouteShape
+from headrace.kernels.moe import RouteShape
 from headrace.kernels.packed_linear.layout import PackedMatrix
+from headrace.kernels.rowwise import Gate
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ T tokens, k choices a token, N pairs of token and expert, X experts, D hidden si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from headrace.kernels.operation import LARGE_BLOCK, KernelQuery, Operation, requires
 
@@ -37,16 +37,6 @@ token chooses the ``top_k`` experts of highest score plus choice bias, in any or
 ``num_groups`` > 1 equal groups of neighbouring experts, only experts of the ``top_groups`` best groups can be chosen; a
 group's rank is the sum of its ``group_best`` highest choice scores. Weights are the chosen scores without bias, divided
 by their sum when ``renormalise``, times ``scale``. Ties are broken arbitrarily. """
-
-
-class Gate(NamedTuple):
-    """A gated activation: ``silu``, ``gelu_tanh``, or ``clamped`` with the numbers of `CLAMPED_SWIGLU`."""
-
-    kind: str
-    limit: float = 0.0
-    alpha: float = 0.0
-    up_offset: float = 0.0
-
 
 Stacked = tuple["torch.Tensor", "torch.Tensor | None"]
 """A matrix per expert [X, O, I], and a bias [X, O] or None."""

@@ -17,9 +17,10 @@ import triton.language as tl
 from headrace.kernels.coded_linear.device_codes import BLOCK
 from headrace.kernels.coded_linear.pieces import find_constants, multiply, point_at
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack, Gate
+from headrace.kernels.moe import CodedStack
 from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, MANY_ROWS, _find_rows
 from headrace.kernels.moe.triton import group_pairs
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 LEAST_PROGRAMS = 800

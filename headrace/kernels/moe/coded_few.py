@@ -27,8 +27,9 @@ from headrace.kernels.cuda_source import (
     load_kernel,
 )
 from headrace.kernels.launch import ceil_div, next_power_of_2
-from headrace.kernels.moe import CODED_EXPERTS, CodedStack, Gate, fp8_few
+from headrace.kernels.moe import CODED_EXPERTS, CodedStack, fp8_few
 from headrace.kernels.once import cache_once
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 MOST_SOURCE_TOKENS, MOST_PAIRS, EIGHT, UNIT = 8, 64, 8, 128

@@ -7,8 +7,9 @@ from typing import Unpack
 
 import torch
 
-from headrace.kernels.moe import Gate, PackedStack, RouteShape, reference
+from headrace.kernels.moe import PackedStack, RouteShape, reference
 from headrace.kernels.native import NATIVE
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.cpu import GATE_NUMBERS
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from headrace.kernels.coded_linear.pieces import load_rows
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import Gate, Stacked
+from headrace.kernels.moe import Stacked
 from headrace.kernels.moe.triton import find_tile, group_pairs
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES, apply_gate
 
 FEW_TOKENS = 16

@@ -23,7 +23,8 @@ from headrace.kernels.cuda_source import (
     load_kernel,
 )
 from headrace.kernels.launch import ceil_div
-from headrace.kernels.moe import CodedStack, Gate
+from headrace.kernels.moe import CodedStack
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATES
 
 MOST_TOKENS, MOST_PAIRS, BLOCK, TILE, COLUMNS = 4, 64, 128, 64, 8

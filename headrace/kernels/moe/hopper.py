@@ -18,9 +18,10 @@ from headrace.kernels.coded_linear.codes import Code
 from headrace.kernels.coded_linear.device_codes import DeviceCodes, Fp8Rows
 from headrace.kernels.coded_linear.hopper import DEPTH, Gated, Sorted, Tile, multiply
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import CodedStack, Gate, coded
+from headrace.kernels.moe import CodedStack, coded
 from headrace.kernels.moe.experts import BLOCK_SUM, FEW_TOKENS, _sum_kernel
 from headrace.kernels.moe.triton import group_pairs
+from headrace.kernels.rowwise import Gate
 
 MOST_CODE = tl.constexpr(LARGEST)
 GATHER_BLOCK = 1024

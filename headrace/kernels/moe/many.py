@@ -16,8 +16,9 @@ from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.fp8_triton import quantise_rows_pdl
 from headrace.kernels.coded_linear.hopper import Gated
 from headrace.kernels.cuda_source import cache_compiled, fallback
-from headrace.kernels.moe import CodedStack, Gate, hopper, is_few, sorted_rows
+from headrace.kernels.moe import CodedStack, hopper, is_few, sorted_rows
 from headrace.kernels.moe.triton import group_pairs, sum_pairs
+from headrace.kernels.rowwise import Gate
 
 FP8_TILE = wide.Tile(256)
 LEAST_FP8_EACH, LEAST_MXFP4_EACH = 64, 24

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from headrace.kernels.coded_linear.reference import dequantise
 from headrace.kernels.linear import Norm
-from headrace.kernels.moe import CodedStack, Gate, PackedStack, RouteShape, Stacked
+from headrace.kernels.moe import CodedStack, PackedStack, RouteShape, Stacked
 from headrace.kernels.packed_linear.layout import unpack
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise import reference as rowwise
 
 LEAST_SUM = 1e-20

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
-from headrace.kernels.moe import Gate, RouteShape
+from headrace.kernels.moe import RouteShape
 from headrace.kernels.moe.reference import LEAST_SUM
+from headrace.kernels.rowwise import Gate
 from headrace.kernels.rowwise.triton import GATE_BLOCK, GATES, apply_gate
 
 SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}

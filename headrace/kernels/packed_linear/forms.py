@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from headrace.kernels.operation import KernelQuery
 from headrace.kernels.packed_linear import PACKED_GATED, PACKED_LINEAR, PACKED_ROWS
 from headrace.kernels.packed_linear.layout import PackedMatrix, chunk_rows, pack_floats, unpack
+from headrace.kernels.rowwise import Gate
 
 MOST_TURNED_ROWS = 16
 """Rows up to which torch's GEMM is faster with swapped operands, see `TurnedWeight`."""
@@ -33,7 +34,7 @@ class StoredWeight(Protocol):
     ) -> torch.Tensor:
         """``x [T, I] -> [T, O]`` in ``out_dtype``, x's if None."""
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
         """The product fused with the gated activation; None where two calls are as fast."""
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -58,8 +59,9 @@ class PanelWeight:
     ) -> torch.Tensor:
         return self._linear(x, self.matrix, bias, out_dtype)
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
-        return self._gated(x, self.matrix, bias, activation) if x.shape[0] > LEAST_GATED_ROWS else None
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
+        is_faster = x.shape[0] > LEAST_GATED_ROWS and not gate.is_clamped
+        return self._gated(x, self.matrix, bias, gate.kind) if is_faster else None
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._rows(self.matrix, ids, dtype)
@@ -87,7 +89,7 @@ class TurnedWeight:
             out = out if bias is None else out.add_(bias)
         return out.to(out_dtype or x.dtype)
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
         return None
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,7 +113,7 @@ class OnednnWeight:
     ) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "").to(out_dtype or x.dtype)
 
-    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+    def gate(self, x: torch.Tensor, bias: torch.Tensor | None, gate: Gate) -> torch.Tensor | None:
         return None
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ and softmax compute in float32 whatever the dtype.
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
@@ -39,6 +39,20 @@ GELU_TANH_MUL = Operation("gelu_tanh_mul kernel")
 CLAMPED_SWIGLU = Operation("clamped_swiglu kernel")
 """``clamped_swiglu(x [T, 2F], *, limit, alpha, up_offset) -> [T, F]``: with g = min(x[:, :F], limit) and u = x[:, F:]
 clamped to [-limit, limit], ``g * sigmoid(alpha * g) * (u + up_offset)``."""
+
+
+class Gate(NamedTuple):
+    """A gated activation: ``silu``, ``gelu_tanh``, or ``clamped`` with the numbers of `CLAMPED_SWIGLU`."""
+
+    kind: str
+    limit: float = 0.0
+    alpha: float = 0.0
+    up_offset: float = 0.0
+
+    @property
+    def is_clamped(self) -> bool:
+        """Whether its numbers count: most fused kernels have the others alone."""
+        return self.kind == "clamped"
 
 
 class HeadShape(TypedDict):

@@ -28,10 +28,10 @@ from headrace.kernels.decoder_layers.parts import (
 from headrace.kernels.decoder_layers.table import FusedDecode, LayerTable
 from headrace.kernels.lora import LowRankBank
 from headrace.kernels.lora.codes import CodedBank
-from headrace.kernels.moe import Gate
 from headrace.kernels.native import NATIVE
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PANEL, pack_floats
+from headrace.kernels.rowwise import Gate
 from headrace.layers.batch import ForwardBatch
 from headrace.layers.decoder.block import DecoderBlock
 from headrace.layers.linear import Linear

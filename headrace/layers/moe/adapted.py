@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels.lora import SlotRows
-from headrace.kernels.moe import Gate
 from headrace.kernels.moe.reference import gate_halves
+from headrace.kernels.rowwise import Gate
 from headrace.layers.moe.weights import ExpertWeights, StackedLinear
 from headrace.layers.quantization.storage import plain_weight
 

@@ -23,9 +23,9 @@ from headrace.kernels.moe import (
 )
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
-from headrace.layers.mlp import choose_activation
+from headrace.layers.mlp import choose_activation, describe_gate
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
-from headrace.layers.moe.weights import ExpertWeights, StackedLinear, describe_gate
+from headrace.layers.moe.weights import ExpertWeights, StackedLinear
 from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.spec import MlpSpec
 

@@ -15,11 +15,11 @@ from headrace.kernels.moe import NORM_ROUTE, ROUTE, RouteShape
 from headrace.kernels.operation import choose_fused
 from headrace.layers.build import Build
 from headrace.layers.linear import FloatLinear, Linear
-from headrace.layers.mlp import GatedMlp
+from headrace.layers.mlp import GatedMlp, describe_gate
 from headrace.layers.moe.adapted import adapt_experts
 from headrace.layers.moe.contract import ChosenTokens
 from headrace.layers.moe.pairing import pair_experts
-from headrace.layers.moe.weights import ExpertWeights, describe_gate
+from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.norm import RmsNorm
 from headrace.layers.quantization.storage import count_elements, plain_weight
 from headrace.layers.residual import Branch, Norm, Residual, join_rows

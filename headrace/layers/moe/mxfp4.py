@@ -17,9 +17,8 @@ from headrace.kernels.coded_linear.device_codes import LIFT, DeviceCodes, reorde
 from headrace.kernels.moe import CODED_EXPERTS
 from headrace.layers.build import Build
 from headrace.layers.linear import stack_rows
-from headrace.layers.mlp import choose_activation
+from headrace.layers.mlp import choose_activation, describe_gate
 from headrace.layers.moe.contract import ChosenTokens, GroupedTokens
-from headrace.layers.moe.weights import describe_gate
 from headrace.layers.quantization.storage import EncodedWeight
 from headrace.layers.spec import MlpSpec
 from headrace.parallel.share import Share, as_share

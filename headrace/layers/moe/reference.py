@@ -6,8 +6,9 @@ import torch
 
 from headrace.kernels.moe import OWN_EXPERTS, RUN_EXPERTS
 from headrace.layers.build import Build
+from headrace.layers.mlp import describe_gate
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.weights import ExpertWeights, describe_gate
+from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.spec import MlpSpec
 
 

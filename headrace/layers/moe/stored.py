@@ -6,8 +6,9 @@ import torch
 
 from headrace.kernels.moe import PACKED_EXPERTS, RUN_EXPERTS
 from headrace.layers.build import Build
+from headrace.layers.mlp import describe_gate
 from headrace.layers.moe.contract import ChosenTokens
-from headrace.layers.moe.weights import ExpertWeights, describe_gate
+from headrace.layers.moe.weights import ExpertWeights
 from headrace.layers.quantization.storage import plain_weight
 from headrace.layers.spec import MlpSpec
 

@@ -13,7 +13,6 @@ from torch import nn
 from headrace.base.errors import ConfigError
 from headrace.kernels.coded_linear.device_codes import DeviceCodes
 from headrace.kernels.coded_linear.forms import CodedWeight
-from headrace.kernels.moe import Gate
 from headrace.kernels.packed_linear.forms import PanelWeight
 from headrace.kernels.packed_linear.layout import PackedMatrix
 from headrace.layers.build import Build
@@ -24,12 +23,6 @@ from headrace.layers.spec import MlpSpec
 from headrace.parallel.cut import Cut, cut_of
 from headrace.parallel.group import Group
 from headrace.parallel.share import Share, as_share
-
-
-def describe_gate(spec: MlpSpec) -> Gate:
-    """The activation of an expert, as kernels take it."""
-    clamp = spec.clamp
-    return Gate(spec.activation) if clamp is None else Gate("clamped", clamp.limit, clamp.alpha, clamp.up_offset)
 
 
 class StackedLinear(StorableLayer):
