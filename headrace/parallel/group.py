@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.base.errors import ConfigError, HeadraceError
-from headrace.kernels.collective import BegunSum
+from headrace.kernels.collective import BegunSum, LentSum
 from headrace.parallel.share import Share, share_heads, share_units
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,21 @@ class Waits:
         """End all waits, from any thread; results are meaningless."""
 
 
+class Lending:
+    """Sums over ranks that other kernels make, in place of `Group.all_reduce`. Of groups that cannot: none."""
+
+    def find_sum(self, num_bytes: int, dtype: torch.dtype) -> LentSum | None:
+        """For a kernel that adds up a tensor of so many bytes; None where there is nothing for it."""
+        return None
+
+
 class Group:
     """A group of one rank, whose collectives change nothing; the base class of larger groups."""
 
     rank: int = 0
     size: int = 1
     waits: Waits = Waits()
+    lending: Lending = Lending()
 
     @property
     def is_single(self) -> bool:

@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 
 from headrace.base.errors import PluginError
-from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, Limits
+from headrace.kernels.collective import COLLECTIVES, BegunSum, Collectives, LentSum, Limits
 from headrace.kernels.collective.calls import begin_compiling
 from headrace.kernels.collective.mailbox import HANDLE_BYTES, Mailbox
 from headrace.kernels.collective.push import BUDGET_SECONDS, ROOM, Room
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.kernels.operation import KernelQuery
-from headrace.parallel.group import Group, PeerTimeout, Waits
+from headrace.parallel.group import Group, Lending, PeerTimeout, Waits
 from headrace.parallel.limits import MOST_SENDING_RANKS, measure_limits
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,18 @@ class PushWaits(Waits):
         self._collectives.abort()
 
 
+class PushLending(Lending):
+    """See `Lending`; of a group that may be muted: kernels are then found, and exchange nothing."""
+
+    def __init__(self, collectives: Collectives):
+        self._collectives, self.is_muted = collectives, False
+
+    def find_sum(self, num_bytes: int, dtype: torch.dtype) -> LentSum | None:
+        """See `Lending`."""
+        lent = self._collectives.lend_sum(num_bytes, dtype)
+        return replace(lent, is_muted=True) if lent is not None and self.is_muted else lent
+
+
 class PushGroup(Group):
     """See `Group`. ``base`` has the same ranks; ``mailbox`` is closed with the group. ``can_send``: large sums can be
     made beside products."""
@@ -80,6 +92,7 @@ class PushGroup(Group):
         self.rank, self.size = base.rank, base.size
         self._base, self.collectives, self._mailbox = base, collectives, mailbox
         self.waits, self._device = PushWaits(collectives, device), device
+        self.lending: PushLending = PushLending(collectives)
         self._is_muted, self._can_send = False, can_send
 
     def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,11 +156,12 @@ class PushGroup(Group):
     def muted(self) -> Iterator[None]:
         """See `Group`."""
         was_muted, self._is_muted = self._is_muted, True
+        self.lending.is_muted = True
         try:
             with self._base.muted():
                 yield
         finally:
-            self._is_muted = was_muted
+            self._is_muted = self.lending.is_muted = was_muted
 
     def close(self) -> None:
         """See `Group`. All ranks must have finished their calls."""

@@ -111,6 +111,53 @@ def test_sums_of_two_parts_have_the_bits_of_one(size, limits, make_ranks):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("size", [2, 3])
+def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks, monkeypatch):
+    """The bits of a sum before it; between other collectives, and where some rank takes two kernels."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("compiled for Hopper")
+    from headrace.kernels.streams import Pending, StreamMix, StreamShape, few
+
+    choose_tile, shape, ranks = few.choose_tile, StreamShape(20, 1e-6, 1e-6), make_ranks(size)
+    cases = [(1, 4096, 1, True), (1, 4096, 1, False), (5, 4096, 8, True), (3, 1024, 4, False), (2, 512, 1, True)]
+    for turn, (count, width, tile, has_more) in enumerate(cases * 3):
+        # few clusters: those of all ranks run at once on one GPU
+        monkeypatch.setattr(few, "choose_tile", lambda num_tokens, tile=tile: tile)
+        streams = draw((count, 4, width), torch.bfloat16, turn)
+        parts, more = (
+            [draw((count, width), torch.bfloat16, 100 * i + 10 * turn + rank) for rank in range(size)] for i in (1, 2)
+        )
+        own = [x + y for x, y in zip(parts, more, strict=True)] if has_more else parts
+        post, mixing = draw((count, 4), torch.float32, 3), draw((count, 4, 4), torch.float32, 4)
+        mix = StreamMix(
+            0.02 * draw((24, 4 * width), torch.float32, 5), draw(3, torch.float32, 6), draw(24, torch.float32, 7)
+        )
+        norm, num_bytes = draw(width, torch.bfloat16, 8), parts[0].nbytes
+        whole = Pending(reference.all_reduce(own), post, mixing)
+        expected = few.pass_streams(streams, whole, mix, norm, shape)
+
+        def run(collectives, rank, pending, turn=turn, own=own, rest=(streams, mix, norm, shape), num_bytes=num_bytes):
+            if turn % 3 == 2 and rank == 0:  # whose kernel does not compile, say
+                total = collectives.all_reduce(own[rank])
+                return few.pass_streams(rest[0], pending[rank]._replace(out=total, more=None), *rest[1:])
+            lent = collectives.lend_sum(num_bytes, torch.bfloat16)
+            assert lent is not None and few.can_sum(rest[0], pending[rank], lent)
+            return few.pass_streams(rest[0], pending[rank], *rest[1:], lent)
+
+        pending = [Pending(parts[r], post, mixing, more[r] if has_more else None) for r in range(size)]
+        results = ranks.run(lambda collectives, rank, run=run, pending=pending: run(collectives, rank, pending))
+        for i, wanted in enumerate(expected):
+            same([result[i] for result in results], wanted, ranks)
+        if turn % 2:
+            other = [draw(4096, torch.float16, turn + rank) for rank in range(size)]
+            same(ranks.run(lambda c, rank, other=other: c.all_reduce(other[rank])), reference.all_reduce(other), ranks)
+    lent, apart = ranks.ranks[0].lend_sum(64, torch.bfloat16), draw((2, 1024), torch.bfloat16, 1)[:, :512]
+    assert not few.can_sum(draw((2, 4, 512), torch.bfloat16, 1), Pending(apart, post, mixing), lent), "rows are apart"
+    assert choose_tile(1) == 1 and ranks.ranks[0].lend_sum(8 << 20, torch.bfloat16) is None, "too large"
+    assert make_ranks(size, TWO_STEPS).ranks[0].lend_sum(64, torch.bfloat16) is None
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("limits", [ONE_STEP, TWO_STEPS], ids=["one step", "two steps"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_sums_with_norm(size, limits, make_ranks):

@@ -12,9 +12,10 @@ from harness import dequantise_blocks
 
 from headrace.base.errors import ConfigError, WeightError
 from headrace.kernels.block_scaled import dequantise_mxfp4
+from headrace.kernels.collective import LentSum
 from headrace.kernels.latents.reference import hadamard
 from headrace.kernels.sparse_attention.reference import choose_entries
-from headrace.kernels.streams.reference import balance
+from headrace.kernels.streams.reference import balance, write_read_streams
 from headrace.layers.build import Build
 from headrace.layers.lora.parts import BankSizes
 from headrace.layers.lora.sites import find_sites
@@ -25,7 +26,7 @@ from headrace.models.deepseek_v4.hyper_connections import HyperConnection, Strea
 from headrace.models.deepseek_v4.naming import NAMES
 from headrace.models.deepseek_v4.spec import HyperSpec
 from headrace.parallel.experts import ExpertRanks
-from headrace.parallel.group import Group
+from headrace.parallel.group import Group, Lending
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 LENGTH = 300
@@ -389,3 +390,57 @@ def test_hadamard_turns_without_stretching():
     matrix = hadamard(128, CPU)
     assert torch.allclose(matrix @ matrix.T, torch.eye(128), atol=1e-6)
     assert torch.allclose(matrix.abs(), torch.full((128, 128), 128**-0.5))
+
+
+class _Lending(Group, Lending):
+    """A group of two ranks with equal parts. ``sums``: of kernels of their own."""
+
+    size = 2
+
+    def __init__(self, lent: LentSum | None):
+        self.lent, self.sums, self.lending = lent, 0, self
+
+    def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        self.sums += 1
+        return 2 * super().all_reduce(x.clone(), more)
+
+    def find_sum(self, num_bytes: int, dtype: torch.dtype) -> LentSum | None:
+        assert num_bytes == 3 * 64 * 4 and dtype == torch.float32
+        return self.lent
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("is_lent", [True, False])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_a_read_adds_up_over_ranks_what_is_pending(has_more: bool, is_lent: bool, is_taken: bool):
+    """In the same kernel where there is one that takes it, else before; each output once."""
+    lent, taken = LentSum(2, None, list), []
+    layer, norm = HyperConnection(HyperSpec(4, 5, 1e-6), 64, 1e-6, Build(CPU, torch.float32)), RmsNorm(
+        Build(CPU, torch.float32), 64, 1e-6
+    )
+    draw = torch.Generator().manual_seed(0)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3, generator=draw)
+    own, out, more = torch.randn(3, 4, 64, generator=draw), *torch.randn(2, 3, 64, generator=draw)
+    post, mix = torch.rand(3, 4, generator=draw), torch.rand(3, 4, 4, generator=draw)
+    whole = 2 * (out + more if has_more else out)
+
+    def write_read(streams: torch.Tensor, pending: Any, *rest: Any, ranks: LentSum | None = None) -> Any:
+        if ranks is None:
+            return write_read_streams(streams, pending, *rest)
+        assert ranks is lent
+        if not is_taken:
+            return None
+        taken.append(ranks)
+        return write_read_streams(streams, pending._replace(out=2 * pending.whole, more=None), *rest)
+
+    layer._write_read = write_read
+    group = _Lending(lent if is_lent else None)
+    streams = Streams(own, out.clone(), post, mix, more.clone() if has_more else None, group)
+    x = layer.read(streams, norm)
+    expected = Streams(own, whole, post, mix)
+    assert torch.allclose(x, layer.read(expected, norm), atol=1e-6)
+    assert torch.allclose(streams.own, expected.own, atol=1e-6) and streams.out is streams.group is streams.more is None
+    assert (len(taken), group.sums) == ((1, 0) if is_lent and is_taken else (0, 1))
+    settled = layer.settle(Streams(own, out.clone(), post, mix, more.clone() if has_more else None, group))
+    assert torch.allclose(settled, layer.settle(Streams(own, whole, post, mix)), atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing
 from parallel.thread_group import ThreadGroup, on_all_ranks
 
-from headrace.kernels.collective import UNMEASURED, Limits, reference
+from headrace.kernels.collective import UNMEASURED, LentSum, Limits, reference
 from headrace.kernels.cuda_source import CudaSourceError
 from headrace.parallel import push
 from headrace.parallel.experts import reduce_scatter_rows
@@ -95,6 +95,18 @@ def test_two_parts_of_a_sum_have_the_bits_of_one(dtype: torch.dtype):
         assert torch.equal(one, two)
     x = torch.ones(2, 3)
     assert torch.equal(Group().all_reduce(x.clone(), x), 2 * x)
+
+
+def test_sums_that_other_kernels_make_are_lent_unless_muted():
+    kernels = Recorder()
+    group = PushGroup(Recorder(), kernels, CPU)
+    kernels.lend_sum = lambda num_bytes, dtype: LentSum(2, num_bytes, list) if num_bytes <= 64 else None
+    find = group.lending.find_sum
+    assert find(64, torch.bfloat16) == LentSum(2, 64, list) and find(65, torch.bfloat16) is None
+    with group.muted():
+        assert find(64, torch.bfloat16) == LentSum(2, 64, list, is_muted=True) and find(65, torch.bfloat16) is None
+    assert find(64, torch.bfloat16) == LentSum(2, 64, list)
+    assert Group().lending.find_sum(64, torch.bfloat16) is None
 
 
 class ThreadKernels:

@@ -15,39 +15,14 @@
 //
 // The grid must fit on the device at once, since blocks wait for the same blocks of other ranks.
 //
-// Compiled by NVRTC, without any header. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16. -DPART: the
-// kernels to compile, as all of them at once take seconds: 1 and 2 sums in so many steps, 3 sums of what copy engines
-// have moved, 4 gathers and exchanges.
+// Compiled by NVRTC. -DWORLD: ranks, 2 to 8. -DTYPE: 0 float32, 1 bfloat16, 2 float16. -DPART: the kernels to compile, as
+// all of them at once take seconds: 1 and 2 sums in so many steps, 3 sums of what copy engines have moved, 4 gathers and
+// exchanges.
 
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-
-constexpr int MOST_RANKS = 8, MOST_THREADS = 512, MOST_BLOCKS = 1024;
-constexpr int CONTROL_BYTES = 16384;  // at the start of a mailbox; two halves for sums and two for gathers follow
-constexpr int ELEMENTS = TYPE == 0 ? 4 : 8;  // of a vector
-constexpr int POLLS = 256;                   // between two looks at the clock
-
-struct Control {  // in a rank's own mailbox
-  uint32 sums[MOST_BLOCKS], gathers[MOST_BLOCKS];  // calls so far, by block
-  uint32 failed;                                   // no call waits any more
-  uint32 looked, budget;  // when the host's words were last read, and the budget then (0: not yet)
-};
-
-struct Host {  // in pinned host memory, which the host reads and writes at any time
-  uint32 late[MOST_RANKS];  // set: this rank waited for that one in vain
-  uint32 aborted;           // set by the host: give up
-  uint32 budget;            // milliseconds that a call waits for its peers
-};
-
-struct Call {  // what sums and gathers have in common
-  char *mailboxes[MOST_RANKS];  // of every rank, at the addresses of this process
-  Host *host;
-  uint64 sum_bytes, gather_bytes;  // of a half
-  int rank;
-};
+#include "mailbox.cuh"
 
 struct Sum {  // x [splits, rows, row] -> out [rows, row]; rows of `width` vectors, the last one maybe shorter
-  Call call;
+  Ranks call;
   const char *x, *more;  // more: rows as those of x, which are added to them before they are sent; or null, as with splits
   char *out, *stream;
   const char *weight;
@@ -64,7 +39,7 @@ struct Sent {  // the peers' x are in slots of this rank's mailbox, written by t
 
 struct Gather {  // x [rows, words] of each rank -> out [rows, WORLD, words]; with a root, its x -> x of all ranks;
                  // exchange: x [WORLD, words], of which each rank gets one part -> out [WORLD, words]
-  Call call;
+  Ranks call;
   const uint32 *x;
   uint32 *out;
   uint64 words;    // of x
@@ -80,36 +55,6 @@ __device__ void wait_for_previous() {
 #endif
 }
 
-__device__ void put(void *to, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-__device__ uint4 peek(const void *from) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-  return v;
-}
-
-__device__ void put_word(uint32 *to, uint32 v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-}
-
-__device__ uint32 peek_word(const uint32 *from) {
-  uint32 v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
-__device__ uint64 nanoseconds() {
-  uint64 t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-
-__device__ void rest() { __nanosleep(100); }
-
 // The sum over the block, in the same order on every rank.
 __device__ float block_sum(float x) {
   __shared__ float sums[32];
@@ -122,114 +67,14 @@ __device__ float block_sum(float x) {
   return x;
 }
 
-__device__ void widen(uint32 word, float &low, float &high) {
-#if TYPE == 1
-  low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000u);
-#elif TYPE == 2
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-      : "=f"(low), "=f"(high) : "r"(word));
-#endif
-}
-
-__device__ uint32 narrow(float low, float high) {
-  uint32 word = 0;
-#if TYPE == 1
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#elif TYPE == 2
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#endif
-  return word;
-}
-
-__device__ void unpack(uint4 v, float *x) {
-  const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (TYPE == 0) x[i] = __uint_as_float(words[i]);
-    else widen(words[i], x[2 * i], x[2 * i + 1]);
-  }
-}
-
-__device__ uint4 pack(const float *x) {
-  uint32 words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = TYPE == 0 ? __float_as_uint(x[i]) : narrow(x[2 * i], x[2 * i + 1]);
-  return {words[0], words[1], words[2], words[3]};
-}
-
-__device__ uint32 without_zero(uint32 word) { return word ? word : TYPE == 0 ? 0x80000000u : 0x80008000u; }
-
-__device__ uint4 without_zero(uint4 v) {
-  return {without_zero(v.x), without_zero(v.y), without_zero(v.z), without_zero(v.w)};
-}
-
-__device__ bool has_arrived(uint4 v) { return v.x && v.y && v.z && v.w; }
-
-// A rank's place among the peers of `receiver`, who has no slot for itself.
-__device__ int slot_of(int sender, int receiver) { return sender < receiver ? sender : sender - 1; }
-
-// How long to wait for peers. When time is up, or the host says so, all calls of this rank stop waiting.
-//
-// The host's words are across PCIe, some microseconds a read and warp. If all who wait read them, this rank is late for
-// its peers, who wait and read in turn, and every later call takes as long. So one thread of the rank reads them, about
-// once a millisecond, and the others read its copy.
-struct Patience {
-  const Call &call;
-  Control *control;
-  uint32 polls = 0;
-  uint64 began = 0;
-  bool failed;
-
-  __device__ Patience(const Call &call)
-      : call(call), control((Control *)call.mailboxes[call.rank]), failed(peek_word(&control->failed)) {}
-
-  __device__ bool is_over() {
-    if (failed) return true;
-    if (++polls % POLLS) return false;
-    if (peek_word(&control->failed)) return failed = true;
-    const uint64 now = nanoseconds();
-    if (!began) began = now;
-    look(now >> 20);
-    const uint64 budget = peek_word(&control->budget);
-    if (budget && now - began > 1000000 * budget) {
-      put_word(&control->failed, 1);
-      return failed = true;
-    }
-    rest();
-    return false;
-  }
-
-  // Read the host's words, unless another thread has in this tick, which is about a millisecond.
-  __device__ void look(uint32 tick) {
-    const uint32 before = peek_word(&control->looked);
-    if (before == tick || atomicCAS(&control->looked, before, tick) != before) return;
-    put_word(&control->budget, peek_word(&call.host->budget));
-    if (peek_word(&call.host->aborted)) put_word(&control->failed, 1);
-  }
-
-  __device__ void report(int peer) { put_word(&call.host->late[peer], 1); }
-};
-
-// All threads have read `calls[blockIdx.x]`: advance it, and with it those of blocks that only larger grids have.
-__device__ void count_call(uint32 *calls, uint32 number) {
-  __syncthreads();
-  for (int i = blockIdx.x + threadIdx.x * gridDim.x; i < MOST_BLOCKS; i += blockDim.x * gridDim.x)
-    put_word(&calls[i], number + 1);
-}
-
 // This rank's part of a vector, rounded to the type that is sent.
 __device__ uint4 load_part(const Sum &s, int row, int column) {
   const char *x = s.x + row * s.x_stride;
-  float sum[ELEMENTS] = {};
   if (!s.splits) {
     const uint4 own = ((const uint4 *)x)[column];
-    if (!s.more) return own;
-    float other[ELEMENTS];
-    unpack(own, sum), unpack(((const uint4 *)(s.more + row * s.x_stride))[column], other);
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) sum[i] += other[i];
-    return pack(sum);
+    return s.more ? add_two(own, ((const uint4 *)(s.more + row * s.x_stride))[column]) : own;
   }
+  float sum[ELEMENTS] = {};
   for (int split = 0; split < s.splits; ++split) {
     const float4 *from = (const float4 *)(x + split * s.split_stride) + column * (ELEMENTS / 4);
 #pragma unroll
@@ -255,28 +100,16 @@ struct Half {
       : start(CONTROL_BYTES + number % 2 * s.call.sum_bytes), sums_bytes(two_steps ? 16ull * s.vectors : 0),
         slot_bytes(16ull * (two_steps ? place_of(s.vectors - 1 + 8 * WORLD) / 8 * 8 : s.vectors)) {}
 
-  __device__ char *slot(const Call &call, int receiver, int sender) const {
+  __device__ char *slot(const Ranks &call, int receiver, int sender) const {
     return call.mailboxes[receiver] + start + sums_bytes + slot_of(sender, receiver) * slot_bytes;
   }
-  __device__ char *sums(const Call &call, int receiver) const { return call.mailboxes[receiver] + start; }
+  __device__ char *sums(const Ranks &call, int receiver) const { return call.mailboxes[receiver] + start; }
 };
-
-// The sum of all ranks' parts of a vector, in their order.
-__device__ uint4 add_parts(const uint4 *parts) {
-  float sum[ELEMENTS] = {}, part[ELEMENTS];
-#pragma unroll
-  for (int r = 0; r < WORLD; ++r) {
-    unpack(parts[r], part);
-#pragma unroll
-    for (int j = 0; j < ELEMENTS; ++j) sum[j] += part[j];
-  }
-  return pack(sum);
-}
 
 // Wait for the parts of VECTORS vectors at `places` of all peers' slots (-1: none), clear them and add them to `own`, in
 // the order of ranks.
 template <int VECTORS>
-__device__ void collect(const Call &call, const Half &half, const int *places, const uint4 *own, uint4 *sums,
+__device__ void collect(const Ranks &call, const Half &half, const int *places, const uint4 *own, uint4 *sums,
                         Patience &patience) {
   const int me = call.rank;
   uint4 parts[VECTORS][WORLD];
@@ -311,7 +144,7 @@ __device__ void collect(const Call &call, const Half &half, const int *places, c
 
 // Wait for the sums of `vectors` (-1: none) from their owners, and clear them.
 template <int VECTORS>
-__device__ void receive(const Call &call, const Half &half, const int *vectors, uint4 *sums, Patience &patience) {
+__device__ void receive(const Ranks &call, const Half &half, const int *vectors, uint4 *sums, Patience &patience) {
   char *from = half.sums(call, call.rank);
   bool waits = true;
   while (waits) {
@@ -456,6 +289,7 @@ template <int VECTORS, bool NORM, bool TWO_STEPS> __device__ void reduce(const S
     else collect<VECTORS>(s.call, half, vectors, own, sums, patience);
     finish_row<VECTORS, NORM>(s, row, vectors, sums, stream, weights);
   }
+  __syncthreads();
   count_call(control->sums, number);
 }
 
@@ -542,7 +376,7 @@ template <bool EXCHANGE> __device__ uint2 load_pair(const Gather &g, uint64 pack
 
 template <bool EXCHANGE> __device__ void spread(const Gather &g) {
   wait_for_previous();
-  const Call &call = g.call;
+  const Ranks &call = g.call;
   const int me = call.rank, thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   Control *control = (Control *)call.mailboxes[me];
   const uint32 number = peek_word(&control->gathers[blockIdx.x]), tag = 2 * number + 1;  // never 0
@@ -589,6 +423,7 @@ template <bool EXCHANGE> __device__ void spread(const Gather &g) {
         if (r != me && (g.root < 0 || r == g.root)) store_pair(g, r, base + (uint64)i * threads, got[i][r].x, got[i][r].z);
       }
   }
+  __syncthreads();
   count_call(control->gathers, number);
 }
 

@@ -6,7 +6,12 @@
 // so that each knows the weights of the streams; the same once more for the norm. One warp more of a block balances the
 // S x S matrix of one token meanwhile, all of it in the registers of each of its lanes.
 //
-// Everything is float32. Compiled by NVRTC, without any header. -DGROUP: tokens whose sums a thread has at once.
+// With -DWORLD of 2 to 8 what is pending is one rank's part of a sum, which is added up first, by the threads that need
+// it: one kernel instead of two, and nothing goes to memory between them. Each block has the same columns on all ranks.
+//
+// Everything is float32. Compiled by NVRTC. -DGROUP: tokens whose sums a thread has at once; -DTYPE=1 for mailboxes.
+
+#include "mailbox.cuh"
 
 using uint16 = unsigned short;
 using uint32 = unsigned int;
@@ -15,6 +20,8 @@ using int64 = long long;
 constexpr int S = 4, WEIGHTS = (2 + S) * S, ROW = 32;  // a row of sums: WEIGHTS products, then the sum of squares
 constexpr int WORKERS = COLUMNS, WARPS = WORKERS / 32, THREADS = WORKERS + 32;  // whole warps
 constexpr int PIECES = COLUMNS / 4;  // of 16 bytes of a row of weights
+constexpr int EIGHTS = COLUMNS / 8;  // vectors of a block's columns
+constexpr bool SUMS = WORLD > 1;
 
 struct Call {
   const uint16 *streams, *out;  // [T, S, width] and [T, width] bfloat16, strides in elements
@@ -29,6 +36,9 @@ struct Call {
   int64 token_stride, stream_stride, out_stride, more_stride;
   int tokens, width, iterations;
   float eps, norm_eps;
+#if WORLD > 1
+  Ranks ranks;
+#endif
 };
 
 struct Shared {
@@ -37,6 +47,7 @@ struct Shared {
   float parts[WARPS][TOKENS][ROW];
   float pre[TOKENS][S];
   float post[TOKENS][S], mix[TOKENS][S][S];
+  uint4 totals[SUMS ? TOKENS : 1][SUMS ? EIGHTS : 1];  // what is pending, of all ranks
 };
 
 __device__ __forceinline__ float widen(uint16 x) { return __uint_as_float(uint32(x) << 16); }
@@ -139,9 +150,24 @@ __device__ __forceinline__ void balance(const Call &call, float own, int64 token
   }
 }
 
+#if WORLD > 1
+// What is pending, of all ranks: a vector of a token for each of the first threads.
+__device__ __forceinline__ void sum_ranks(const Call &call, Shared &shared, uint32 number, int64 first, int rank) {
+  const int t = threadIdx.x / EIGHTS, eight = threadIdx.x % EIGHTS;
+  if (t >= TOKENS || first + t >= call.tokens) return;
+  const int column = rank * COLUMNS + eight * 8;
+  uint4 own = *(const uint4 *)(call.out + (first + t) * call.out_stride + column);
+  if (call.more) own = add_two(own, *(const uint4 *)(call.more + (first + t) * call.more_stride + column));
+  Patience patience(call.ranks);
+  const uint64 each = call.width / 8;  // vectors of a token
+  shared.totals[t][eight] =
+      sum_vector(call.ranks, number, call.tokens * each, (first + t) * each + column / 8, own, patience);
+}
+#endif
+
 // A thread's column of all tokens: what is pending is written back, in the dtype of the streams.
 __device__ __forceinline__ void read_column(
-    const Call &call, const Shared &shared, float (&x)[TOKENS][S], int64 first, int column) {
+    const Call &call, Shared &shared, float (&x)[TOKENS][S], int64 first, int column, uint32 number) {
   uint16 own[TOKENS][S], out[TOKENS], more[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
@@ -149,12 +175,16 @@ __device__ __forceinline__ void read_column(
 #pragma unroll
     for (int s = 0; s < S; s++)
       own[t][s] = there ? call.streams[(first + t) * call.token_stride + s * call.stream_stride + column] : 0;
-    out[t] = WRITES && there ? call.out[(first + t) * call.out_stride + column] : 0;
-    more[t] = WRITES && there && call.more ? call.more[(first + t) * call.more_stride + column] : 0;
+    out[t] = WRITES && !SUMS && there ? call.out[(first + t) * call.out_stride + column] : 0;
+    more[t] = WRITES && !SUMS && there && call.more ? call.more[(first + t) * call.more_stride + column] : 0;
   }
-  if (WRITES) sync_workers();  // post and mix are in shared memory
+#if WORLD > 1
+  sum_ranks(call, shared, number, first, column / COLUMNS);
+#endif
+  if (WRITES) sync_workers();  // post and mix, and totals, are in shared memory
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
+    if (SUMS) out[t] = ((const uint16 *)shared.totals[t])[threadIdx.x];
     const float written = widen(narrow(widen(out[t]) + widen(more[t])));
 #pragma unroll
     for (int k = 0; k < S; k++) {
@@ -223,9 +253,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
   float x[TOKENS][S];
-  if (is_worker) read_column(call, shared, x, first, column);
+  uint32 number = 0;
+#if WORLD > 1
+  uint32 *calls = ((Control *)call.ranks.mailboxes[call.ranks.rank])->sums;
+  number = peek_word(&calls[blockIdx.x]);
+#endif
+  if (is_worker) read_column(call, shared, x, first, column, number);
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
+#if WORLD > 1
+  count_call(calls, number);
+#endif
   if (is_worker) multiply(fn, shared, x);
   __syncthreads();
   await();

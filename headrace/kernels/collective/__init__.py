@@ -5,8 +5,9 @@ W ranks, T tokens, D hidden size, S split-K partial sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +29,18 @@ class Limits:
 
 UNMEASURED = Limits(128 << 10, 1 << 20, 8 << 20, 256 << 10)
 """Until `headrace.parallel.limits` has measured the machine."""
+
+
+@dataclass(frozen=True)
+class LentSum:
+    """What a kernel needs that itself adds up a tensor over ``size`` ranks, in place of `Collectives.all_reduce`: in
+    one step, by the functions of ``csrc/cuda/mailbox.cuh``, each vector at its place in the contiguous tensor. ``call``
+    is ``Ranks`` of that source; ``meet`` is called behind the launch. ``is_muted``: nothing is to be exchanged."""
+
+    size: int
+    call: Any
+    meet: Callable[[], None]
+    is_muted: bool = False
 
 
 class BegunSum(Protocol):
@@ -69,6 +82,10 @@ class Collectives(Protocol):
     def all_reduce(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor | None:
         """The sum of all ranks' ``x``, added up in the order of ranks in float32 and rounded once. ``more``: of x's
         shape and dtype, added to it before and rounded then."""
+
+    def lend_sum(self, num_bytes: int, dtype: torch.dtype) -> LentSum | None:
+        """For a kernel that adds up a tensor of so many bytes itself; ranks with and without such kernels may meet.
+        None where `all_reduce` takes two steps, or none."""
 
     def reduce_add_norm(
         self, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float

@@ -41,7 +41,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 class Call(ctypes.Structure):
-    """``Call`` of the source, like the next ones."""
+    """``Ranks`` of the source. The next ones have their names there."""
 
     _fields_ = (
         ("mailboxes", c_uint64 * MOST_RANKS), ("host", c_uint64), ("sum_bytes", c_uint64), ("gather_bytes", c_uint64),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.collective import MOST_RANKS, UNMEASURED, Limits
+from headrace.kernels.collective import MOST_RANKS, UNMEASURED, LentSum, Limits
 from headrace.kernels.collective.calls import (
     ABORTED,
     BUDGET,
@@ -132,6 +132,11 @@ class PushCollectives:
         )
         self._launch(f"sum_{per_thread}_0_{steps}", x.dtype, call.rows, threads, call)
         return out
+
+    def lend_sum(self, num_bytes: int, dtype: torch.dtype) -> LentSum | None:
+        """See `Collectives`."""
+        is_taken = dtype in TYPES and num_bytes % VECTOR == 0 and self.count_steps(num_bytes, self.limits.sums) == 1
+        return LentSum(self.size, self._call, self.large.meet) if is_taken else None
 
     def _shape_flat(self, vectors: int) -> tuple[int, int]:
         """Threads of a block and vectors of a thread and round: first one for each, over all multiprocessors."""

@@ -62,9 +62,11 @@ WRITE_STREAMS = Operation("stream write kernel")
 * out`` plus the sum over j of ``mix[j, k] * streams[j]``; a new tensor. The query's shape as for `READ_STREAMS`."""
 
 WRITE_READ_STREAMS = Operation("stream write and read kernel")
-"""``write_read_streams(streams [T, S, D], pending: Pending, mix: StreamMix, norm [D], shape: StreamShape) -> (new
-[T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS` of what is pending, whose two parts are added up
-and rounded, then `READ_STREAMS` of what was written. The query's shape as for these."""
+"""``write_read_streams(streams [T, S, D], pending: Pending, mix: StreamMix, norm [D], shape: StreamShape, *, ranks:
+LentSum | None = None) -> (new [T, S, D], x [T, D], post [T, S], mixing [T, S, S])``: `WRITE_STREAMS` of what is
+pending, whose two parts are added up and rounded, then `READ_STREAMS` of what was written. With ``ranks`` what is
+pending is a rank's part of a sum over these, and is added up first; None, with nothing done, where a kernel of its own
+is as fast. The query's shape as for these."""
 
 
 def _reason_against(query: KernelQuery) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.kernels.collective import LentSum
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape, few, triton
@@ -95,9 +96,13 @@ def read_streams(
 
 def write_read_streams(
     streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
-    tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ranks: LentSum | None = None, tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """See `WRITE_READ_STREAMS`; the last dims of streams and of what is pending are contiguous."""
+    if ranks is not None:
+        if not few.can_sum(streams, pending, ranks):
+            return None
+        return few.pass_streams(streams, pending, mix, norm, shape, None if ranks.is_muted else ranks)
     if tile is None and few.can_run(streams):
         return few.pass_streams(streams, pending, mix, norm, shape)
     tile = tile or choose_tile(len(streams), streams.shape[2])

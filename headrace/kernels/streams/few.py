@@ -11,6 +11,8 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
+from headrace.kernels.collective import LentSum
+from headrace.kernels.collective.calls import TYPES, Call, is_flat
 from headrace.kernels.cuda_source import CudaKernel, cache_compiled, fallback, load_kernel
 from headrace.kernels.launch import ceil_div
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
@@ -27,7 +29,7 @@ MOST_TOKENS = CLUSTERS * max(TILES)
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of the source."""
+    """``Call`` of the source, of one rank."""
 
     _fields_ = (
         *(
@@ -43,22 +45,31 @@ class _Call(ctypes.Structure):
     )
 
 
+class _RankedCall(_Call):
+    """The same of several."""
+
+    _fields_ = (("ranks", Call),)
+
+
 def choose_tile(num_tokens: int) -> int:
     """Tokens of a cluster."""
     return next(tile for tile in TILES if num_tokens <= tile * CLUSTERS)
 
 
 @cache_compiled
-def find_kernel(width: int, tile: int, device: torch.device, *, writes: bool) -> CudaKernel | None:
-    """The kernel, compiled (a second) unless cached; None, with a warning, where that fails, or where no cluster of
-    that size can run."""
+def find_kernel(
+    width: int, tile: int, device: torch.device, *, writes: bool, ranks: int = 1
+) -> tuple[CudaKernel, int] | None:
+    """The kernel, compiled (a second) unless cached, and how many clusters run at once; None, with a warning, where
+    that fails, or where no cluster of that size can run. ``ranks``: those over which what is pending is added up."""
     shared_bytes = 4 * 24 * 4 * width // CLUSTER
     with fallback("hyper-connections of few tokens take two kernels"), torch.cuda.device(device):
         kernel = load_kernel(
             "streams_few", device, shared_bytes, "pass_streams", CLUSTER=CLUSTER, COLUMNS=width // CLUSTER,
-            TOKENS=tile, GROUP=TILES[tile], WRITES=int(writes),
+            TOKENS=tile, GROUP=TILES[tile], WRITES=int(writes), WORLD=ranks, TYPE=TYPES[torch.bfloat16],
         )
-        return kernel if kernel.count_clusters(CLUSTER, width // CLUSTER + 32) else None
+        count = kernel.count_clusters(CLUSTER, width // CLUSTER + 32)
+        return (kernel, count) if count else None
     return None
 
 
@@ -71,13 +82,28 @@ def can_run(streams: torch.Tensor) -> bool:
     return all(find_kernel(width, tile, streams.device, writes=writes) is not None for writes in (False, True))
 
 
+def can_sum(streams: torch.Tensor, pending: Pending, ranks: LentSum) -> bool:
+    """Whether `pass_streams` also adds up over ranks: all clusters run at once, as they wait for the same of others.
+    What is pending must be as `Collectives.all_reduce` takes it, which a rank without this kernel calls."""
+    num_tokens, _, width = streams.shape
+    parts = [pending.out] if pending.more is None else [pending.out, pending.more]
+    if not can_run(streams) or not all(map(is_flat, parts)):
+        return False
+    found = find_kernel(width, tile := choose_tile(num_tokens), streams.device, writes=True, ranks=ranks.size)
+    return found is not None and ceil_div(num_tokens, tile) <= found[1]
+
+
 def pass_streams(
-    streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape
+    streams: torch.Tensor, pending: Pending | None, mix: StreamMix, norm: torch.Tensor, shape: StreamShape,
+    ranks: LentSum | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `WRITE_READ_STREAMS`; without anything ``pending`` the streams are returned as they are."""
     num_tokens, num_streams, width = streams.shape
-    kernel = find_kernel(width, tile := choose_tile(num_tokens), streams.device, writes=pending is not None)
-    assert kernel is not None, "see can_run"
+    size = 1 if ranks is None else ranks.size
+    found = find_kernel(
+        width, tile := choose_tile(num_tokens), streams.device, writes=pending is not None, ranks=size
+    )
+    assert found is not None, "see can_run and can_sum"
     new = streams if pending is None else torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     x = torch.empty((num_tokens, width), dtype=streams.dtype, device=streams.device)
     post = torch.empty((num_tokens, num_streams), dtype=torch.float32, device=streams.device)
@@ -86,7 +112,7 @@ def pass_streams(
     strides = (
         0 if tensor is None else tensor.stride(0) for tensor in (before[0], before[1])
     )
-    call = _Call(
+    fields = (
         *(
             None if tensor is None else tensor.data_ptr()
             for tensor in (streams, *before, new, mix.fn, mix.scale, mix.base, norm, x, post, mixing)
@@ -94,5 +120,8 @@ def pass_streams(
         streams.stride(0), streams.stride(1), *strides, num_tokens, width, shape.iterations, shape.eps,
         shape.norm_eps,
     )
-    kernel.launch(ceil_div(num_tokens, tile) * CLUSTER, width // CLUSTER + 32, call, is_dependent=True)
+    call = _Call(*fields) if ranks is None else _RankedCall(*fields, ranks.call)
+    found[0].launch(ceil_div(num_tokens, tile) * CLUSTER, width // CLUSTER + 32, call, is_dependent=True)
+    if ranks is not None:
+        ranks.meet()
     return new, x, post, mixing

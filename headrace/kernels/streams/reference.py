@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from headrace.kernels.collective import LentSum
 from headrace.kernels.rowwise.reference import rms_norm
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
@@ -27,9 +28,12 @@ def write_streams(streams: torch.Tensor, out: torch.Tensor, post: torch.Tensor, 
 
 
 def write_read_streams(
-    streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
+    ranks: LentSum | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """See `WRITE_READ_STREAMS`."""
+    if ranks is not None:
+        return None
     new = write_streams(streams, pending.whole, pending.post, pending.mix)
     return new, *read_streams(new, mix, norm, shape)
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.kernels.collective import LentSum
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.streams import Pending, StreamMix, StreamShape
 
@@ -171,9 +172,11 @@ def write_streams(
 
 def write_read_streams(
     streams: torch.Tensor, pending: Pending, mix: StreamMix, norm: torch.Tensor, shape: StreamShape, *,
-    pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ranks: LentSum | None = None, pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """See `WRITE_READ_STREAMS`: one after the other."""
+    if ranks is not None:
+        return None
     new = write_streams(streams, pending.whole, pending.post, pending.mix, pdl=pdl)
     return new, *read_streams(new, mix, norm, shape, pdl=pdl)
 

@@ -33,8 +33,8 @@ from headrace.parallel.share import Share
 
 
 class V4Attention(nn.Module):
-    """``x [T, D] -> [T, D]``. Layers with a compress ratio also attend to compressed entries; those of ratio
-    `OVERLAPPING` only to the entries that the indexer selects."""
+    """``x [T, D] -> [T, D]``, of several ranks parts that ``group`` is to add up. Layers with a compress ratio also
+    attend to compressed entries; those of ratio `OVERLAPPING` only to the entries that the indexer selects."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, rotary: RotaryTable, build: Build):
         super().__init__()
@@ -53,6 +53,7 @@ class V4Attention(nn.Module):
             groups, heads.num_heads * heads.head_dim // heads.num_groups, heads.group_rank, build
         )
         self.output = Linear(build, groups.times(heads.group_rank), spec.hidden_size)
+        self.group = self.output.group
         self.window = Place()
         self.compressor: Compressor | None = None
         self.project: FloatLinear | None = None
@@ -125,7 +126,7 @@ class V4Attention(nn.Module):
             )
             for tokens, entries in parts
         ]
-        return self.output(self.mix(mixed[0] if len(mixed) == 1 else torch.cat(mixed)))
+        return self.output.compute_share(self.mix(mixed[0] if len(mixed) == 1 else torch.cat(mixed)))
 
     def _read_entries(
         self, place: Place, latent: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch

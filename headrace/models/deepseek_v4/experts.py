@@ -49,8 +49,8 @@ class HashRouter(nn.Module):
 
 
 class V4Moe(nn.Module):
-    """``x [T, D]`` to [T, D] of the experts and of the shared MLP, still to be added up; of several ranks to their sum
-    and None. Ranks divide experts, or each of them, and the shared MLP as those of
+    """``x [T, D]`` to [T, D] of the experts and of the shared MLP, still to be added up, and that over ``group``, the
+    ranks if there are several. Ranks divide experts, or each of them, and the shared MLP as those of
     `headrace.layers.moe.layer.MoeMlp`."""
 
     def __init__(self, spec: DeepseekV4Spec, layer: V4LayerSpec, build: Build):
@@ -92,10 +92,9 @@ class V4Moe(nn.Module):
         """Whether steps with this layer may be recorded in CUDA graphs."""
         return self._run_experts.is_capturable
 
-    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = self.router(x, token_ids) if self.is_hashed else self.router(x)  # [T, k] each
-        out, shared = self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)), self.shared.compute_share(x)
-        return (out, shared) if self.group is None else (self.group.all_reduce(out, shared), None)
+        return self._run_experts(ChosenTokens(x, ids, weights, self.num_experts)), self.shared.compute_share(x)
 
     def take_part(self) -> None:
         """Compute other replicas' tokens in a step in which this one has none. Does nothing where none come here."""

@@ -16,25 +16,37 @@ from headrace.kernels.streams.reference import collapse, mix_streams
 from headrace.layers.build import Build
 from headrace.layers.norm import RmsNorm
 from headrace.models.deepseek_v4.spec import HyperSpec
+from headrace.parallel.group import Group
 
 
 @dataclass(slots=True)
 class Streams:
     """The streams ``own`` [T, S, D] of a step, and a sublayer's output ``out`` [T, D], plus ``more`` if there is any,
     that is still to be written to them, by ``post`` [T, S] and ``mix`` [T, S, S], whose rows and columns each sum to 1.
-    The next sublayer's read does that; None where nothing is pending."""
+    The next sublayer's read does that; None where nothing is pending. ``group``: the ranks over which the output is
+    still to be added up, None where there are no others."""
 
     own: torch.Tensor
     out: torch.Tensor | None = None
     post: torch.Tensor | None = None
     mix: torch.Tensor | None = None
     more: torch.Tensor | None = None
+    group: Group | None = None
+
+    def add_up(self) -> None:
+        """Add up the output over all ranks."""
+        if self.group is not None and self.out is not None:
+            self.out, self.more, self.group = self.group.all_reduce(self.out, self.more), None, None
 
     @property
     def pending(self) -> Pending:
         """What is to be written."""
         assert self.out is not None and self.post is not None and self.mix is not None
         return Pending(self.out, self.post, self.mix, self.more)
+
+
+Written = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Streams that were written, and what was read of them."""
 
 
 class HyperConnection(nn.Module):
@@ -53,19 +65,33 @@ class HyperConnection(nn.Module):
 
     def read(self, streams: Streams, norm: RmsNorm) -> torch.Tensor:
         """The sublayer's normalised input [T, D]; writes what is pending first. ``streams.out`` is to be set to the
-        sublayer's output, or that and ``streams.more`` to two parts of it."""
+        sublayer's output, or that and ``streams.more`` to two parts of it, and ``streams.group`` to who adds it up."""
         mix = StreamMix(self.fn, self.scale, self.base)
         if streams.out is None:
             x, streams.post, streams.mix = self._read(streams.own, mix, norm.weight, self._shape)
         else:
-            streams.own, x, streams.post, streams.mix = self._write_read(
-                streams.own, streams.pending, mix, norm.weight, self._shape
-            )
-            streams.out = streams.more = None
+            found = self._sum_write_read(streams, mix, norm)
+            if found is None:
+                streams.add_up()
+                found = self._write_read(streams.own, streams.pending, mix, norm.weight, self._shape)
+            streams.own, x, streams.post, streams.mix = found
+            streams.out = streams.more = streams.group = None
         return x
+
+    def _sum_write_read(self, streams: Streams, mix: StreamMix, norm: RmsNorm) -> Written | None:
+        """The sum over ranks in the same kernel; None where there is none to make, or separate ones are as fast."""
+        group, out = streams.group, streams.out
+        ranks = None if group is None or out is None else group.lending.find_sum(out.nbytes, out.dtype)
+        if ranks is None:
+            return None
+        found: Written | None = self._write_read(
+            streams.own, streams.pending, mix, norm.weight, self._shape, ranks=ranks
+        )
+        return found
 
     def settle(self, streams: Streams) -> torch.Tensor:
         """The streams [T, S, D] with what is pending written to them; the tensor before is not modified."""
+        streams.add_up()
         pending = streams.pending
         new: torch.Tensor = self._write(streams.own, pending.whole, pending.post, pending.mix)
         return new

@@ -44,7 +44,9 @@ class V4Block(nn.Module):
     def forward(self, streams: Streams, batch: ForwardBatch) -> None:
         """Leaves the MLP's output pending in ``streams``."""
         streams.out = self.attention(self.attention_mix.read(streams, self.attention_norm), batch)
+        streams.group = self.attention.group
         streams.out, streams.more = self.mlp(self.mlp_mix.read(streams, self.mlp_norm), batch.token_ids)
+        streams.group = self.mlp.group
 
 
 class Collapse(nn.Module):
