@@ -1,11 +1,11 @@
 """Attention of decodes as a model runs it: ``python -m benchmarks.cuda_decode [--requests 8 32 256] [--lengths even
-long] [--model heads kv_heads dim] [--also MOST_TILES PROGRAMS STAGES]``.
+long] [--model heads kv_heads dim] [--pages float8_e4m3fn] [--also MOST_TILES PROGRAMS STAGES]``.
 
 A captured chain of layers: rotation and page write, then attention, launched dependently; each layer has pages of its
 own. Lengths are 600 tokens each (even), as offline256 has them half-way (uneven), 8,192 (long), 32,768 (longer),
 60,000 once and else 500 (one), or 8,192 once and else 1,500 (prompt: a long prompt's first tokens beside streams).
-Microseconds a layer, and the least that the keys and values take at the memory's bandwidth. ``--also``: with a rule of
-`decodes.SPLIT_RULES` more.
+Microseconds a layer, and the least that the keys and values take at the memory's bandwidth. ``--pages``: their type.
+``--model``: may be repeated. ``--also``: with a rule of `decodes.SPLIT_RULES` more.
 """
 
 from __future__ import annotations
@@ -74,9 +74,14 @@ def _attend(
     decode(q, pages, out, workspace, head, step, pdl=True)
 
 
+def count_bytes(model: Model, pool: Pool, lens: list[int]) -> int:
+    """Of the keys and values that a layer reads."""
+    return 2 * pool.k.element_size() * sum(lens) * model.kv_heads * model.dim
+
+
 def time_chain(model: Model, pool: Pool, lens: list[int], attend: Attend) -> float:
     """Microseconds a layer."""
-    requests, longest, bytes_each = len(lens), max(lens), 4 * sum(lens) * model.kv_heads * model.dim
+    requests, longest, bytes_each = len(lens), max(lens), count_bytes(model, pool, lens)
     layers = max(LEAST_LAYERS, min(MOST_LAYERS, int(CHAIN_BYTES / bytes_each)))
     kv_lens, tables, pages = (
         torch.tensor(lens, device="cuda", dtype=torch.int32), pool.tables(layers, requests, longest, PAGE),
@@ -114,17 +119,19 @@ def main() -> None:
     )
     parser.add_argument("--also", type=float, nargs=3, metavar=("MOST_TILES", "PROGRAMS", "STAGES"))
     parser.add_argument(
-        "--model", type=int, nargs=3, metavar=("HEADS", "KV_HEADS", "DIM"),
-        help="another than Qwen3-0.6B and Llama-3.1-8B"
+        "--model", type=int, nargs=3, action="append", metavar=("HEADS", "KV_HEADS", "DIM"),
+        help="others than Qwen3-0.6B and Llama-3.1-8B"
     )
+    parser.add_argument("--pages", choices=["bfloat16", "float8_e4m3fn"], default="bfloat16")
     args = parser.parse_args()
-    models = (
-        [Model("given", args.model[0], args.model[1], 1024, 1024, 1024, 1, False, args.model[2])] if args.model
-        else MODELS
-    )
+    models = [
+        Model(f"{heads}/{kv_heads}/{dim}", heads, kv_heads, 1024, 1024, 1024, 1, False, dim)
+        for heads, kv_heads, dim in args.model or ()
+    ] or MODELS
     for model in models:
         pool = Pool(
-            POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim
+            POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim,
+            getattr(torch, args.pages),
         )
         rule = None if args.also is None else SplitRule(args.also[0], int(args.also[1]), int(args.also[2]))
         attends = solutions(model, rule)
@@ -134,7 +141,7 @@ def main() -> None:
                 lens = make_lengths(kind, requests)
                 if sum(lens) > pool.tokens:
                     continue
-                floor = 4e6 * sum(lens) * model.kv_heads * model.dim / BANDWIDTH
+                floor = 1e6 * count_bytes(model, pool, lens) / BANDWIDTH
                 times = [time_chain(model, pool, lens, attend) for attend in attends.values()]
                 print(
                     f"{'':10s} {requests:8d} {kind:8s} {floor:7.1f}  "

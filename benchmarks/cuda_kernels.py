@@ -203,9 +203,11 @@ def linear_items() -> Iterator[Item]:
 class Pool:
     """KV pages shared by all attention items, large enough for the largest."""
 
-    def __init__(self, tokens: int, kv_heads: int = 8, dim: int = 128):
+    def __init__(self, tokens: int, kv_heads: int = 8, dim: int = 128, dtype: torch.dtype = BF16):
         self.tokens = tokens
-        self.k, self.v = (torch.empty(tokens, kv_heads, dim, device="cuda", dtype=BF16).normal_() for _ in range(2))
+        self.k, self.v = (
+            torch.empty(tokens, kv_heads, dim, device="cuda", dtype=BF16).normal_().to(dtype) for _ in range(2)
+        )
 
     def pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(t.view(-1, page_size, *t.shape[1:]) for t in (self.k, self.v))
