@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,6 +315,23 @@ def test_a_weight_that_lacks_a_part_is_told(name: str, lost: str, said: str):
     del written[lost]
     with pytest.raises(WeightError, match=said):
         read(CASES[name], name_tensors("m.0", written))
+
+
+@pytest.mark.parametrize("name", ["nf4", "bnb-int8"])
+@pytest.mark.parametrize("is_backwards", [False, True])
+def test_bitsandbytes_need_not_state_its_bits(name: str, is_backwards: bool):
+    """Tensors say them, in whichever order they come."""
+    tensors, expected = CASES[name].write(draw(40, 64))
+    given = list(name_tensors("m.0", tensors).items())
+    case = replace(CASES[name], config={"quant_method": "bitsandbytes"})
+    found = dict(chain_schemes(query(case)).read(reversed(given) if is_backwards else given))
+    assert_near(found["m.0.weight"], expected)
+
+
+def test_bitsandbytes_states_that_maxima_are_quantised():
+    case = replace(CASES["nf4-nested"], config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(WeightError, match=r"m\.0: .*bnb_4bit_use_double_quant"):
+        read(case, name_tensors("m.0", case.write(draw(40, 64))[0]))
 
 
 @pytest.mark.parametrize("name", ["fp8-static", "ct-float-tensor"])

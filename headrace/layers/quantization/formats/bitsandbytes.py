@@ -18,7 +18,10 @@ TABLE_TYPES = {"nf4": Code.NF4, "fp4": Code.FP4}
 
 
 class BitsAndBytes:
-    """See `Scheme`. Absolute maxima of blocks may be quantised themselves (double quantisation)."""
+    """See `Scheme`. Absolute maxima of blocks may be quantised themselves (double quantisation).
+
+    The tensors of a module say whether it has 4 or 8 bits: configs written by hand leave ``load_in_4bit`` out.
+    """
 
     def __init__(self, query: SchemeQuery):
         self._query = query
@@ -33,22 +36,26 @@ class BitsAndBytes:
 
     def read(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """See `Scheme`."""
-        layout = self._four if self._query.config.get("load_in_4bit") else self._eight
         storage = str(self._query.config.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
-        return assemble(_name_parts(tensors, storage), lambda module: layout, self._query)
+        eights = set[str]()
+        layouts = self._four, self._eight
+        return assemble(_name_parts(tensors, storage, eights), lambda module: layouts[module in eights], self._query)
 
     def finish(self, model: nn.Module) -> None:
         """Layers got their weights while these were read."""
 
 
-def _name_parts(tensors: Iterable[Named], storage: str) -> Iterator[Named]:
+def _name_parts(tensors: Iterable[Named], storage: str, eights: set[str]) -> Iterator[Named]:
     """``<module>.weight.absmax`` as ``<module>.absmax``. Codes may be kept in the bytes of another dtype, ``storage``:
-    in one column, which no plain weight has."""
+    in one column, which no plain weight has. Modules of 8 bits are added to ``eights`` before their first tensor."""
     for name, tensor in tensors:
         module, is_part, part = name.partition(".weight.")
         part = STATE if part.startswith("quant_state.") else part
         if str(tensor.dtype) == f"torch.{storage}" and name.endswith(".weight") and tensor.shape[1:] == (1,):
             tensor = tensor.view(torch.uint8)
+        owner, _, kind = name.rpartition(".")
+        if kind in ("SCB", "weight_format") or (kind == "weight" and tensor.dtype == torch.int8):
+            eights.add(owner)
         yield (f"{module}.{part}" if is_part else name), tensor
 
 
@@ -65,6 +72,10 @@ def decode_4bit(module: str, parts: Parts) -> CodedMatrix | torch.Tensor:
     if INNER_MAXIMA in parts:
         inner = parts[INNER_MAXIMA].float().repeat_interleave(state["nested_blocksize"])[: maxima.numel()]
         maxima = parts[INNER_MAP].float()[maxima.int()] * inner + state["nested_offset"]
+    elif not maxima.is_floating_point():
+        raise WeightError(
+            f"{module}: bitsandbytes' absmax is quantised itself; set bnb_4bit_use_double_quant to true in config.json"
+        )
     codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: rows * columns]
     if columns % block == 0:
         return CodedMatrix(code, codes.view(rows, columns), maxima.view(rows, -1), block, bits=4)
