@@ -46,7 +46,8 @@ class RequestCoordinator(Protocol):
         """Take the request and start whatever it waits for; `poll` returns it later."""
 
     def poll(self) -> list[Released]:
-        """Requests that became ready, or failed. Called in every step: it must not block."""
+        """Requests that became ready, or failed. Called in every step, and while the engine is idle: it must not block.
+        """
 
     def pause(self) -> None:
         """Wait briefly for something to become ready; called when the engine has nothing else to do."""

@@ -154,13 +154,18 @@ class Engine:
         """Let in requests that wait for nothing any more, and launch plans until as many are in flight as the scheduler
         allows; `step` begins with this. False after a plan that could not be launched: nothing may follow it."""
         self._outputs += self._scheduler.expire()
-        self._outputs += self._waiting_room.poll()
+        self.poll_coordinators()
         if self._in_flight and isinstance(self._in_flight[-1][1], _FailedLaunch):
             return False
         while not self._is_paused and (plan := self._scheduler.plan()) is not None:
             if not self._execute(plan):
                 return False
         return True
+
+    def poll_coordinators(self) -> None:
+        """Let coordinators take notice of what happened outside; to be called every now and then without requests too,
+        as a transfer agent may say that pages are free, or have died. What comes of it are outputs of the next step."""
+        self._outputs += self._waiting_room.poll()
 
     def step(self) -> list[RequestOutput]:
         """Launch plans until as many are in flight as the scheduler allows, then wait for the oldest one and commit it.

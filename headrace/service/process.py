@@ -102,6 +102,7 @@ class EngineLoop:
             if self._engine.has_work:
                 self._step(is_first=is_first)
             elif not has_messages:
+                self._engine.poll_coordinators()
                 self._has_idle_work = self._engine.executor.use_idle_moment()
             for reply in self._control.poll():
                 self._channel.send(reply)

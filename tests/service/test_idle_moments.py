@@ -8,6 +8,7 @@ from headrace.base.config import engine_config
 from headrace.base.messages import Call, EngineRequest, FromEngine, Outputs, ToEngine
 from headrace.base.sampling import SamplingSpec, StopSpec
 from headrace.scheduling.scheduler import Scheduler
+from headrace.service.coordination import Released
 from headrace.service.engine import Engine
 from headrace.service.process import IDLE_PAUSE_MS, IDLE_WAIT_MS, EngineLoop
 
@@ -44,3 +45,34 @@ def test_idle_moments_are_used_and_requests_go_first():
         "nothing was left after the third"
     )
     assert any(isinstance(message, Outputs) and message.outputs for message in channel.sent)
+
+
+class DistantGate:
+    """A coordinator that is told of its surroundings from outside, as by a transfer agent; holds no request."""
+
+    is_waiting = False
+    num_polls = 0
+
+    def concerns(self, request: EngineRequest) -> bool:
+        return False
+
+    def hold(self, request: EngineRequest) -> None:
+        raise AssertionError("it holds nothing")
+
+    def poll(self) -> list[Released]:
+        self.num_polls += 1
+        return []
+
+    def pause(self) -> None:
+        raise AssertionError("nothing waits here")
+
+    def close(self) -> None:
+        pass
+
+
+def test_coordinators_hear_what_happens_while_nobody_asks_for_anything():
+    executor, gate = FakeExecutor(engine_config()), DistantGate()
+    scheduler = Scheduler(executor.config.scheduler, executor.config.cache, executor.layout)
+    script: list[list[ToEngine]] = [*[[]] * 5, [Call(1, "shutdown")]]
+    EngineLoop(Engine(scheduler, executor, gates=[gate]), ScriptedChannel(script, executor)).run()
+    assert gate.num_polls == 5

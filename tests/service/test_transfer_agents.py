@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -325,7 +327,7 @@ def test_an_agent_that_cannot_be_started_again_costs_no_memory(ends, monkeypatch
     prefill, decode, _ = ends()
     os.kill(prefill.line.pid, signal.SIGKILL)
     with monkeypatch.context() as patch:
-        patch.setattr(line, "LEAST_LIFE_S", 0.0)
+        patch.setattr(line, "LONGEST_PAUSE_S", 0.0)
         patch.setattr(line, "spawn_process", lambda *_: os.open("/nowhere", os.O_RDONLY))  # an `OSError`
         deadline, num_open = time.monotonic() + LIMIT_S, psutil.Process().num_fds()
         while prefill.line.num_restarts < 5:
@@ -341,6 +343,19 @@ def test_an_agent_that_cannot_be_started_again_costs_no_memory(ends, monkeypatch
     prefill.line.send(Filled(1, [(0, 1000)]))
     prefill.line.send(Completed(1, FIRST))
     decode.hear(Arrived, 1)
+
+
+def test_an_agent_that_never_comes_to_listen_is_started_ever_more_rarely(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(line, "spawn_process", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    it, starts = AgentLine(AgentOptions(FACTS, "shared-memory", SIZE), lambda region, epoch: None), []
+    while now < 120.0:
+        now += 0.25
+        it.poll()
+        if it.num_restarts > len(starts):
+            starts.append(now)
+    assert [round(later - earlier) for earlier, later in pairwise(starts)] == [2, 4, 8, 16, 30, 30]
 
 
 def test_agents_end_with_their_engine(ends):

@@ -28,8 +28,8 @@ HANG_S = 6.0
 FIRST_START_S = 120.0
 """Most seconds until the first agent listens: imports take half a minute on a machine that is busy elsewhere."""
 SEND_S, SEND_PAUSE_S = 1.0, 0.0005
-LEAST_LIFE_S = 1.0
-"""At most one start a second."""
+LEAST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""From one start to the next at least; twice as long after each agent that has not come to listen."""
 
 
 class AgentLine:
@@ -46,6 +46,7 @@ class AgentLine:
         self._region: AnyRegion | None = None
         self._frames: Frames[FromAgent] = Frames(decode_from_agent)
         self._began_at = self._heard_at = self._silent_s = 0.0
+        self._pause_s = LEAST_PAUSE_S
 
     @property
     def num_bytes(self) -> int:
@@ -111,13 +112,14 @@ class AgentLine:
             self._heard_at = time.monotonic()
             messages += self._frames.feed(data)
         if any(isinstance(message, Listening) for message in messages):
-            self.is_up = True
+            self.is_up, self._pause_s = True, LEAST_PAUSE_S
         now = time.monotonic()
         self._silent_s = now - self._heard_at
         if self._line is not None and self.is_up and self._silent_s > HANG_S:
             self._give_up(f"it has said nothing for {HANG_S:g} s")
-        if self._line is None and self._process is None and now - self._began_at > LEAST_LIFE_S:
+        if self._line is None and self._process is None and now - self._began_at > self._pause_s:
             self.num_restarts += 1
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._restart()
         return messages
 
