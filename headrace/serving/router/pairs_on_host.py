@@ -46,10 +46,12 @@ END_S = 10.0
 """How long a server has to end in order."""
 USER_ERROR = 2
 """The exit status of a command whose options are wrong."""
-NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) | {
+KEYS = frozenset({"api_key", "admin_api_key"})
+NOT_PASSED = frozenset(info.name for info in options_of(AccessConfig, "")) - KEYS | {
     "disaggregate", "config", "drain_s", "kv_events_config"
 }
-"""Options of the router, which alone is reached from outside, and what each server has of its own."""
+"""Options of the router, which alone is reached from outside, and what each server has of its own. Keys are those of
+all, as other users of this host reach the servers too."""
 
 
 @dataclass
@@ -259,7 +261,10 @@ def serve_pairs(config: ServeConfig) -> None:
 
 
 async def _route(config: ServeConfig, servers: PairServers) -> None:
-    workers = WorkerOptions(prefill=servers.urls("prefill"), decode=servers.urls("decode"), health_interval_s=1.0)
+    workers = WorkerOptions(
+        prefill=servers.urls("prefill"), decode=servers.urls("decode"), health_interval_s=1.0,
+        worker_api_key=config.server.api_key
+    )
     options = router_options(config.server, config.operations)
     # its servers are on their way: without them decode servers would compute the first prompts
     router = RouterServer([], options, workers, awaits_prefill=True)

@@ -25,7 +25,8 @@ from headrace.serving.cli.flags import parse_command
 from headrace.serving.cli.main import main
 from headrace.serving.cli.serve import serve_config
 from headrace.serving.router import pairs_on_host
-from headrace.serving.router.pairs_on_host import PairServers
+from headrace.serving.router.options import RouterOptions, WorkerOptions
+from headrace.serving.router.pairs_on_host import PairServers, serve_pairs
 
 LIVES = """
 import pathlib, sys, time
@@ -196,9 +197,8 @@ def test_servers_share_no_folder_and_no_port(tmp_path: Path, monkeypatch: pytest
     )
     roles = DisaggregationConfig(disaggregate="2:1")
     device = DeviceConfig(device="cpu", threads=1)
-    config = ServeConfig(
-        engine=EngineConfig(cache=cache, disaggregation=roles, device=device), server=ServerConfig(api_key="secret")
-    )
+    server = ServerConfig(api_key="secret", admin_api_key="other")
+    config = ServeConfig(engine=EngineConfig(cache=cache, disaggregation=roles, device=device), server=server)
     servers, started = PairServers(config), []
 
     def start(command: list[str], *, stdin, env, **_) -> None:
@@ -216,7 +216,9 @@ def test_servers_share_no_folder_and_no_port(tmp_path: Path, monkeypatch: pytest
         for name in env.OPTIONS:
             monkeypatch.setenv(name, environment[name]) if name in environment else monkeypatch.delenv(name, False)
         read.append(serve_config(parse_command(COMMANDS["serve"], ["--config", str(tmp_path / "options")])))
-    assert [(config.server.api_key, config.engine.device.threads) for config in read] == [(None, 1)] * 3
+    assert [config.engine.device.threads for config in read] == [1] * 3
+    keys = [(config.server.api_key, config.server.admin_api_key) for config in read]
+    assert keys == [("secret", "other")] * 3, "users of this host reach their ports"
     own = [config.engine.cache for config in read]
     folders = [str(tmp_path / "kv" / name) for name in ("prefill-0", "prefill-1", "decode-2")]
     assert [cache.disk_cache for cache in own] == folders
@@ -226,6 +228,22 @@ def test_servers_share_no_folder_and_no_port(tmp_path: Path, monkeypatch: pytest
     for index, options in enumerate(events[:2]):
         assert options is not None and options.topic == "kv"
         assert (options.endpoint, options.replay_endpoint) == (f"tcp://*:{5557 + index}", f"tcp://*:{6557 + index}")
+
+
+def test_the_router_has_the_key_of_its_servers(monkeypatch: pytest.MonkeyPatch):
+    class Routed(Exception):
+        """Carries what a router was made of."""
+
+    def route(urls: list[str], options: RouterOptions, workers: WorkerOptions, **_) -> None:
+        raise Routed(options.api_key, workers.worker_api_key)
+
+    monkeypatch.setattr(pairs_on_host, "RouterServer", route)
+    monkeypatch.setattr(PairServers, "start", lambda self: None)
+    roles = DisaggregationConfig(disaggregate="1:1")
+    for key in (None, "secret"):
+        with pytest.raises(Routed) as found:
+            serve_pairs(ServeConfig(engine=EngineConfig(disaggregation=roles), server=ServerConfig(api_key=key)))
+        assert found.value.args == (key, key)
 
 
 @pytest.mark.parametrize("visible", ["4", "4,-1,5"])
