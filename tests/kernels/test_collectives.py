@@ -144,6 +144,8 @@ def test_streams_add_up_over_ranks_in_the_same_kernel(size, make_ranks, monkeypa
             assert lent is not None and few.can_sum(rest[0], pending[rank], lent)
             return few.pass_streams(rest[0], pending[rank], *rest[1:], lent)
 
+        # loading a module waits for the device, and with it for a rank that waits for the others
+        assert few.find_kernel(width, tile, streams.device, writes=True, ranks=size) is not None
         pending = [Pending(parts[r], post, mixing, more[r] if has_more else None) for r in range(size)]
         results = ranks.run(lambda collectives, rank, run=run, pending=pending: run(collectives, rank, pending))
         for i, wanted in enumerate(expected):

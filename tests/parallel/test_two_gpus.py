@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parallel.test_narrowing import write
+from parallel.test_tensor_parallel import DEEPSEEK_V4
 from service import random_models
 
 from headrace import LLM, SamplingParams
@@ -94,6 +95,35 @@ def test_large_steps_in_slices(family: str, tmp_path: Path, capfd: pytest.Captur
     assert ranked_tokens == tokens
     torch.testing.assert_close(ranked_logprobs, logprobs, atol=1e-3, rtol=1e-3)
     assert "large sums beside products" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("own", [{}, {"enable_expert_parallel": True}], ids=str)
+def test_streams_of_deepseek_v4(own: dict[str, Any], tmp_path: Path):
+    """Hyper-connections add up over ranks in their own kernel, which takes bfloat16 and whole warps of columns."""
+    write(tmp_path, {**DEEPSEEK_V4, "hidden_size": 512})
+    prompts = [[(7 * i * j + 3) % 256 for j in range(length)] for i, length in enumerate((2, 5, 9, 30, 200), 1)]
+    params = SamplingParams(
+        max_tokens=12, ignore_eos=True, temperature=0.0, detokenize=False, logprobs=0, prompt_logprobs=0
+    )
+    base = dict(skip_tokenizer=True, dtype="bfloat16", device="cuda", kv_pages=64, prefix_cache=False)
+
+    def answer(**options: Any) -> list[Any]:
+        with LLM(str(tmp_path), **base, **options) as llm:
+            outputs = [llm.generate(prompt_token_ids=[prompt], sampling_params=params)[0] for prompt in prompts]
+            llm.check()
+        return outputs
+
+    pairs = list(zip(answer(), answer(tensor_parallel_size=2, **own), strict=True))
+    rated = [[[each.logprob for each in output.prompt_logprobs[1:]] for output in pair] for pair in pairs]
+    alike = 0
+    for one, two in ((one.outputs[0], two.outputs[0]) for one, two in pairs):
+        for token, other, mine, theirs in zip(one.token_ids, two.token_ids, one.logprobs, two.logprobs, strict=True):
+            if token != other:  # roundings that differ may decide a tie, and what follows is another text
+                break
+            alike += 1
+            rated.append([[mine.logprob], [theirs.logprob]])
+    mine, theirs = (torch.tensor([value for pair in rated for value in pair[i]]) for i in (0, 1))
+    assert alike > 30 and (mine - theirs).abs().mean() < 0.03
 
 
 def test_a_step_without_graphs(tmp_path: Path):

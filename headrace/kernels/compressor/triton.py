@@ -105,7 +105,7 @@ def compress(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # any number of tokens stands before those of a call
 def _store_kernel(
     projected_ptr, rows_ptr, values_ptr, gates_ptr, projected_stride, WIDTH: tl.constexpr, STATE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
