@@ -10,6 +10,7 @@ from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from headrace.base.errors import TransferFailed
@@ -24,6 +25,7 @@ from headrace.base.transfer import (
     Lost,
     Offer,
     PeerFacts,
+    Refusal,
     Released,
     Want,
     decode_from_decode,
@@ -63,6 +65,37 @@ def test_whatever_a_backend_raises_fails_the_transfer():
     room, destination = SimpleNamespace(offer=Offer(1, "7", b"p", 0, 64)), SimpleNamespace(write=write)
     with pytest.raises(TransferFailed, match="RuntimeError: unplugged"):
         offers.write(cast(Any, room), cast(Any, destination), Want(1, "7", b"p", 0, 64), [(0, 64)])
+    region.close()
+
+
+async def test_a_backend_that_cannot_connect_or_close_costs_its_peer_alone(caplog: pytest.LogCaptureFixture):
+    class Backend:
+        def connect(self, handle: bytes) -> Any:
+            if handle == b"unknown":
+                raise KeyError("no such link")
+            return self
+
+        def close(self) -> None:
+            raise OSError("unplugged")
+
+    async def greet(handle: bytes) -> tuple[PeerLine, object]:
+        line = PeerLine(*await asyncio.open_connection("127.0.0.1", port), "prefill agent")
+        line.send(msgspec.structs.replace(HELLO, handle=handle))
+        return line, await line.receive(decode_from_prefill, 5.0)
+
+    region = Region.create(4096)
+    offers = Offers(HELLO, region, cast(Any, Backend()), lambda message: None, lambda: 0.0)
+    server = await asyncio.start_server(offers.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    refused, answer = await greet(b"unknown")
+    assert answer == Refusal("the transfer backend failed: KeyError: 'no such link'")
+    first, answer = await greet(b"known")
+    second, again = await greet(b"known")  # of the same epoch: the first has to end before
+    assert isinstance(answer, Hello) and isinstance(again, Hello)
+    assert "the transfer backend failed: OSError: unplugged" in caplog.text
+    for line in (refused, first, second):
+        line.close()
+    server.close()
     region.close()
 
 

@@ -42,6 +42,7 @@ from headrace.service.transfer.wire import (
     PIECE_BYTES,
     Checksums,
     PeerLine,
+    Result,
     run_in_thread,
     split_spans,
 )
@@ -57,6 +58,16 @@ WRITE_BYTES = 64 << 20
 """Of one write, so that those of a slow network end in time; where the host reads them, for their checksums."""
 MOST_WAITING = 1 << 14
 MOST_FAILED = 1 << 10
+
+
+def call_backend(call: Callable[..., Result], *arguments: object) -> Result:
+    """Return what a backend does; raises `TransferFailed` for whatever one of another package raises."""
+    try:
+        return call(*arguments)
+    except TransferFailed:
+        raise
+    except Exception as error:
+        raise TransferFailed(f"the transfer backend failed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)
@@ -165,7 +176,7 @@ class Offers:
         differences = hello.facts.find_differences(self._hello.facts)
         if differences:
             raise TransferFailed(differences)
-        destination = await run_in_thread(self._backend.connect, hello.handle)
+        destination = await run_in_thread(call_backend, self._backend.connect, hello.handle)
         line.send(self._hello)
         return hello.epoch, destination
 
@@ -204,12 +215,8 @@ class Offers:
         `TransferFailed`."""
         begin = room.offer.begin
         sums = self._checksums.compute(self._region, begin, spans)
-        try:
-            destination.write([Copy(begin + start, want.begin + start, size) for start, size in spans])
-        except TransferFailed:
-            raise
-        except Exception as error:  # of another package's backend: its peer must hear of it
-            raise TransferFailed(f"the transfer backend failed: {type(error).__name__}: {error}") from error
+        copies = [Copy(begin + start, want.begin + start, size) for start, size in spans]
+        call_backend(destination.write, copies)
         return sums
 
     def end(self, room: _Room, reason: str = "") -> None:
@@ -277,8 +284,14 @@ class _Link:
                 delivery.stop()
             if self._tasks:
                 await asyncio.wait(self._tasks)
-            self._destination.close()
+            self._close_destination()
             self._has_ended.set()
+
+    def _close_destination(self) -> None:
+        try:
+            call_backend(self._destination.close)
+        except TransferFailed as error:  # the next link has a destination of its own
+            logger.warning("%s: %s", self._line.name, error)
 
     async def end(self) -> None:
         """Return when nothing is written any more. The line is not closed before: its peer takes the end of it to mean
