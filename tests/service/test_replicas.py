@@ -17,7 +17,7 @@ from fakes import PATIENCE_S, FakeExecutor, continuation
 from test_client import SLOW, greedy, ids, read, until
 
 from headrace.base.adapters import AdapterConfig, AdapterInfo, AdapterStats, ListAdapters, LoadAdapter
-from headrace.base.admin import ReplaceWeights, StartProfile
+from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.config import engine_config
 from headrace.base.errors import (
     AdapterError,
@@ -227,7 +227,7 @@ async def test_weights_are_replaced_on_all_or_none(start_client: Callable):
 class HalfReplica:
     """Notes calls; ``error``: what loading ``bad`` raises."""
 
-    is_up, state = True, "ready"
+    is_up, state, num_ends = True, "ready", 0
 
     def __init__(self, name: str, error: RequestError | None = None):
         self.name, self._error, self.calls = name, error, []
@@ -290,6 +290,29 @@ async def test_a_replica_that_may_have_either_weights_is_restarted():
         await call_all([crowded, other], ReplaceWeights("new", "auto"), config, 1.0)
     assert [call.args[1]["model"] for call in replaced.await_args_list] == ["new", "old"]
     assert len(crowded.ends) == 1 and "replica 0 is restarted" in crowded.ends[0]
+
+
+class Fleeting(HalfReplica):
+    """Obeys, and has another engine before the others have answered."""
+
+    async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        self.num_ends = 1
+        return []
+
+
+@pytest.mark.parametrize(("method", "undo"), [
+    (ReplaceWeights("new", "auto"), ReplaceWeights("old", "auto")),
+    (ReleaseMemory(["weights"]), AcquireMemory(["weights"])),
+])
+async def test_a_replica_that_has_obeyed_and_ended_before_the_others_answered_has_failed(method: Any, undo: Any):
+    """Its new engine has the old weights, or is awake."""
+    other = HalfReplica("replica 1")
+    other.call = called = AsyncMock(return_value=[])
+    config = engine_config(model="old", skip_tokenizer=True)
+    with pytest.raises(EngineUnavailable, match=r"replica 0: its engine has ended meanwhile.*undone on the others"):
+        await call_all([Fleeting("replica 0"), other], method, config, 1.0)
+    made = [(call.args[0], call.args[1]) for call in called.await_args_list]
+    assert made == [(call.method, msgspec.to_builtins(call)) for call in (method, undo)]
 
 
 class Reader(HalfReplica):

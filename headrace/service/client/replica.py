@@ -95,6 +95,8 @@ class Replica:
         self.progress: tuple[str, float] = ("starting", 0.0)
         self.last_stats = EngineStats()
         self.failure: HeadraceError | None = None
+        self.num_ends = 0
+        """Engine processes that have ended without being asked to."""
         self.supervisor = Supervisor(
             config, self, max_restarts=supervision.max_restarts, stall_timeout_s=supervision.stall_timeout_s,
             spawn=supervision.spawn, engine=engine,
@@ -215,6 +217,7 @@ class Replica:
 
     def on_exit(self, error: HeadraceError, *, is_final: bool) -> None:
         """The engine process is gone; called by the supervisor."""
+        self.num_ends += 1
         self.state = "stopped" if is_final else "restarting"
         self.failure = error if is_final else None
         self.progress, self.last_stats = ("starting", 0.0), EngineStats()

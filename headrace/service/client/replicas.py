@@ -34,12 +34,17 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
 
     When some fail, what the call did on the others is undone if possible, and the error of the first is raised; with
     several replicas it names those that failed. One that did not answer in time, and may obey later, is restarted, and
-    so is one that has lost its cache while its weights were replaced: it may have either.
+    so is one that has lost its cache while its weights were replaced: it may have either. One whose engine has obeyed
+    and ended before the others answered has failed too: its next engine comes without the effect.
     """
     chosen = _concerned(replicas, method)
+    lives = [replica.num_ends for replica in chosen]
     results = await asyncio.gather(
         *(_call(replica, method, timeout_s) for replica in chosen), return_exceptions=True
     )
+    for i, replica in enumerate(chosen if _name_of(method) in NEEDS_ALL else ()):
+        if replica.num_ends != lives[i] and not isinstance(results[i], BaseException):
+            results[i] = EngineUnavailable("its engine has ended meanwhile; try again", retry_after=RETRY_AFTER_S)
     failed: list[tuple[Replica, BaseException]] = [
         (replica, result) for replica, result in zip(chosen, results, strict=True) if isinstance(result, BaseException)
     ]
@@ -70,8 +75,7 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
 def _concerned(replicas: Sequence[Replica], method: Method) -> list[Replica]:
     """The replicas that get the call; raises `EngineUnavailable` when there is none, or one is missing that must have
     it. Those that were given up count no more."""
-    name = method if isinstance(method, str) else method.method
-    up = [replica for replica in replicas if replica.is_up]
+    name, up = _name_of(method), [replica for replica in replicas if replica.is_up]
     if not up or len(replicas) == 1:
         replicas[0].require_up()
     missing = [replica for replica in replicas if not replica.is_up and replica.state != "stopped"]
@@ -81,6 +85,10 @@ def _concerned(replicas: Sequence[Replica], method: Method) -> list[Replica]:
             retry_after=RETRY_AFTER_S
         )
     return up
+
+
+def _name_of(method: Method) -> str:
+    return method if isinstance(method, str) else method.method
 
 
 async def _call(replica: Replica, method: Method, timeout_s: float = CALL_TIMEOUT_S) -> Any:
