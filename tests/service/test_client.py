@@ -21,7 +21,6 @@ from fakes import PATIENCE_S, FakeExecutor, continuation
 
 from headrace.base.config import EngineConfig, engine_config
 from headrace.base.errors import EngineUnavailable, ModelError, RequestError
-from headrace.base.messages import EngineStats
 from headrace.base.sampling import SamplingParams
 from headrace.service import supervisor
 from headrace.service.client import replica
@@ -301,13 +300,21 @@ async def test_an_engine_is_replaced_without_a_descriptor_left(start_client: Cal
     assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
 
 
-async def test_an_engine_that_died_has_no_requests_and_pages(start_client: Callable):
+async def test_an_engine_that_died_has_no_requests_and_pages_and_counters_go_on(start_client: Callable):
+    """Sums over replicas would else fall, which Prometheus takes for a restart of all of them."""
     client = await start_client()
     await read(client.submit([3], greedy(3)))
-    await client.stats()
-    assert client.last_stats.num_pages > 0
+    before = await client.stats()
+    assert client.last_stats.num_pages > 0 and before.requests_total == 2
     await read(client.submit([FakeExecutor.DIE], greedy()))
-    assert client.state == "restarting" and client.last_stats == EngineStats()
+    died = client.last_stats
+    assert client.state == "restarting" and died.num_pages == died.num_running == died.num_used_pages == 0
+    assert died.requests_total in (2, 3) and died.generation_tokens_total == before.generation_tokens_total
+    await until(lambda: client.state == "ready")
+    assert ids(await read(client.submit([3], greedy(3)))) == continuation([3], 3)
+    after = await client.stats()
+    assert after.num_pages == before.num_pages and after.requests_total == died.requests_total + 2
+    assert after.generation_tokens_total == 2 * before.generation_tokens_total
 
 
 async def test_a_shortage_is_waited_for(start_client: Callable, monkeypatch: pytest.MonkeyPatch, caplog):

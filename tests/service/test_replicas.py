@@ -34,7 +34,8 @@ from headrace.service.client.adapters import AdapterCatalog
 from headrace.service.client.admin import EngineAdmin
 from headrace.service.client.client import EngineClient
 from headrace.service.client.replica import Supervision
-from headrace.service.client.replicas import call_all, sum_stats
+from headrace.service.client.replicas import call_all
+from headrace.service.client.statistics import continue_stats, counters_of, sum_stats
 
 TWO = {"data_parallel_size": 2}
 
@@ -114,7 +115,7 @@ async def test_one_replica_is_lost_under_load(start_client: Callable, number: si
     after = await asyncio.gather(*(read(client.submit([8, i], greedy(3))) for i in range(4)))
     assert all(ids(deltas) == continuation([8, i], 3) for i, deltas in enumerate(after))
     await client.stats()
-    assert counts(client)[0] == 2 and client.num_restarts == 1
+    assert counts(client)[0] == 5 + 1 + 2 and client.num_restarts == 1, "one is the second engine's own"
     await client.abort(None)
     for index, reader in enumerate(readers):
         deltas = await asyncio.wait_for(reader, PATIENCE_S)
@@ -451,4 +452,14 @@ def test_statistics_are_added_up():
         num_pages=7, num_running=1, steps_total=2, speculation=SpeculationStats(2, 3, 4, [3, 1]),
         experts=ExpertStats([1, 2], 0.5), adapters=AdapterStats(2, 3, 4, running={"a": 2, "b": 2}),
         tiers=StatsByTier(TierStats(num_pages=3), peers=TransferStats(3, 0, 1, 5)),
+    )
+    left = counters_of(one)
+    assert left == EngineStats(
+        steps_total=2, speculation=SpeculationStats(1, 2, 3, [2, 1]), experts=ExpertStats([1, 2]),
+        adapters=AdapterStats(loads_total=3), tiers=StatsByTier(peers=TransferStats(2, sent_pages_total=5)),
+    )
+    assert continue_stats(left, one) == EngineStats(
+        num_pages=3, steps_total=4, speculation=SpeculationStats(2, 4, 6, [4, 2]), experts=ExpertStats([2, 4], 0.5),
+        adapters=AdapterStats(2, 1, 6, running={"a": 1}),
+        tiers=StatsByTier(TierStats(num_pages=1), peers=TransferStats(4, sent_pages_total=10)),
     )

@@ -26,7 +26,8 @@ from headrace.service.client.media import MediaPrompt, with_media
 from headrace.service.client.outputs import ReplicaStatus
 from headrace.service.client.prompts import RequestTags, encode_prompt, new_request_id, open_request, with_seed
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Notices, Replica, Supervision
-from headrace.service.client.replicas import call_all, join_facts, join_memory, sum_stats
+from headrace.service.client.replicas import call_all, join_facts, join_memory
+from headrace.service.client.statistics import sum_stats
 from headrace.service.client.stream import Assembler, RequestStream
 from headrace.service.spawn import SpawnedEngine
 from headrace.service.tokenization import Tokenizer

@@ -35,6 +35,7 @@ from headrace.base.messages import (
 from headrace.service.balancing import ReplicaState
 from headrace.service.client.boards import Boards
 from headrace.service.client.outputs import ReplicaStatus
+from headrace.service.client.statistics import continue_stats, counters_of
 from headrace.service.client.stream import RequestStream
 from headrace.service.spawn import ENGINE_BUILDER, SpawnedEngine, spawn_engine
 from headrace.service.supervisor import STALL_TIMEOUT_S, Supervisor
@@ -83,7 +84,8 @@ class _Child:
 
 class Replica:
     """``state`` is ``starting``, ``ready``, ``asleep``, ``restarting`` or, when it is not started again, ``stopped``
-    (then ``failure`` says why). ``facts`` and ``memory`` are known once it was ready."""
+    (then ``failure`` says why). ``facts`` and ``memory`` are known once it was ready. Counters of ``last_stats`` go on
+    when its engine is started again."""
 
     def __init__(
         self, config: EngineConfig, notices: Notices, supervision: Supervision, engine: SpawnedEngine | None = None
@@ -93,7 +95,7 @@ class Replica:
         self.facts: ModelFacts | None = None
         self.memory: list[MemoryLine] = []
         self.progress: tuple[str, float] = ("starting", 0.0)
-        self.last_stats = EngineStats()
+        self.last_stats = self._past_stats = EngineStats()
         self.failure: HeadraceError | None = None
         self.num_ends = 0
         """Engine processes that have ended without being asked to."""
@@ -179,7 +181,7 @@ class Replica:
 
     async def fetch_stats(self) -> None:
         """Bring ``last_stats`` up to date; raises `EngineUnavailable` when the engine dies meanwhile."""
-        self.last_stats = msgspec.convert(await self.call("stats"), EngineStats)
+        self._note_stats(msgspec.convert(await self.call("stats"), EngineStats))
 
     def require_up(self) -> None:
         """Raise `EngineUnavailable` unless it answers calls."""
@@ -205,7 +207,8 @@ class Replica:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._deliver(output)
-            self.last_stats = message.stats or self.last_stats
+            if message.stats is not None:
+                self._note_stats(message.stats)
         elif isinstance(message, Starting):
             self.progress = (message.stage, message.fraction)
         elif isinstance(message, Ready):
@@ -220,11 +223,15 @@ class Replica:
         self.num_ends += 1
         self.state = "stopped" if is_final else "restarting"
         self.failure = error if is_final else None
-        self.progress, self.last_stats = ("starting", 0.0), EngineStats()
+        self.progress = ("starting", 0.0)
+        self.last_stats = self._past_stats = counters_of(self.last_stats)
         self.fail_all(EngineUnavailable(
             f"{self.name} stopped while this request ran: {error.message}", retry_after=RETRY_AFTER_S
         ))
         self._notices.changed(self)
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self.last_stats = continue_stats(self._past_stats, stats) if self.num_ends else stats
 
     def _set_asleep(self, is_asleep: bool) -> None:
         if self.is_up:

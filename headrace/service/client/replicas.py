@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -18,7 +16,7 @@ from headrace.base.adapters import LoadAdapter, UnloadAdapter
 from headrace.base.admin import AcquireMemory, AdminCall, ReleaseMemory, ReplaceWeights, StartProfile, StopProfile
 from headrace.base.config import EngineConfig
 from headrace.base.errors import AdapterError, EngineAsleep, EngineUnavailable, HeadraceError
-from headrace.base.messages import EngineStats, MemoryLine, ModelFacts
+from headrace.base.messages import MemoryLine, ModelFacts
 from headrace.service.client.replica import CALL_TIMEOUT_S, RETRY_AFTER_S, Replica
 
 logger = logging.getLogger(__name__)
@@ -156,31 +154,6 @@ def _name_error(failed: Sequence[tuple[Replica, BaseException]], count: int, end
     named = error.with_message(message + ending)
     named.__cause__ = error
     return named
-
-
-def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The statistics of several engines as one."""
-    if len(stats) == 1:
-        return stats[0]
-    total: EngineStats = _add_up(stats)
-    # Replicas that divide experts see the same loads, and each replica has loaded all adapters.
-    experts = max((one.experts for one in stats), key=lambda own: sum(own.tokens_by_rank))
-    num_loaded = max(one.adapters.num_loaded for one in stats)
-    return msgspec.structs.replace(
-        total, experts=experts, adapters=msgspec.structs.replace(total.adapters, num_loaded=num_loaded)
-    )
-
-
-def _add_up(values: Sequence[Any]) -> Any:
-    """Add numbers; in lists by position, in dicts by key, in records by field."""
-    first = values[0]
-    if isinstance(first, msgspec.Struct):
-        return type(first)(*map(_add_up, zip(*map(msgspec.structs.astuple, values), strict=True)))
-    if isinstance(first, dict):
-        return dict(sum(map(Counter, values), Counter()))
-    if isinstance(first, list):
-        return [sum(counts) for counts in zip_longest(*values, fillvalue=0)]
-    return sum(values)
 
 
 def join_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
