@@ -5,7 +5,7 @@ Ignores results for requests that have finished or were retracted since the step
 
 from __future__ import annotations
 
-from headrace.base.errors import HeadraceError, RequestError, StepFailed
+from headrace.base.errors import RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
 from headrace.base.transfer import FirstTokens
@@ -46,14 +46,15 @@ class Committer:
 
     def _end_failed(self, flight: Flight, result: StepResult) -> list[RequestOutput]:
         """End the requests of rows that failed or were refused. Their pages are not kept: the KV behind non-finite
-        logits may be non-finite, too."""
-        errors: dict[int, HeadraceError] = {row: StepFailed(message) for row, message in result.failed_rows}
-        errors |= {row: RequestError(message) for row, message in result.refused_rows}
-        outputs = []
+        logits may be non-finite, too, and so may what earlier chunks have stored."""
+        failed, refused, outputs = dict(result.failed_rows), dict(result.refused_rows), []
         for request in flight.live_requests():
-            if request.row in errors:
-                error = ErrorInfo.of(errors[request.row])
-                outputs.append(self._lifecycle.finish(request, Finish("error", error=error), [], keep_pages=False))
+            if request.row in refused:
+                finish = Finish("error", error=ErrorInfo.of(RequestError(refused[request.row])))
+                outputs.append(self._lifecycle.finish(request, finish, [], keep_pages=False))
+            elif request.row in failed:
+                finish = Finish("error", error=ErrorInfo.of(StepFailed(failed[request.row])))
+                outputs.append(self._lifecycle.finish_doubted(request, finish))
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:

@@ -71,6 +71,15 @@ class Lifecycle:
             num_draft_tokens, len(token_ids) - 1 if num_draft_tokens else 0
         )
 
+    def finish_doubted(self, request: Request, finish: Finish) -> RequestOutput:
+        """`finish` for a request whose numbers were not finite: its prefix, which other requests may have read, leaves
+        the prefix cache."""
+        suspects = self._tiers.find_suspects(request) if request.is_running and self._ledger.use_prefixes else None
+        output = self.finish(request, finish, [], keep_pages=False)
+        if suspects is not None:
+            self._tiers.forget(*suspects)  # what it pinned is evictable now
+        return output
+
     def retract(self, request: Request, *, keeps_turn: bool = True) -> None:
         """Return a running request to the queue; it resumes later from the tokens known now, before others of its
         client unless ``keeps_turn`` is false. Tokens of steps in flight

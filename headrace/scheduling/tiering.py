@@ -15,7 +15,8 @@ from headrace.base.messages import StatsByTier, TierStats
 from headrace.base.step import PageMove
 from headrace.scheduling.cache.host_tier import HostTier, extend_keys
 from headrace.scheduling.cache.ledger import CacheLedger, Holding
-from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch
+from headrace.scheduling.cache.node import Node
+from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch, forget_prefix
 from headrace.scheduling.changes import PrefixChanges
 from headrace.scheduling.request import Request
 from headrace.scheduling.storage import StorageTier
@@ -43,6 +44,7 @@ class Tiers:
         # Pages of the tree that are not in the host yet: keys by page, in the order in which they were stored.
         self._unwritten: list[dict[int, bytes]] = [{} for _ in layout.groups]
         self._writing: list[set[bytes]] = [set() for _ in layout.groups]
+        self._refused: set[bytes] = set()  # keys of pages that are on their way to the host and must not be held there
         self._generation = 0  # of what host memory holds: what is still on its way when it is cleared is void
         self.arrived: list[Request] = []
         self.num_written = self.num_read = self.num_failed = 0  # pages
@@ -77,6 +79,18 @@ class Tiers:
         if self.is_on:
             self.host.touch(request.page_keys)
 
+    def find_suspects(self, request: Request) -> tuple[Node, list[bytes]]:
+        """What `forget` needs of a running request: where its stored prefix ends, and the keys of its pages."""
+        stored = request.holding.stored
+        return request.holding.node, self._keys_of(request, stored)[:stored] if self.is_on else []
+
+    def forget(self, node: Node, keys: list[bytes]) -> None:
+        """Drop a prefix that gave numbers that are not finite, and all others that begin like it: a later position
+        makes pages before it wrong, too, as a weight of 0 times NaN is NaN. What running requests read stays."""
+        forget_prefix(self.ledger.tree, node)
+        self.host.forget(keys)
+        self._refused |= {key for key in keys for writing in self._writing if key in writing}
+
     def start_writing(self) -> None:
         """Open tickets for as many pages as may be on their way at a time. They go with the next plan, which starts
         moves before it computes: even a page that this plan hands out again is read before it is written."""
@@ -101,11 +115,12 @@ class Tiers:
         # In reverse, so that the beginning of a prefix is evicted after the rest, which needs it.
         for index in reversed(range(len(keys))):
             self._writing[move.group].discard(keys[index])
-            if index in lost:
+            if index in lost or keys[index] in self._refused:
                 self.host.give_back(move.group, move.target_pages[index])
             else:
                 self.host.put(move.group, keys[index], move.target_pages[index])
                 self.storage.note_held(move.group, keys[index])
+        self._refused -= {key for key in keys if not any(key in writing for writing in self._writing)}
         self.num_written += len(keys) - len(lost)
         self.num_failed += len(failed)
 

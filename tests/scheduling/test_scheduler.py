@@ -255,6 +255,40 @@ def test_a_failed_row_fails_its_request_alone_and_is_not_cached() -> None:
     engine.check_outputs()
 
 
+@pytest.mark.parametrize("window", [0, 9])
+def test_the_prefix_of_a_failed_row_is_forgotten(window: int) -> None:
+    """Earlier chunks have stored it, and weights of 0 carry NaN into positions before that of its cause."""
+    engine = make_engine(make_layout(60, window=window), max_step_tokens=8)
+    engine.add(make_ask("other", [1] * 8 + [3] * 8, 1))
+    engine.add(make_ask("elsewhere", [2] * 8, 1))
+    engine.drain()
+    engine.add(make_ask("bad", [1] * 20, 5))
+    engine.launch()
+    engine.land()
+    engine.launch({"bad"})
+    engine.land()
+    assert engine.finishes["bad"].finish.error.kind == "step_failed"
+    for name, prompt in (("after", [1] * 8 + [3] * 9), ("known", [2] * 9)):
+        engine.add(make_ask(name, prompt, 1))
+    engine.drain()
+    assert engine.finishes["after"].num_cached_tokens == 0 and engine.finishes["known"].num_cached_tokens == 8
+    engine.check_outputs()
+
+
+def test_pages_of_a_failed_row_leave_the_host_too() -> None:
+    engine = make_engine(make_layout(60, host_pages=40, store_pages=1), max_step_tokens=8)
+    engine.add(make_ask("bad", [1] * 20, 5))
+    for failed in ((), (), {"bad"}):
+        engine.launch(failed)
+        engine.land()
+    assert engine.finishes["bad"].finish.error.kind == "step_failed"
+    engine.drain()  # what was on its way to the host
+    engine.scheduler.reset_prefix_cache()
+    engine.add(make_ask("after", [1] * 20, 1))
+    engine.drain()
+    assert engine.finishes["after"].num_cached_tokens == 0
+
+
 def test_a_row_whose_own_grammar_allows_nothing_is_a_wrong_request() -> None:
     engine = make_engine(make_layout(60))
     engine.add(make_ask("bad", [1] * 8, 5))

@@ -50,6 +50,12 @@ class TierMachine(PagesMachine):
             self.engine.step()
         self.now += 6.0
 
+    @rule(pick=st.integers(0, 100))
+    def launch_with_failing_row(self, pick):
+        names = self.unfinished()
+        if names and len(self.engine.flights) < self.engine.scheduler.depth:
+            self.engine.launch({names[pick % len(names)]})
+
     @rule(keep=st.integers(0, 3))
     def storage_forgets(self, keep):
         for pages in self.tiers.storage:

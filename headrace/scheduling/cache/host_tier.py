@@ -162,6 +162,16 @@ class HostTier:
                 del slots.read[key]
                 slots.held[key] = page
 
+    def forget(self, keys: list[bytes]) -> None:
+        """Forget these keys, as `clear` does all."""
+        for slots in self._groups:
+            for key in keys:
+                if key in slots.held:
+                    slots.free.append(slots.held.pop(key))
+                elif key in slots.read:
+                    page, count = slots.read.pop(key)
+                    slots.doomed[page] = count
+
     def clear(self) -> None:
         """Forget all keys. Pages that moves read become free when they are through."""
         for slots in self._groups:

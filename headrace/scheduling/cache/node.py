@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 
 
 class Node:
@@ -32,6 +33,15 @@ class Node:
     def first_intact(self, group: int) -> int:
         """The first page of the run that group ``group`` still has (``end`` when it has none)."""
         return self.end - len(self.pages[group])
+
+
+def walk_below(nodes: Iterable[Node]) -> Iterator[Node]:
+    """These nodes and all below them, parents first."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.children.values())
 
 
 def count_common_pages(run: bytes, tokens: bytes, at: int, page_bytes: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from headrace.scheduling.cache.groups import GroupPolicy
-from headrace.scheduling.cache.node import EvictionQueue, Node, count_common_pages
+from headrace.scheduling.cache.node import EvictionQueue, Node, count_common_pages, walk_below
 from headrace.scheduling.cache.pages import PageAccounts
 
 TOKEN_BYTES = 4  # keys are int32 token ids as bytes: slices compare at the speed of memcmp
@@ -263,11 +263,7 @@ class PrefixTree:
 
     def walk(self) -> Iterator[Node]:
         """All nodes, parents first, roots included."""
-        pending = list(self._roots.values())
-        while pending:
-            node = pending.pop()
-            yield node
-            pending.extend(node.children.values())
+        return walk_below(self._roots.values())
 
     def _cut_tail(self, leaf: Node, group: int, most: int) -> int:
         """Evict at most ``most`` unpinned pages from the end of a leaf, in all groups: no use of one group's alone."""
@@ -324,3 +320,14 @@ class PrefixTree:
         if not node.children:
             for group in self._chained:
                 self._queues[group].push(node)
+
+
+def forget_prefix(tree: PrefixTree, node: Node) -> None:
+    """Drop the unpinned pages of all prefixes that begin with the same page as the one that ends at ``node``."""
+    while node.parent is not None and node.parent.parent is not None:
+        node = node.parent
+    for each in reversed(list(walk_below([node] if node.parent is not None else []))):
+        for group, policy in enumerate(tree._policies):
+            if each.pages[group]:  # else it may have left the tree
+                drop = tree._cut_tail if policy.is_chained else tree._drop_head
+                drop(each, group, len(each.pages[group]))
