@@ -14,8 +14,10 @@ from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.forcing import after_reasoning, confine_output, delay_grammar, force_calls, write_call
+from headrace.service.parsing.inputs import schema_of_input
 from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
-from headrace.service.parsing.schemas import loosen
+from headrace.service.parsing.parser import OutputParser
+from headrace.service.parsing.schemas import ToolSchemas, loosen
 
 WEATHER = {
     "type": "object", "required": ["city"],
@@ -103,6 +105,23 @@ def test_forced_calls_are_what_the_parser_reads(name):
         assert not allows(tag, written(name, *calls)), calls
     for text in ("", "Hello", written(name, ("noop", {})) + " and more", written(name, ("noop", {}))[:-1]):
         assert not allows(tag, text)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_inputs_of_custom_tools(name):
+    """A regular expression binds the text, which the parser tells as it is."""
+    schema = schema_of_input(r'\*\*\* [a-z]+\n("[0-9]")?|x')
+    tools = [{"type": "function", "function": {"name": "patch", "parameters": schema, "strict": True}}]
+    tag = force_calls(tools, TOOL_FORMATS.load(name))
+    for text in ('*** a\n"7"', "x"):
+        call = written(name, ("patch", {"input": text}))
+        assert allows(tag, call)
+        own = OutputParser(
+            tools=TOOL_FORMATS.load(name), schemas=ToolSchemas([("patch", schema)]), custom=frozenset({"patch"})
+        )
+        assert summary(run(own, call))[1:] == ("", [("patch", text, True)])
+    for text in ("*** A\n", "y", "xx", '*** a\n"7'):
+        assert not allows(tag, written(name, ("patch", {"input": text}))), text
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from headrace.service.parsing.inputs import InputReader
 from headrace.service.parsing.reader import Mismatch
 from headrace.service.parsing.schemas import ToolSchemas
 
@@ -30,7 +31,8 @@ class CallStart:
 
 @dataclass(slots=True, frozen=True)
 class CallArguments:
-    """More of a call's arguments: the pieces of a complete call concatenate to one JSON object."""
+    """More of a call's arguments: the pieces of a complete call concatenate to one JSON object, or to the input of a
+    custom tool."""
 
     index: int
     text: str
@@ -77,13 +79,16 @@ def new_call_id(length: int | None = None) -> str:
 
 class CallWriter:
     """Emits the events of tool calls as their parts are found; none for calls beyond ``max_calls``. Order of calls:
-    `set_name` (and perhaps `set_id`), `start`, `add` for each piece of the arguments, `end`."""
+    `set_name` (and perhaps `set_id`), `start`, `add` for each piece of the arguments, `end`. ``custom``: names of
+    tools whose only argument is told as text."""
 
     def __init__(
         self, emit: Callable[[Event], None], schemas: ToolSchemas, *, id_length: int | None = None,
-        max_calls: int = MAX_CALLS
+        max_calls: int = MAX_CALLS, custom: frozenset[str] = frozenset()
     ):
         self.schemas = schemas
+        self._custom = custom
+        self._input: InputReader | None = None
         self.name = ""
         self.is_open = False
         self.num_complete = 0
@@ -114,16 +119,22 @@ class CallWriter:
             raise Mismatch("a call without a name")
         self.is_open = True
         self._num_calls += 1
+        self._input = InputReader() if self.name in self._custom else None
         if self._is_emitted:
             self._emit(CallStart(self._num_calls - 1, self._call_id or new_call_id(self._id_length), self.name))
 
     def add(self, text: str) -> None:
         """Emit more of the arguments."""
+        self._add(text if self._input is None else self._input.push(text))
+
+    def _add(self, text: str) -> None:
         if text and self._is_emitted:
             self._emit(CallArguments(self._num_calls - 1, text))
 
     def end(self, *, is_complete: bool = True) -> None:
         """End the call. ``is_complete``: its arguments are a whole JSON object."""
+        if self._input is not None:
+            self._add(self._input.finish(is_complete=is_complete))
         if self._is_emitted:
             self._emit(CallEnd(self._num_calls - 1, is_complete))
             self.num_complete += is_complete

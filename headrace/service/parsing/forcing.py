@@ -15,6 +15,7 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.grammar import Grammar
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
+from headrace.service.parsing.inputs import find_whole
 from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
 
 Node = dict[str, Any]
@@ -258,6 +259,8 @@ class _CallWriter:
         values = schema.get("enum") if isinstance(schema, Mapping) else None
         if types == STRING and isinstance(values, list) and not writing.quotes:  # a JSON schema would quote the values
             return self._fill(writing.pair, {"key": _text(key), "value": _either([_text(v) for v in values])})
+        if types == STRING and not writing.quotes and (pattern := find_whole(schema)) is not None:
+            return self._fill(writing.pair, {"key": _text(key), "value": {"type": "regex", "pattern": pattern}})
         may_be_text = not writing.quotes and (not types or "string" in types)
         before, _, after = writing.pair.partition("$value")
         bare = _sequence([self._fill(before, {"key": _text(key)}), *_text_up_to(after, writing.token)])

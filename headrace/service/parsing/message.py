@@ -71,13 +71,14 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
 def new_parser(
     formats: Formats, *, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False,
     separates: bool = True,
-    max_calls: int = MAX_CALLS,
+    max_calls: int = MAX_CALLS, custom: frozenset[str] = frozenset(),
 ) -> OutputParser:
-    """A parser for one choice. Without ``tools``, calls are not searched for and stay in the text."""
+    """A parser for one choice. Without ``tools``, calls are not searched for and stay in the text. ``custom``: the
+    names of those that are custom tools."""
     return OutputParser(
         tools=formats.tools if tools else None, reasoning=formats.reasoning, schemas=schemas_of(tools or ()),
         is_open=is_open,
-        separates=separates, max_calls=max_calls,
+        separates=separates, max_calls=max_calls, custom=custom,
     )
 
 

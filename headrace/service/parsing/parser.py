@@ -145,13 +145,14 @@ class OutputParser:
     """Parses the output of one choice.
 
     ``is_open``: the prompt has begun the reasoning. ``separates``: if false, reasoning is emitted as answer text, with
-    its markers, but still not searched for calls. Calls beyond ``max_calls`` are parsed but not emitted.
+    its markers, but still not searched for calls. Calls beyond ``max_calls`` are parsed but not emitted. ``custom``:
+    see `CallWriter`.
     """
 
     def __init__(
         self, *, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None,
         schemas: ToolSchemas | None = None,
-        is_open: bool = False, separates: bool = True, max_calls: int = MAX_CALLS,
+        is_open: bool = False, separates: bool = True, max_calls: int = MAX_CALLS, custom: frozenset[str] = frozenset(),
     ):
         self._modes = build_modes(tools, reasoning)
         self._separates = separates
@@ -160,7 +161,7 @@ class OutputParser:
         self._events: list[Event] = []
         self._calls = CallWriter(
             self._events.append, schemas or ToolSchemas(), id_length=tools.id_length if tools else None,
-            max_calls=max_calls,
+            max_calls=max_calls, custom=custom,
         )
         self._is_reasoning = is_open
         self._steps = self._run("reasoning" if is_open else "content")

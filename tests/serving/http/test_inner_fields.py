@@ -113,7 +113,7 @@ async def test_neutral_options_of_ollama(http, client, path):
         "'file' is not supported; it must be one of text, refusal, image_url, input_audio, audio_url, video_url"
     ),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_text, output_text"),
-    (CHAT, {"messages": [USER], "tool_choice": {"type": "custom"}}, "must be one of function, allowed_tools; got"),
+    (CHAT, {"messages": [USER], "tool_choice": {"type": "x"}}, "must be one of function, custom, allowed_tools; got"),
     (MESSAGES, {**PLAIN[MESSAGES], "tool_choice": {"type": "x"}}, "must be one of auto, any, tool, none; got"),
 ])
 async def test_errors_name_the_parts_of_the_route(http, path, body, words):

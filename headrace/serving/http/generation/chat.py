@@ -24,6 +24,8 @@ from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.context import AppContext, compute
 from headrace.serving.http.generation.conversation import (
     chosen_names,
+    custom_names,
+    has_free_grammars,
     offered_tools,
     render_conversation,
     render_size,
@@ -40,7 +42,7 @@ from headrace.serving.http.generation.sampling import (
 )
 from headrace.serving.http.protocol.media import RefusalPart, TextPart
 from headrace.serving.http.protocol.openai import ChatRequest
-from headrace.serving.http.protocol.tools import AllowedTools, NamedTool
+from headrace.serving.http.protocol.tools import AllowedTools, NamedCustomTool, NamedTool
 
 MAX_SPECIAL_TOKENS = 8
 """Tokens that a prompt may have beyond one per byte of its text."""
@@ -50,15 +52,17 @@ UNKNOWN_REASONING = "the reasoning format of this model is unknown; name it with
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan:
     """How one request's output is split into reasoning, text and tool calls, and which calls a grammar forces or
-    allows. ``tools`` are shown in the prompt; ``callable_tools`` are those of them that may be called (one must be
-    if ``is_forced``). ``is_parallel``: several calls are allowed. ``prompt`` is the rendered text; ``continued`` the
-    text of the assistant message that the output continues, if any. ``separates`` False leaves the reasoning in the
-    content, with its markers; ``streams_reasoning`` False sends it in one piece, ``includes_reasoning`` False drops
-    it. ``max_thinking``: tokens of reasoning before it is ended, None for no limit."""
+    allows. ``tools`` are shown in the prompt; ``callable_tools`` are those of them that may be called (one must be if
+    ``is_forced``), ``custom`` the names of custom tools among them. ``is_parallel``: several calls are allowed.
+    ``prompt`` is the rendered text; ``continued`` the text of the assistant message that the output continues, if any.
+    ``separates`` False leaves the reasoning in the content, with its markers; ``streams_reasoning`` False sends it in
+    one piece, ``includes_reasoning`` False drops it. ``max_thinking``: tokens of reasoning before it is ended, None for
+    no limit."""
 
     formats: Formats
     tools: list[dict[str, Any]]
     callable_tools: list[dict[str, Any]]
+    custom: frozenset[str]
     is_forced: bool
     is_parallel: bool
     prompt: str
@@ -82,7 +86,7 @@ class OutputPlan:
         """A parser for one choice."""
         return new_parser(
             self.formats, tools=self.tools, is_open=self.is_open, separates=self.separates,
-            max_calls=MAX_CALLS if self.is_parallel else 1,
+            max_calls=MAX_CALLS if self.is_parallel else 1, custom=self.custom,
         )
 
     def _thinking_budget(self, params: SamplingParams) -> ThinkingBudget | None:
@@ -182,11 +186,12 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
         continued = "".join(part.text for part in parts if isinstance(part, TextPart | RefusalPart))
     # empty: every tool may be called
     names = chosen_names(choice)
+    is_named = isinstance(choice, NamedTool | NamedCustomTool)
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     return OutputPlan(
         formats=formats, tools=tools, callable_tools=[t for t in tools if not names or t["function"]["name"] in names],
-        is_forced=isinstance(choice, NamedTool) or mode == "required",
-        is_parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+        custom=custom_names(body.tools), is_forced=is_named or mode == "required",
+        is_parallel=body.parallel_tool_calls is not False and not is_named,
         prompt=prompt, continued=continued, separates=body.separate_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False, includes_reasoning=body.include_reasoning is not False,
         max_thinking=_read_budget(body, formats),
@@ -233,6 +238,8 @@ async def prepare_chat(
     chat request (`GenerationRequest`). Submits nothing. Raises typed
     errors for what cannot be served."""
     adapter = context.check_request(body.model)
+    if has_free_grammars(body.tools):
+        request.scope.setdefault("state", {}).setdefault("ignored_fields", []).append("tools.format.definition")
     params = _params(body, context)  # cheap checks first: rendering may take long
     items = await prepare_media(request, context, media_of(body.messages), salt=body.cache_salt or "")
     chat = await compute(

@@ -13,6 +13,7 @@ from headrace.service.client.media import place_items
 from headrace.service.client.prompts import check_length
 from headrace.service.client.requests import refuse_generation
 from headrace.service.media.wire import PreparedItem
+from headrace.service.parsing.inputs import ARGUMENT, schema_of_input
 from headrace.service.parsing.rendering import check_variables, render_with_tools
 from headrace.service.tokenization.chat_template import read_arguments
 from headrace.serving.http.generation.context import AppContext
@@ -22,10 +23,14 @@ from headrace.serving.http.protocol.native import TokenizeRequest
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
     AllowedTools,
+    AnyTool,
     CallRecord,
+    CustomTool,
+    FunctionTool,
+    GrammarInput,
+    NamedCustomTool,
     NamedTool,
     ReasoningFields,
-    Tool,
     ToolChoice,
 )
 from headrace.serving.http.transport.threads import AT_ONCE
@@ -38,37 +43,67 @@ ROLES_WITH_MEDIA = ("user", "tool")
 ROLE_OF_TEMPLATE = {"developer": "system"}
 """OpenAI's roles that chat templates know under another name."""
 
-AnyToolChoice = ToolChoice | NamedTool | AllowedTools | None
+SYNTAXES = {"regex": "regular expression", "lark": "grammar in Lark"}
+AnyToolChoice = ToolChoice | NamedTool | NamedCustomTool | AllowedTools | None
 
 
-def offered_tools(tools: list[Tool] | None, choice: AnyToolChoice = None) -> list[dict[str, Any]]:
+def offered_tools(tools: list[AnyTool] | None, choice: AnyToolChoice = None) -> list[dict[str, Any]]:
     """The tools to show the model, in OpenAI's form, checked; none for the choice "none". Raises `RequestError` naming
     the field."""
     names: set[str] = set()
-    for index, tool in enumerate(tools or ()):
-        where = f"tools[{index}].function"
-        _check_tool(tool, where)
-        if tool.function.name in names:
-            raise RequestError(f"{where}.name {tool.function.name!r} is used twice", param=f"{where}.name")
-        names.add(tool.function.name)
+    functions = [_as_function(tool) for tool in tools or ()]
+    for index, function in enumerate(functions):
+        where = f"tools[{index}].{'custom' if isinstance((tools or ())[index], CustomTool) else 'function'}"
+        _check_tool(function, where)
+        if function.name in names:
+            raise RequestError(f"{where}.name {function.name!r} is used twice", param=f"{where}.name")
+        names.add(function.name)
     if choice == "required" and not tools:
         raise RequestError("tool_choice 'required' needs tools", param="tool_choice")
     for name in sorted(chosen_names(choice) - names):
         raise RequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
-    return [] if choice == "none" else [_tool_dict(tool) for tool in tools or ()]
+    return [] if choice == "none" else [_tool_dict(function) for function in functions]
+
+
+def custom_names(tools: list[AnyTool] | None) -> frozenset[str]:
+    """The names of custom tools."""
+    return frozenset(tool.custom.name for tool in tools or () if isinstance(tool, CustomTool))
+
+
+def has_free_grammars(tools: list[AnyTool] | None) -> bool:
+    """Whether there is a custom tool whose grammar is shown, but not enforced."""
+    forms = [tool.custom.format for tool in tools or () if isinstance(tool, CustomTool)]
+    return any(isinstance(form, GrammarInput) and form.grammar.syntax != "regex" for form in forms)
+
+
+def _as_function(tool: AnyTool) -> FunctionTool:
+    """The function that the model sees: of a custom tool one with a single text, described by its grammar."""
+    if not isinstance(tool, CustomTool):
+        return tool.function
+    given = tool.custom
+    if not isinstance(given.format, GrammarInput):
+        return FunctionTool(name=given.name, description=given.description, parameters=schema_of_input())
+    grammar = given.format.grammar
+    note = f"The {ARGUMENT} must match this {SYNTAXES[grammar.syntax]}:\n{grammar.definition}"
+    is_enforced = grammar.syntax == "regex"
+    return FunctionTool(
+        name=given.name, description="\n\n".join(filter(None, (given.description, note))), strict=is_enforced or None,
+        parameters=schema_of_input(grammar.definition if is_enforced else None),
+    )
 
 
 def chosen_names(choice: AnyToolChoice) -> set[str]:
     """The names of the tools in a ``tool_choice``; empty for choices without names, such as "auto"."""
     if isinstance(choice, AllowedTools):
-        return {tool.function.name for tool in choice.allowed_tools.tools}
+        return set().union(*map(chosen_names, choice.allowed_tools.tools))
+    if isinstance(choice, NamedCustomTool):
+        return {choice.custom.name}
     return {choice.function.name} if isinstance(choice, NamedTool) else set()
 
 
-def _tool_dict(tool: Tool) -> dict[str, Any]:
+def _tool_dict(given: FunctionTool) -> dict[str, Any]:
     """The tool as templates expect it: OpenAI's form with fields in the order of training data. An absent
     description is empty, absent parameters are those of a function without arguments."""
-    given = tool.function
     function = {
         "name": given.name, "description": given.description or "",
         "parameters": given.parameters or {"type": "object", "properties": {}}
@@ -76,9 +111,9 @@ def _tool_dict(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function if given.strict is None else {**function, "strict": given.strict}}
 
 
-def _check_tool(tool: Tool, where: str) -> None:
-    _check_text(tool.function.description or "", f"{where}.description")
-    schema, param = tool.function.parameters, f"{where}.parameters"
+def _check_tool(tool: FunctionTool, where: str) -> None:
+    _check_text(tool.description or "", f"{where}.description")
+    schema, param = tool.parameters, f"{where}.parameters"
     if not schema:
         return
     if schema.get("type", "object") != "object":
@@ -105,9 +140,14 @@ def _check_text(text: str, param: str) -> None:
 
 
 def _call_dict(call: CallRecord, where: str) -> dict[str, Any]:
-    arguments = read_arguments(call.function.arguments, f"{where}.function.arguments")
     identity = {} if call.id is None else {"id": call.id}
-    return {**identity, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    if call.custom is not None:
+        name, arguments = call.custom.name, {ARGUMENT: call.custom.input}
+    elif call.function is not None:
+        name, arguments = call.function.name, read_arguments(call.function.arguments, f"{where}.function.arguments")
+    else:
+        raise RequestError(f"{where}.function is required", param=f"{where}.function")
+    return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _message_dict(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from headrace.serving.http.protocol.fields import (
 )
 from headrace.serving.http.protocol.media import MediaFields
 from headrace.serving.http.protocol.openai import ChatMessage, ChatTemplate, Timings
-from headrace.serving.http.protocol.tools import MAX_TOOLS, Tool
+from headrace.serving.http.protocol.tools import MAX_TOOLS, AnyTool
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default
 
@@ -139,7 +139,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

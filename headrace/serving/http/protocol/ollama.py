@@ -22,7 +22,7 @@ from headrace.serving.http.protocol.fields import (
 from headrace.serving.http.protocol.media import Base64
 from headrace.serving.http.protocol.messages import JsonObject
 from headrace.serving.http.protocol.openai import ContentLogprob
-from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool
+from headrace.serving.http.protocol.tools import MAX_CALLS, MAX_TOOLS, CallId, FunctionTool
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Format = Literal["json", ""] | dict[str, Any]
@@ -101,11 +101,18 @@ class OllamaRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: NumTop | None = None
 
 
+class OllamaTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; only functions are served."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
 class OllamaChatRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
     """A conversation; without messages, a check that the model is loaded."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=65536)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,15 @@ from headrace.serving.http.protocol.fields import (
 )
 from headrace.serving.http.protocol.media import Detail, Url
 from headrace.serving.http.protocol.openai import ChatTemplate, Verbosity
-from headrace.serving.http.protocol.tools import MAX_DESCRIPTION, MAX_TOOLS, Budget, CallId, ToolChoice
+from headrace.serving.http.protocol.tools import (
+    MAX_DESCRIPTION,
+    MAX_TOOLS,
+    Budget,
+    CallId,
+    FreeInput,
+    GrammarSource,
+    ToolChoice,
+)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -52,17 +60,22 @@ class InputPart(Struct, kw_only=True, omit_defaults=True):
 
 
 class InputItem(Struct, kw_only=True, omit_defaults=True):
-    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``namespace``, ``arguments``), its result
-    (``call_id``, ``output``), reasoning (``content``, else ``summary``), or a reference to an output item of a stored
-    response (``id``). The fields after ``id`` and unknown ones are ignored: clients copy them from responses."""
+    """A message (``role``, ``content``), a call (``call_id``, ``name``, ``namespace``, ``arguments``; of a custom tool
+    ``input``), its result (``call_id``, ``output``), reasoning (``content``, else ``summary``), or a reference to an
+    output item of a stored response (``id``). The fields after ``id`` and unknown ones are ignored: clients copy them
+    from responses."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
+        "item_reference",
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: CallId | None = None
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     namespace: ToolName | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     id: str | None = None
@@ -84,15 +97,33 @@ class ResponseTool(Struct, tag_field="type", tag="function", kw_only=True, forbi
     output_schema: dict[str, Any] | None = None
 
 
-class ToolNamespace(Struct, tag_field="type", tag="namespace", kw_only=True, forbid_unknown_fields=True):
-    """Functions that belong together. The model sees and calls them as ``namespace__function``."""
+class InputGrammar(GrammarSource, tag_field="type", tag="grammar", kw_only=True, forbid_unknown_fields=True):
+    """The grammar of a custom tool's input."""
+
+
+class ResponseCustomTool(Struct, tag_field="type", tag="custom", kw_only=True, forbid_unknown_fields=True):
+    """A tool whose input is one text, in a ``format`` (default: any). ``defer_loading`` and ``allowed_callers`` are
+    accepted without effect."""
 
     name: ToolName
-    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+    description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
+    format: FreeInput | InputGrammar | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+NamespaceTool = ResponseTool | ResponseCustomTool
+
+
+class ToolNamespace(Struct, tag_field="type", tag="namespace", kw_only=True, forbid_unknown_fields=True):
+    """Tools that belong together. The model sees and calls them as ``namespace__tool``."""
+
+    name: ToolName
+    tools: Annotated[list[NamespaceTool], Meta(max_length=MAX_TOOLS)]
     description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
 
     def joined(self, name: str) -> str:
-        """The function's name as the model sees it."""
+        """A tool's name as the model sees it."""
         return f"{self.name}{NAMESPACE_END}{name}"
 
 
@@ -101,7 +132,7 @@ class WebSearch(Struct, tag_field="type", tag="web_search", kw_only=True):
     says so: the model may search, but need not. Other hosted tools are not supported."""
 
 
-OfferedTool = ResponseTool | ToolNamespace | WebSearch
+OfferedTool = ResponseTool | ResponseCustomTool | ToolNamespace | WebSearch
 
 
 class NamedFunction(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
@@ -110,11 +141,17 @@ class NamedFunction(Struct, tag_field="type", tag="function", kw_only=True, forb
     name: ToolName
 
 
+class NamedCustom(Struct, tag_field="type", tag="custom", kw_only=True, forbid_unknown_fields=True):
+    """The custom tool that must be called."""
+
+    name: ToolName
+
+
 class AllowedFunctions(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
-    """The functions that may be called; with ``required`` one of them must be."""
+    """The tools that may be called; with ``required`` one of them must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedFunction | NamedCustom], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -197,7 +234,7 @@ class ResponsesRequest(RequestDetails, kw_only=True, forbid_unknown_fields=True)
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: TopP | None = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | NamedFunction | AllowedFunctions | None = None
+    tool_choice: ToolChoice | NamedFunction | NamedCustom | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -258,7 +295,18 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. Its input is whole when ``status`` is ``completed``."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class CachedDetails(Struct):
@@ -307,7 +355,7 @@ class EchoedFields(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[OfferedTool] = []
-    tool_choice: ToolChoice | NamedFunction | AllowedFunctions = "auto"
+    tool_choice: ToolChoice | NamedFunction | NamedCustom | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -365,4 +413,5 @@ class ResponseEvent(Struct, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[Any] | UnsetType = UNSET

@@ -12,6 +12,7 @@ from headrace.serving.http.protocol.fields import INT32, OpenAIFields, ToolName
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
 MAX_DESCRIPTION = 32_768
+MAX_DEFINITION = 64 * 1024
 CallId = Annotated[str, Meta(max_length=256)]
 ToolChoice = Literal["none", "auto", "required"]
 Budget = Annotated[int, Meta(ge=0, le=INT32)]
@@ -26,11 +27,44 @@ class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool; only functions are served."""
+class Tool(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+    """A function as a tool."""
 
-    type: Literal["function"]
     function: FunctionTool
+
+
+class GrammarSource(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the input of a custom tool must match: a regular expression, which is enforced, or a grammar in Lark."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1, max_length=MAX_DEFINITION)]
+
+
+class FreeInput(Struct, tag_field="type", tag="text", kw_only=True, forbid_unknown_fields=True):
+    """Any text."""
+
+
+class GrammarInput(Struct, tag_field="type", tag="grammar", kw_only=True, forbid_unknown_fields=True):
+    """Text that a grammar allows."""
+
+    grammar: GrammarSource
+
+
+class CustomDetails(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool whose input is one text, in a ``format`` (default: any)."""
+
+    name: ToolName
+    description: Annotated[str, Meta(max_length=MAX_DESCRIPTION)] | None = None
+    format: FreeInput | GrammarInput | None = None
+
+
+class CustomTool(Struct, tag_field="type", tag="custom", kw_only=True, forbid_unknown_fields=True):
+    """A custom tool. The model sees a function with one string argument."""
+
+    custom: CustomDetails
+
+
+AnyTool = Tool | CustomTool
 
 
 class FunctionName(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -45,11 +79,17 @@ class NamedTool(Struct, tag_field="type", tag="function", kw_only=True, forbid_u
     function: FunctionName
 
 
+class NamedCustomTool(Struct, tag_field="type", tag="custom", kw_only=True, forbid_unknown_fields=True):
+    """The custom tool that must be called."""
+
+    custom: FunctionName
+
+
 class AllowedSet(Struct, kw_only=True, forbid_unknown_fields=True):
     """The tools that may be called; with ``required`` one of them must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Struct, tag_field="type", tag="allowed_tools", kw_only=True, forbid_unknown_fields=True):
@@ -66,12 +106,21 @@ class FunctionCall(Struct, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
-class CallRecord(Struct, kw_only=True):
-    """A call in an earlier assistant message. Unknown keys are ignored: clients copy them from responses."""
+class CustomCall(Struct, kw_only=True):
+    """A call of a custom tool in the conversation so far."""
 
-    function: FunctionCall
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    input: str
+
+
+class CallRecord(Struct, kw_only=True):
+    """A call in an earlier assistant message, of a ``function`` or a ``custom`` tool. Unknown keys are ignored: clients
+    copy them from responses."""
+
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: CallId | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
 
 
 class ThinkingSwitch(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -101,8 +150,8 @@ class ReasoningFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 class ToolFields(ReasoningFields, kw_only=True, forbid_unknown_fields=True):
     """The tools and whether one must be called."""
 
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | NamedTool | AllowedTools | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | NamedTool | NamedCustomTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -113,18 +162,27 @@ class ResponseFunction(Struct):
     name: str | UnsetType = UNSET
 
 
+class ResponseInput(Struct):
+    """The name of a custom tool and its input: text, in pieces when streamed."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ResponseCall(Struct):
-    """A call in the response."""
+    """A call in the response: ``function`` or ``custom``, as ``type`` says."""
 
     id: str
-    function: ResponseFunction
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"]
+    function: ResponseFunction | UnsetType = UNSET
+    custom: ResponseInput | UnsetType = UNSET
 
 
 class CallDelta(Struct):
     """A piece of a streamed call: ``id``, ``type`` and the name come with the first one."""
 
     index: int
-    function: ResponseFunction
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: ResponseFunction | UnsetType = UNSET
+    custom: ResponseInput | UnsetType = UNSET

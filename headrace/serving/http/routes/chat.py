@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from headrace.service.client.outputs import ChoiceDelta, CompletionOutput
@@ -28,7 +29,7 @@ from headrace.serving.http.protocol.openai import (
     ChatRequest,
     Usage,
 )
-from headrace.serving.http.protocol.tools import CallDelta, ResponseCall, ResponseFunction
+from headrace.serving.http.protocol.tools import CallDelta, ResponseCall, ResponseFunction, ResponseInput
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
@@ -62,7 +63,11 @@ def _message(parsed: ParsedMessage, plan: OutputPlan) -> AssistantMessage:
     if parsed.reasoning and plan.includes_reasoning:
         message.reasoning_content = message.reasoning = parsed.reasoning
     if parsed.tool_calls:
-        message.tool_calls = [ResponseCall(c.call_id, ResponseFunction(c.arguments, c.name)) for c in parsed.tool_calls]
+        message.tool_calls = [
+            ResponseCall(c.call_id, "custom", custom=ResponseInput(c.arguments, c.name)) if c.name in plan.custom
+            else ResponseCall(c.call_id, "function", function=ResponseFunction(c.arguments, c.name))
+            for c in parsed.tool_calls
+        ]
     return message
 
 
@@ -74,6 +79,7 @@ class _ChoiceReader:
         self.parser = plan.parser() if plan.parses else None
         self._plan = plan
         self._held_reasoning: list[str] = []
+        self._is_custom = False  # the call that has begun last
         self.content_frames: TextFrames | None = None
 
     def read(self, delta: ChoiceDelta) -> ChatDelta:
@@ -90,7 +96,7 @@ class _ChoiceReader:
             elif isinstance(event, TextDelta):
                 added.content = event.text if added.content is UNSET else added.content + event.text
             else:
-                _add_call(added, event)
+                self._add_call(added, event)
         # With `stream_reasoning` false the reasoning is held back until the parser has left it.
         is_over = not self.parser.is_reasoning or delta.finish_reason is not None
         text = self._take_reasoning(reasoning, is_over=is_over)
@@ -109,19 +115,27 @@ class _ChoiceReader:
         self._held_reasoning.clear()
         return text
 
+    def _add_call(self, added: ChatDelta, event: Event) -> None:
+        """Add a call event to the delta of its call in this chunk."""
+        pieces = added.tool_calls or []
+        if isinstance(event, CallStart):
+            self._is_custom = event.name in self._plan.custom
+            kind: Literal["function", "custom"] = "custom" if self._is_custom else "function"
+            pieces.append(CallDelta(event.index, event.call_id, kind, *self._begin(event.name)))
+        elif isinstance(event, CallArguments):
+            # the call began in an earlier chunk
+            if not pieces or pieces[-1].index != event.index:
+                pieces.append(CallDelta(event.index, UNSET, UNSET, *self._begin(UNSET)))
+            if pieces[-1].custom is not UNSET:
+                pieces[-1].custom.input += event.text
+            elif pieces[-1].function is not UNSET:
+                pieces[-1].function.arguments += event.text
+        if pieces:
+            added.tool_calls = pieces
 
-def _add_call(added: ChatDelta, event: Event) -> None:
-    """Add a call event to the delta of its call in this chunk."""
-    pieces = added.tool_calls or []
-    if isinstance(event, CallStart):
-        pieces.append(CallDelta(event.index, ResponseFunction("", event.name), event.call_id, "function"))
-    elif isinstance(event, CallArguments):
-        # the call began in an earlier chunk
-        if not pieces or pieces[-1].index != event.index:
-            pieces.append(CallDelta(event.index, ResponseFunction("")))
-        pieces[-1].function.arguments += event.text
-    if pieces:
-        added.tool_calls = pieces
+    def _begin(self, name: str | UnsetType) -> tuple[ResponseFunction | UnsetType, ResponseInput | UnsetType]:
+        """Nothing of the call's arguments or input yet."""
+        return (UNSET, ResponseInput("", name)) if self._is_custom else (ResponseFunction("", name), UNSET)
 
 
 class ChatEvents(Events):

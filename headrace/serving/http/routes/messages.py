@@ -109,7 +109,7 @@ def _result(block: wire.ToolResultBlock, param: str) -> str | list[ContentPart]:
 
 
 def _tool(tool: wire.ClientTool) -> Tool:
-    return Tool(type="function", function=FunctionTool(
+    return Tool(function=FunctionTool(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict,
     ))
 

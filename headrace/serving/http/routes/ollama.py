@@ -30,7 +30,7 @@ from headrace.serving.http.protocol.fields import JsonSchemaFormat, ResponseForm
 from headrace.serving.http.protocol.media import ContentPart, PlacedImage, TextPart
 from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest, ContentLogprob
 from headrace.serving.http.protocol.pooling import PoolingFields
-from headrace.serving.http.protocol.tools import CallRecord, FunctionCall
+from headrace.serving.http.protocol.tools import AnyTool, CallRecord, FunctionCall, Tool
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, Endpoint, JsonBody, post
 from headrace.serving.http.transport.errors import JsonResponse
 
@@ -121,7 +121,8 @@ def convert_chat(body: wire.OllamaChatRequest, max_model_len: int) -> ChatReques
     if not body.messages:
         return None
     messages = [_chat_message(m, f"messages[{i}].") for i, m in enumerate(body.messages)]
-    return _set_common(ChatRequest(messages=messages, tools=body.tools or None), body, max_model_len)
+    tools: list[AnyTool] = [Tool(function=tool.function) for tool in body.tools or ()]
+    return _set_common(ChatRequest(messages=messages, tools=tools or None), body, max_model_len)
 
 
 def convert_generate(body: wire.OllamaGenerateRequest, max_model_len: int) -> ChatRequest | None:

@@ -15,10 +15,16 @@ from headrace.serving.http.protocol.openai import ChatMessage, ChatRequest
 from headrace.serving.http.protocol.tools import (
     AllowedSet,
     AllowedTools,
+    AnyTool,
     CallRecord,
+    CustomCall,
+    CustomDetails,
+    CustomTool,
     FunctionCall,
     FunctionName,
     FunctionTool,
+    GrammarInput,
+    NamedCustomTool,
     NamedTool,
     Tool,
     ToolChoice,
@@ -80,9 +86,9 @@ class MessageList:
                 text = _text(item.content or item.summary or "", f"{where}.content")
                 # Reasoning comes before the text and calls of its message, so it begins a new one.
                 self._assistant(is_new=True).reasoning_content = text or None
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._add_call(item, where)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = _content(item.output, f"{where}.output")
                 call_id = _required(item.call_id, f"{where}.call_id")
                 self.messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=output))
@@ -109,8 +115,11 @@ class MessageList:
         name = _required(item.name, f"{where}.name")
         if item.namespace is not None:
             name = wire.ToolNamespace(name=item.namespace, tools=[]).joined(name)
-        function = FunctionCall(name=name, arguments=_required(item.arguments, f"{where}.arguments"))
-        call = CallRecord(id=_required(item.call_id, f"{where}.call_id"), type="function", function=function)
+        call = CallRecord(id=_required(item.call_id, f"{where}.call_id"))
+        if item.type == "custom_tool_call":
+            call.custom = CustomCall(name=name, input=_required(item.input, f"{where}.input"))
+        else:
+            call.function = FunctionCall(name=name, arguments=_required(item.arguments, f"{where}.arguments"))
         message = self._assistant(is_new=False)
         message.tool_calls = [*(message.tool_calls or ()), call]
 
@@ -125,43 +134,54 @@ def _convert_format(given: wire.TextFormat) -> ResponseFormat:
 
 
 def _convert_choice(
-    choice: ToolChoice | wire.NamedFunction | wire.AllowedFunctions | None
-) -> ToolChoice | NamedTool | AllowedTools | None:
-    if isinstance(choice, wire.NamedFunction):
+    choice: ToolChoice | wire.NamedFunction | wire.NamedCustom | wire.AllowedFunctions | None
+) -> ToolChoice | NamedTool | NamedCustomTool | AllowedTools | None:
+    if isinstance(choice, wire.NamedFunction | wire.NamedCustom):
         return _named_tool(choice)
     if isinstance(choice, wire.AllowedFunctions):
-        tools = [_named_tool(function) for function in choice.tools]
+        tools = [_named_tool(tool) for tool in choice.tools]
         return AllowedTools(allowed_tools=AllowedSet(mode=choice.mode, tools=tools))
     return choice
 
 
-def _named_tool(function: wire.NamedFunction) -> NamedTool:
-    return NamedTool(function=FunctionName(name=function.name))
+def _named_tool(tool: wire.NamedFunction | wire.NamedCustom) -> NamedTool | NamedCustomTool:
+    name = FunctionName(name=tool.name)
+    return NamedTool(function=name) if isinstance(tool, wire.NamedFunction) else NamedCustomTool(custom=name)
 
 
-def named_functions(tools: Iterable[wire.OfferedTool] | None) -> dict[str, tuple[wire.ResponseTool, str | None]]:
-    """The functions by the names that the model sees, each with its namespace if it has one; the description of a
-    namespace begins that of its first function. Raises `RequestError` for a name that is used twice or too long."""
-    found: dict[str, tuple[wire.ResponseTool, str | None]] = {}
-    for index, tool in enumerate(tools or ()):
-        for name, function, namespace in _list_functions(tool):
+def named_tools(tools: Iterable[wire.OfferedTool] | None) -> dict[str, tuple[wire.NamespaceTool, str | None]]:
+    """Functions and custom tools by the names that the model sees, each with its namespace if it has one; the
+    description of a namespace begins that of its first tool. Raises `RequestError` for a name that is used twice or too
+    long."""
+    found: dict[str, tuple[wire.NamespaceTool, str | None]] = {}
+    for index, offered in enumerate(tools or ()):
+        for name, tool, namespace in _list_tools(offered):
             if name in found or len(name) > MAX_TOOL_NAME:
                 reason = "is used twice" if name in found else f"has more than {MAX_TOOL_NAME} characters"
                 raise RequestError(f"tools[{index}].name: {name!r} {reason}", param=f"tools[{index}].name")
-            found[name] = (function, namespace)
+            found[name] = (tool, namespace)
     return found
 
 
-def _list_functions(tool: wire.OfferedTool) -> list[tuple[str, wire.ResponseTool, str | None]]:
-    """The functions of an entry: name that the model sees, function, namespace."""
-    assert not isinstance(tool, wire.WebSearch)
+def _list_tools(offered: wire.OfferedTool) -> list[tuple[str, wire.NamespaceTool, str | None]]:
+    """The tools of an entry: name that the model sees, tool, namespace."""
+    assert not isinstance(offered, wire.WebSearch)
+    if not isinstance(offered, wire.ToolNamespace):
+        return [(offered.name, offered, None)]
+    tools = list(offered.tools)
+    if offered.description and tools:
+        text = f"{offered.description}\n{tools[0].description or ''}"
+        tools[0] = msgspec.structs.replace(tools[0], description=text)
+    return [(offered.joined(tool.name), tool, offered.name) for tool in tools]
+
+
+def _chat_tool(name: str, tool: wire.NamespaceTool) -> AnyTool:
     if isinstance(tool, wire.ResponseTool):
-        return [(tool.name, tool, None)]
-    functions = list(tool.tools)
-    if tool.description and functions:
-        text = f"{tool.description}\n{functions[0].description or ''}"
-        functions[0] = msgspec.structs.replace(functions[0], description=text)
-    return [(tool.joined(function.name), function, tool.name) for function in functions]
+        return Tool(function=FunctionTool(
+            name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        ))
+    form = GrammarInput(grammar=tool.format) if isinstance(tool.format, wire.InputGrammar) else tool.format
+    return CustomTool(custom=CustomDetails(name=name, description=tool.description, format=form))
 
 
 def input_items(body: wire.ResponsesRequest) -> list[wire.InputItem]:
@@ -183,9 +203,7 @@ def convert_request(body: wire.ResponsesRequest, history: Sequence[wire.InputIte
         temperature=body.temperature, top_p=body.top_p, parallel_tool_calls=body.parallel_tool_calls,
     )
     if body.tools:
-        chat.tools = [Tool(type="function", function=FunctionTool(
-            name=name, description=t.description, parameters=t.parameters, strict=t.strict,
-        )) for name, (t, _) in named_functions(body.tools).items()]
+        chat.tools = [_chat_tool(name, tool) for name, (tool, _) in named_tools(body.tools).items()]
     for name in wire.ResponseExtensions.__struct_fields__:
         setattr(chat, name, getattr(body, name))
     chat.tool_choice = _convert_choice(body.tool_choice)

@@ -18,7 +18,7 @@ from headrace.serving.http.generation.run import Generation
 from headrace.serving.http.generation.stream import Events, named_frame
 from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.protocol.openai import ContentLogprob
-from headrace.serving.http.routes.response_items import named_functions
+from headrace.serving.http.routes.response_items import named_tools
 
 ECHOED_FIELDS = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "tools", "tool_choice",
@@ -27,13 +27,19 @@ ECHOED_FIELDS = (
 """Request fields that the response repeats."""
 
 
+CALL_EVENTS: dict[type[wire.OutputItem], str] = {
+    wire.OutputCall: "function_call_arguments", wire.OutputCustomCall: "custom_tool_call_input"
+}
+"""Items that are calls, and the events about their arguments or input."""
+
+
 class ItemWriter:
     """Turns parse events into output items. At most one item is open: it is added, grows by deltas, and is done.
     ``items`` are those so far; an item has its text once it is done. ``logprobs`` are of sampled tokens whose text
-    the parser has not emitted yet; the caller appends to them before `write`. ``functions``: see `named_functions`."""
+    the parser has not emitted yet; the caller appends to them before `write`. ``tools``: see `named_tools`."""
 
-    def __init__(self, request_id: str, functions: dict[str, tuple[wire.ResponseTool, str | None]]):
-        self._functions = functions
+    def __init__(self, request_id: str, tools: dict[str, tuple[wire.NamespaceTool, str | None]]):
+        self._tools = tools
         self.items: list[wire.OutputItem] = []
         self.logprobs: list[ContentLogprob] = []
         self._suffix = request_id.rpartition("_")[2]
@@ -50,13 +56,17 @@ class ItemWriter:
                 yield self._grow(kind, text)
             case CallStart(_, call_id, name):
                 yield from self.close("completed")
-                call = wire.OutputCall(self._item_id("fc"), "in_progress", call_id, name, "")
-                function, namespace = self._functions.get(name, (None, None))
-                if function is not None and namespace is not None:
-                    call.name, call.namespace = function.name, namespace
+                tool, namespace = self._tools.get(name, (None, None))
+                call: wire.OutputCall | wire.OutputCustomCall
+                if isinstance(tool, wire.ResponseCustomTool):
+                    call = wire.OutputCustomCall(self._item_id("ctc"), "in_progress", call_id, name, "")
+                else:
+                    call = wire.OutputCall(self._item_id("fc"), "in_progress", call_id, name, "")
+                if tool is not None and namespace is not None:
+                    call.name, call.namespace = tool.name, namespace
                 yield from self._add(call)
             case CallArguments(_, text):
-                yield self._grow("response.function_call_arguments.delta", text)
+                yield self._grow(f"response.{CALL_EVENTS[type(self.items[-1])]}.delta", text)
             case CallEnd(_, is_complete):
                 yield from self.close("completed" if is_complete else "incomplete")
 
@@ -70,6 +80,9 @@ class ItemWriter:
         if isinstance(item, wire.OutputCall):
             item.arguments = text
             yield self._event("response.function_call_arguments.done", name=item.name, arguments=text)
+        elif isinstance(item, wire.OutputCustomCall):
+            item.input = text
+            yield self._event("response.custom_tool_call_input.done", input=text)
         else:
             part = item.content[0]
             part.text = text
@@ -111,7 +124,7 @@ class ItemWriter:
     def _grow(self, kind: str, text: str) -> wire.ResponseEvent:
         self._texts.append(text)
         event = self._event(kind, delta=text)
-        if not isinstance(self.items[-1], wire.OutputCall):
+        if type(self.items[-1]) not in CALL_EVENTS:
             event.content_index = 0
         item, logprobs = self.items[-1], self._take_logprobs(text)
         if isinstance(item, wire.OutputMessage):
@@ -152,7 +165,7 @@ class ResponseWriter:
     ):
         self.owner, self._names = owner, names
         self._reader = OutputReader(plan)
-        self._items = ItemWriter(request_id, named_functions(body.tools))
+        self._items = ItemWriter(request_id, named_tools(body.tools))
         echoed = {name: value for name in ECHOED_FIELDS if (value := getattr(body, name)) is not None}
         self._base = wire.Response(
             id=request_id, created_at=int(time.time()), status="queued" if body.background else "in_progress",

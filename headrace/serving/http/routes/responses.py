@@ -22,7 +22,7 @@ from headrace.serving.http.generation.run import collect_generation, open_genera
 from headrace.serving.http.generation.stream import HEADERS, SSE, EventStream, start_stream
 from headrace.serving.http.protocol import responses as wire
 from headrace.serving.http.routes.response_items import convert_request, input_items
-from headrace.serving.http.routes.response_writer import ResponseEvents, ResponseWriter
+from headrace.serving.http.routes.response_writer import CALL_EVENTS, ResponseEvents, ResponseWriter
 from headrace.serving.http.transport.access import owner_of
 from headrace.serving.http.transport.endpoint import GENERATION_ERRORS, Endpoint, JsonBody, Query, post
 from headrace.serving.http.transport.errors import EncodedResponse, JsonResponse
@@ -31,7 +31,10 @@ BODY = JsonBody(wire.ResponsesRequest)
 ENABLE_STORE = "start the server with --responses-store MIB to store responses"
 FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 MAX_PAGE = 100
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco", "reasoning": "rs",
+}
 _decode_items = msgspec.json.Decoder(list[wire.InputItem]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -52,7 +55,7 @@ class Keeper:
     def keep(self, response: wire.Response) -> None:
         """Store the response. Incomplete calls are left out of the turn that later requests continue."""
         output = [
-            item for item in response.output if not isinstance(item, wire.OutputCall) or item.status == "completed"
+            item for item in response.output if type(item) not in CALL_EVENTS or item.status == "completed"
         ]
         # Output items become input items: the next request sees them as part of its conversation.
         items = msgspec.convert(msgspec.to_builtins(output), list[wire.InputItem])
