@@ -24,6 +24,7 @@ from benchmarks.roofline import BANDWIDTH
 from headrace.kernels.attention import decodes
 from headrace.kernels.attention.blocks import Head
 from headrace.kernels.attention.decodes import DecodeStep, DecodeWorkspace, SplitRule, decode
+from headrace.kernels.attention.fp8_decodes import fp8_decodes
 from headrace.kernels.rowwise.triton import rope_write_pdl
 
 POOL_TOKENS = 1_024_000
@@ -44,8 +45,8 @@ def make_lengths(kind: str, requests: int) -> list[int]:
     return [{"even": 600, "long": 8192, "longer": 32768}[kind]] * requests
 
 
-def solutions(model: Model, also: SplitRule | None = None) -> dict[str, Attend]:
-    """By name; a variant to compare goes here."""
+def solutions(model: Model, dtype: torch.dtype, also: SplitRule | None = None) -> dict[str, Attend]:
+    """By name, for pages of a type; a variant to compare goes here."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     # room for the programs of a rule to compare
     workspace = replace(
@@ -53,9 +54,18 @@ def solutions(model: Model, also: SplitRule | None = None) -> dict[str, Attend]:
         processors=processors,
     )
     found: dict[str, Attend] = {"triton": partial(_attend, workspace)}
+    if dtype == torch.float8_e4m3fn:
+        found["cuda_fp8"] = partial(_attend_codes, workspace)
     if also is not None:
         found["with the rule"] = partial(_attend_by_rule, also, workspace)
     return found
+
+
+def _attend_codes(
+    workspace: DecodeWorkspace, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+    head: Head, step: DecodeStep
+) -> None:
+    assert fp8_decodes(q, pages, out, workspace, head, step, pdl=True), "the kernel does not take it"
 
 
 def _attend_by_rule(
@@ -129,12 +139,13 @@ def main() -> None:
         for heads, kv_heads, dim in args.model or ()
     ] or MODELS
     for model in models:
+        dtype = getattr(torch, args.pages)
         pool = Pool(
             POOL_TOKENS * 1024 // max(1024, model.kv_heads * model.dim) // PAGE * PAGE, model.kv_heads, model.dim,
-            getattr(torch, args.pages),
+            dtype,
         )
         rule = None if args.also is None else SplitRule(args.also[0], int(args.also[1]), int(args.also[2]))
-        attends = solutions(model, rule)
+        attends = solutions(model, dtype, rule)
         print(f"{model.name:10s} requests lengths   floor  " + "  ".join(attends), flush=True)
         for kind in args.lengths:
             for requests in args.requests:

@@ -11,6 +11,7 @@ import torch
 from headrace.kernels.attention import LONG_CONTEXT
 from headrace.kernels.attention.blocks import Head, Tile, block_dim, find_block_bytes
 from headrace.kernels.attention.decodes import MANY_REQUESTS, DecodeStep, DecodeWorkspace, decode
+from headrace.kernels.attention.fp8_decodes import fp8_decodes
 from headrace.kernels.attention.prefill import (
     PrefillPlan,
     plan_open_prefill,
@@ -29,8 +30,8 @@ from headrace.layers.attention.contract import (
     KvPages,
 )
 
-FUSED_CAPABILITY = (9, 0)
-"""That of `few_decodes`."""
+OWN_CAPABILITY = (9, 0)
+"""That of `few_decodes` and `fp8_decodes`."""
 MOST_SPLIT = 128
 """Requests of which one may be long in a step that is captured by itself; more hide it better."""
 
@@ -87,8 +88,12 @@ class TritonAttention(PlannedBackend):
             block_dim(geometry.head_dim), getattr(torch, geometry.dtype).itemsize, find_block_bytes(device)
         ))
         self._fuses = (
-            self.pdl and geometry.capability == FUSED_CAPABILITY and geometry.head_dim in DIVISIONS
+            self.pdl and geometry.capability == OWN_CAPABILITY and geometry.head_dim in DIVISIONS
             and geometry.dtype == geometry.kv_dtype == "bfloat16" and not geometry.values_in_keys
+        )
+        self._reads_codes = (
+            self.pdl and geometry.capability == OWN_CAPABILITY and geometry.kv_dtype == "float8_e4m3fn"
+            and not geometry.values_in_keys
         )
         self._short_contexts = SHORT_CONTEXTS if self._fuses else ()
         self._has_window = bool(geometry.window)
@@ -125,7 +130,9 @@ class TritonAttention(PlannedBackend):
                 processors=self._workspace.processors, pdl=self.pdl
             )
         elif step is not None:
-            decode(q, (pages.k, pages.v), out, self._workspace, _head(params), step, pdl=self.pdl)
+            call = (q, (pages.k, pages.v), out, self._workspace, _head(params), step)
+            if not (self._reads_codes and fp8_decodes(*call, pdl=self.pdl)):
+                decode(*call, pdl=self.pdl)
 
     def short_context(self, num_decodes: int) -> int:
         """See `CacheBackend.short_context`."""
