@@ -272,5 +272,5 @@ def test_shares_stay_within_the_workspace(head_dim):
                 assert slots == 0 or requests < slots
                 assert slots * kv_heads <= 132 * MOST_PROGRAMS and 8 * slots * group <= shared
                 assert slots == 0 or 4 * requests <= shared // shape.warps
-    assert module.plan_slots(1, 8, 100, head_dim=head_dim, group=4, processors=132) == 2
+    assert module.plan_slots(1, 8, 200, head_dim=head_dim, group=4, processors=132) == 2
     assert module.plan_slots(256, 8, 8192, head_dim=head_dim, group=4, processors=132) == 0

@@ -37,8 +37,8 @@ class Shape:
         return 2 * self.warps * self.depth * self.keys * head_dim
 
 
-SHAPES = {64: Shape(16, 4, 8, 3), 128: Shape(16, 4, 4, 3)}
-"""By head dim."""
+SHAPES = {64: Shape(32, 4, 4, 3), 128: Shape(32, 4, 2, 3)}
+"""By head dim; measured on an H200."""
 
 
 @dataclass(frozen=True)
