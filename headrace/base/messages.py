@@ -95,6 +95,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     arguments: dict[str, object] = {}
 
 
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
+    """A request was refused whose pages another engine waits for, in these rooms: see `headrace.base.transfer`."""
+
+    rooms: list[str]
+    reason: str
+
+
 class WithData(msgspec.Struct, frozen=True, array_like=True, tag="with_data"):
     """A request whose media have no data: these follow the message, ``sizes`` bytes each. So they are neither encoded
     nor decoded, and each is read into the memory that it stays in."""
@@ -113,7 +120,7 @@ class WithData(msgspec.Struct, frozen=True, array_like=True, tag="with_data"):
         return msgspec.structs.replace(self.request, media=give_data(self.request.media, data))
 
 
-ToEngine = EngineRequest | Abort | Call
+ToEngine = EngineRequest | Abort | Call | Decline
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):

@@ -98,6 +98,11 @@ def digest_prompt(token_ids: TokenIds, namespace: str) -> bytes:
     return blake2b(token_ids, digest_size=16, key=blake2b(namespace.encode()).digest()).digest()
 
 
+def rooms_like(room: str) -> tuple[str, str]:
+    """A room, and that of its HTTP request: further prompts have ``ROOM.PROMPT``, and choices of each ``…/CHOICE``."""
+    return room, room.partition("/")[0].partition(".")[0]
+
+
 LEASE_S = 30.0
 """How long complete pages wait for somebody who wants them."""
 
@@ -163,7 +168,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     reason: str
 
 
-ToAgent = Offer | Filled | Completed | Fetch | Cancel
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
+    """Prefill: nothing will be offered in a room, or in those of all prompts and choices of one HTTP request, which
+    begin with its ``room``."""
+
+    room: str
+    reason: str
+
+
+ToAgent = Offer | Filled | Completed | Fetch | Cancel | Decline
 
 # -- agent to engine ---------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ class RequestCoordinator(Protocol):
 class Gate(RequestCoordinator, Protocol):
     """A coordinator with resources of its own, such as a process or a socket; it is closed with the engine."""
 
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        """A request with a transfer was refused before it came here."""
+
     def close(self) -> None:
         """Release them."""
 

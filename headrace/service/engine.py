@@ -133,11 +133,18 @@ class Engine:
         except HeadraceError as error:
             if is_entered:
                 self.adapters.leave(request.request_id)
+            if request.transfer is not None:
+                self.decline([request.transfer.room], error.message)
             finish = Finish("error", error=ErrorInfo.of(error))
             self._outputs.append(RequestOutput(request.request_id, [], finish))
             return
         if must_wait:  # after `add`: a coordinator may release it at once, and the scheduler must know it then
             self._waiting_room.enter(request)
+
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        """Tell engines that wait for pages in these rooms that none will come: the request was refused."""
+        for gate in self._gates:
+            gate.decline(rooms, reason)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request at whatever state; its last output comes with the next step. Unknown ids are ignored."""

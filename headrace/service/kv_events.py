@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -143,8 +144,11 @@ class EventGate:
     def pause(self) -> None:
         """See `RequestCoordinator`."""
 
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        """See `headrace.service.coordination.Gate`, here and below."""
+
     def close(self) -> None:
-        """See `headrace.service.coordination.Gate`."""
+        """End the publisher."""
         self._publisher.close()
 
 

@@ -30,6 +30,7 @@ from headrace.base.media import MediaItem
 from headrace.base.media_facts import make_silence
 from headrace.base.messages import (
     Abort,
+    Decline,
     EngineRequest,
     ErrorInfo,
     Fatal,
@@ -160,6 +161,8 @@ class EngineLoop:
             self._engine.submit(message)
         elif isinstance(message, Abort):
             self._engine.abort(message.request_id, message.reason)
+        elif isinstance(message, Decline):
+            self._engine.decline(message.rooms, message.reason)
         elif (reply := self._control.answer(message)) is not None:
             self._channel.send(reply)
 

@@ -225,6 +225,25 @@ def test_a_prefill_engine_that_never_hears_of_the_request(start, llama, expected
     settle([prefill, decode])
 
 
+@pytest.mark.parametrize("lack", ["queue", "region"])
+def test_what_the_prefill_engine_has_no_place_for_is_computed_at_once(lack: str, start, llama, expected, monkeypatch):
+    folder, options, prompts = llama
+    decode = start(folder, options, "decode")
+    if lack == "region":
+        monkeypatch.setattr(transfer, "region_bytes", lambda layout, page_bytes: sum(page_bytes))
+    prefill = start(folder, {**options, "max_queued": 1} if lack == "queue" else options, "prefill")
+    if lack == "queue":
+        prefill.submit("waits", prompts[0])
+    began = time.monotonic()
+    for i, prompt in enumerate(prompts[:3]):
+        prefill.submit(f"r{i}", prompt, room=f"{i}")
+        decode.submit(f"r{i}", prompt, room=f"{i}", fetches_from=prefill.port)
+    run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
+    assert [decode.tokens(f"r{i}") for i in range(3)] == expected[:3]
+    assert time.monotonic() - began < 4.0, "sooner than an agent waits for a room"
+    settle([prefill, decode])
+
+
 @pytest.mark.parametrize("action", ["kill", "stop"])
 @pytest.mark.parametrize("whose", ["prefill", "decode"])
 def test_an_agent_that_dies_or_hangs_in_the_middle(action: str, whose: str, start, llama, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fakes import FakeExecutor
 
 from headrace.base.config import engine_config
@@ -65,6 +67,9 @@ class DistantGate:
 
     def pause(self) -> None:
         raise AssertionError("nothing waits here")
+
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        raise AssertionError("nothing is refused here")
 
     def close(self) -> None:
         pass

@@ -24,6 +24,7 @@ from headrace.base.transfer import (
     Arrived,
     Cancel,
     Completed,
+    Decline,
     Fetch,
     Filled,
     FirstTokens,
@@ -191,6 +192,30 @@ def test_a_room_that_is_never_offered_is_given_up_in_time(ends):
     assert "got no such request" in decode.hear(Lost, 7).reason
     assert 4.0 < time.monotonic() - began < 7.0
     decode.hear(Released, 7)
+
+
+def test_a_room_that_is_declined_is_given_up_at_once(ends):
+    prefill, decode, port = ends()
+    began = time.monotonic()
+    decode.line.send(fetch(1, "7.0/1", port, 0, 100))
+    prefill.line.send(Offer(1, "6", b"p", 0, 100))
+    decode.line.send(fetch(2, "8", port, 128, 100))
+    decode.line.send(fetch(3, "71", port, 256, 100))
+    time.sleep(0.2)
+    for room in ("7", "8", "9"):
+        prefill.line.send(Decline(room, f"no room {room}"))
+    assert decode.hear(Lost, 1).reason == "no room 7" and decode.hear(Lost, 2).reason == "no room 8"
+    decode.line.send(fetch(4, "9/0", port, 384, 100))  # declined before
+    decode.line.send(fetch(5, "9/1", port, 512, 100))
+    assert decode.hear(Lost, 4).reason == decode.hear(Lost, 5).reason == "no room 9"
+    for ticket in (1, 2, 4, 5):
+        decode.hear(Released, ticket)
+    assert time.monotonic() - began < 4.0 and not [m for m in decode.heard if m.ticket == 3]
+    prefill.line.send(Offer(2, "8", b"p", 128, 64))  # the same name again, and accepted
+    decode.line.send(fetch(6, "8", port, 128, 64))
+    prefill.line.send(Filled(2, [(0, 64)]))
+    prefill.line.send(Completed(2, FIRST))
+    assert decode.hear(Arrived, 6).first == FIRST
 
 
 @pytest.mark.parametrize("fault, words", [

@@ -20,6 +20,7 @@ from headrace.base.errors import EngineAsleep, EngineUnavailable, HeadraceError
 from headrace.base.messages import (
     Abort,
     Call,
+    Decline,
     EngineRequest,
     EngineStats,
     ErrorInfo,
@@ -156,6 +157,11 @@ class Replica:
         with contextlib.suppress(EngineUnavailable):
             for abort in aborts:
                 self.supervisor.send(abort)
+
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        """Have engines that wait for pages in these rooms hear that none will come: the request was refused here."""
+        with contextlib.suppress(EngineUnavailable):
+            self.supervisor.send(Decline(list(rooms), reason))
 
     async def call(
         self, method: str, arguments: dict[str, object] | None = None, timeout_s: float = CALL_TIMEOUT_S

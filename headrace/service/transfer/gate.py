@@ -10,7 +10,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.base.errors import HeadraceError
@@ -19,6 +19,7 @@ from headrace.base.transfer import (
     Arrived,
     Cancel,
     Completed,
+    Decline,
     Fetch,
     Filled,
     FromAgent,
@@ -117,6 +118,11 @@ class TransferGate:
                 break
         ready, self._ready = self._ready, []
         return ready
+
+    def decline(self, rooms: Sequence[str], reason: str) -> None:
+        """See `headrace.service.coordination.Gate`."""
+        for room in rooms if self._is_prefill and self._line.is_up else ():
+            self._line.send(Decline(room, reason))
 
     def pause(self) -> None:
         """Wait briefly for the agent."""
@@ -228,6 +234,8 @@ class TransferGate:
             self.outcomes["lost"] += 1
             self._log(f"a request is computed here, without the prefill engine: {reason}")
         else:
+            assert request.transfer is not None, "see concerns"
+            self.decline([request.transfer.room], reason)
             self._log(f"a request is computed without a transfer: {reason}")
 
     def _log(self, text: str) -> None:

@@ -18,6 +18,7 @@ from headrace.base.transfer import (
     Alive,
     Cancel,
     Completed,
+    Decline,
     Done,
     Failed,
     Filled,
@@ -33,6 +34,7 @@ from headrace.base.transfer import (
     Want,
     Written,
     decode_from_decode,
+    rooms_like,
 )
 from headrace.memory.transfer.contract import AnyRegion, Copy, Destination, TransferBackend
 from headrace.service.transfer.wire import (
@@ -113,10 +115,13 @@ class Offers:
         self._failed: dict[str, str] = {}  # rooms that failed before they were wanted, latest last
         self._links: dict[_Link, int] = {}  # with the epochs of their decode agents
 
-    def take(self, message: Offer | Filled | Completed | Cancel) -> None:
+    def take(self, message: Offer | Filled | Completed | Cancel | Decline) -> None:
         """A message of the engine."""
         if isinstance(message, Offer):
             self._add(message)
+            return
+        if isinstance(message, Decline):
+            self._decline(message.room, message.reason)
             return
         room = self._tickets.get(message.ticket)
         if room is None:  # delivered or expired meanwhile
@@ -131,9 +136,7 @@ class Offers:
         room.changed.set()
         if not room.is_open and not room.is_taken:
             if room.failure:
-                self._failed[room.offer.room] = room.failure
-                if len(self._failed) > MOST_FAILED:
-                    del self._failed[next(iter(self._failed))]
+                self._note_failed(room.offer.room, room.failure)
                 self.end(room, room.failure)
             else:
                 asyncio.get_running_loop().call_later(self._lease_s, self._expire, room)
@@ -192,8 +195,9 @@ class Offers:
         return room
 
     async def _await_offer(self, name: str) -> _Room:
-        if name in self._failed:
-            raise TransferFailed(self._failed.pop(name))
+        for known in rooms_like(name):
+            if known in self._failed:
+                raise TransferFailed(self._failed[known])
         if len(self._asked) >= MOST_WAITING or name in self._asked:
             raise TransferFailed("the room is wanted twice, or too many are")
         asked = self._asked[name] = asyncio.get_running_loop().create_future()
@@ -240,11 +244,23 @@ class Offers:
         if offer.room in self._rooms:
             self._report(Released(offer.ticket, f"room {offer.room} is in use by another request"))
             return
-        self._failed.pop(offer.room, None)
+        for known in rooms_like(offer.room):  # earlier requests of the same name
+            self._failed.pop(known, None)
         room = self._rooms[offer.room] = self._tickets[offer.ticket] = _Room(offer)
         asked = self._asked.get(offer.room)
         if asked is not None and not asked.done():
             asked.set_result(room)
+
+    def _decline(self, declined: str, reason: str) -> None:
+        self._note_failed(declined, reason)
+        for name, asked in self._asked.items():
+            if declined in rooms_like(name) and not asked.done():
+                asked.set_exception(TransferFailed(reason))
+
+    def _note_failed(self, room: str, reason: str) -> None:
+        self._failed[room] = reason
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
 
     def _expire(self, room: _Room) -> None:
         if not room.is_taken and room.offer.ticket in self._tickets:

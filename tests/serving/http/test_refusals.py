@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fake_apps import http_for
 from fake_client import FakeClient
 
+from headrace.base.config import EngineConfig
+from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import ConfigError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -19,6 +23,29 @@ async def refusal(http, path: str, body: dict) -> dict:
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     return error
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [("prefill", True), ("decode", False), (None, False)])
+async def test_a_decode_server_hears_of_what_its_prefill_server_refuses(mode: str | None, is_told: bool):
+    """It would wait for pages for seconds. Routes: those that routers with pairs give to both."""
+    config = EngineConfig(disaggregation=DisaggregationConfig(disaggregation_mode=mode))
+    client, declined = FakeClient(config=config), []
+    client.replicas = (SimpleNamespace(decline=lambda rooms, reason: declined.append((rooms, reason))),)
+    fields = {"bootstrap_room": 7, "bootstrap_host": "h"}
+    bodies = {
+        CHAT: {"messages": [USER], "max_tokens": 10_000}, TEXT: {"prompt": ["x", "y"], "model": "else"},
+        "/generate": {"text": "x" * 10_000},
+    }
+    async with http_for(client) as http:
+        for path, body in bodies.items():
+            for given, rooms in ((fields, ["7"]), (fields | {"bootstrap_room": [8, 9]}, ["8", "9"])):
+                declined.clear()
+                answer = await http.post(path, json=body | given)
+                assert 400 <= answer.status_code < 500, answer.text
+                words = answer.json()["error"]["message"]
+                assert declined == ([(rooms, words)] if is_told else [])
+            declined.clear()
+            assert (await http.post(path, json=body)).status_code >= 400 and not declined
 
 
 BAD_BODIES = {

@@ -5,18 +5,26 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import wraps
 from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
 
 from headrace.base.config import EngineConfig
 from headrace.base.disaggregation import BOOTSTRAP_PORT
-from headrace.base.errors import RequestError
+from headrace.base.errors import HeadraceError, RequestError
 from headrace.base.sampling import SamplingParams, TransferSpec
+from headrace.serving.http.generation.context import context_of
 from headrace.serving.http.generation.sampling import spread
 from headrace.serving.http.protocol.fields import TransferParams
 from headrace.serving.http.protocol.openai import TransferAnswer
+from headrace.serving.http.transport.endpoint import Handler
+
+ROOMS = "rooms"
+"""Of a request's state: where a decode engine waits for pages of a prefill server."""
 
 
 class ExchangeBody(Protocol):
@@ -50,6 +58,30 @@ def with_transfers(params: Sequence[SamplingParams], body: ExchangeBody, config:
             "bootstrap_host is required: the address of the prefill server's transfer agent", param="bootstrap_host"
         )
     return [msgspec.structs.replace(p, transfer=spec) for p, spec in zip(params, specs, strict=True)]
+
+
+def telling_refusals(handler: Handler) -> Handler:
+    """``handler`` of a route whose requests are exchanged: a decode engine hears at once of one that is refused after
+    `note_rooms`."""
+
+    @wraps(handler)
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except HeadraceError as error:
+            rooms = request.scope.get("state", {}).get(ROOMS)
+            for replica in context_of(request).client.replicas if rooms else ():
+                replica.decline(rooms, error.message)
+            raise
+
+    return handle
+
+
+def note_rooms(request: Request, body: ExchangeBody, config: EngineConfig) -> None:
+    """For `telling_refusals`: where a decode engine waits, if this is a prefill server."""
+    if body.bootstrap_room is not None and config.disaggregation.disaggregation_mode == "prefill":
+        rooms = body.bootstrap_room if isinstance(body.bootstrap_room, list) else [body.bootstrap_room]
+        request.scope.setdefault("state", {})[ROOMS] = [str(room) for room in rooms]
 
 
 def answer_router(

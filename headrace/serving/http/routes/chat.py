@@ -14,7 +14,7 @@ from headrace.service.parsing.message import MessageBuilder, ParsedMessage
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.chat import OutputPlan, prepare_chat
 from headrace.serving.http.generation.context import AppContext, read_request
-from headrace.serving.http.generation.exchange import answer_router
+from headrace.serving.http.generation.exchange import answer_router, note_rooms, telling_refusals
 from headrace.serving.http.generation.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
 from headrace.serving.http.generation.run import Generation, collect_generation
 from headrace.serving.http.generation.sampling import check_stream_options
@@ -215,9 +215,11 @@ class ChatEvents(Events):
         return chunk
 
 
+@telling_refusals
 async def create_chat_completion(request: Request) -> JsonResponse | EventStream:
     """Answer a conversation."""
     context, body = await read_request(request, BODY)
+    note_rooms(request, body, context.client.config)
     check_stream_options(body)
     chat = await prepare_chat(request, context, body, id_prefix="chatcmpl-")
     plan, names = chat.plan, TokenNames(

@@ -14,7 +14,7 @@ from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, GenerationOutput
 from headrace.service.client.prompts import encode_around_gap
 from headrace.serving.http.generation.context import AppContext, compute, read_request
-from headrace.serving.http.generation.exchange import answer_router, with_transfers
+from headrace.serving.http.generation.exchange import answer_router, note_rooms, telling_refusals, with_transfers
 from headrace.serving.http.generation.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs_json
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import split_inputs
@@ -75,9 +75,11 @@ async def _surround_gap(
     return await compute(request, encode)
 
 
+@telling_refusals
 async def create_completion(request: Request) -> JsonResponse | EventStream:
     """Continue prompts."""
     context, body = await read_request(request, BODY)
+    note_rooms(request, body, context.client.config)
     adapter = context.check_request(body.model)
     check_stream_options(body)
     prompts = split_inputs(body.prompt, context.server.max_batch_prompts, "prompt", noun="prompts")

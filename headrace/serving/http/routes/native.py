@@ -13,7 +13,7 @@ from headrace.base.sampling import SamplingParams
 from headrace.base.step import TokenLogprobs
 from headrace.service.client.outputs import ChoiceDelta, Collector, CompletionOutput, GenerationOutput
 from headrace.serving.http.generation.context import AppContext, read_request
-from headrace.serving.http.generation.exchange import with_transfers
+from headrace.serving.http.generation.exchange import note_rooms, telling_refusals, with_transfers
 from headrace.serving.http.generation.logprobs import TokenNames, native_named, native_top, native_triples
 from headrace.serving.http.generation.media import place_fields, read_fields
 from headrace.serving.http.generation.pooling import check_amount
@@ -106,9 +106,11 @@ def _adapter(body: GenerateRequest, context: AppContext, num_prompts: int) -> st
     return [context.check_model(name, field="lora_path") for name in names]
 
 
+@telling_refusals
 async def generate(request: Request) -> JsonResponse | EventStream:
     """Continue one prompt or a batch."""
     context, body = await read_request(request, BODY)
+    note_rooms(request, body, context.client.config)
     context.check_available()
     for name, value in (("top_logprobs_num", body.top_logprobs_num), ("token_ids_logprob", body.token_ids_logprob)):
         if value and not body.return_logprob:
