@@ -6,6 +6,7 @@ the load lets the requests wait that need it, as long as it has others to comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from headrace.base.step import AdapterLoad
@@ -20,7 +21,9 @@ to younger requests, until those that use it have ended."""
 class AdapterSlots:
     """Slots are accounts like pages: an adapter stays while requests use it, and longer if it is pinned; of others the
     one that was used least lately goes first. A request whose adapter has no slot leaves the queue until there is one,
-    so that it holds nobody up. Sets are dicts with None values, for a fixed order."""
+    so that it holds nobody up. Sets are dicts with None values, for a fixed order. ``is_ready``: whether a plan may
+    load an adapter; where not, requests wait until `note_ready`, as one that cannot be loaded fails the step of others.
+    """
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -34,6 +37,7 @@ class AdapterSlots:
         self._closed = NO_ADAPTER
         self._num_overtakings = 0
         self._is_due = False  # something changed for those that wait
+        self.is_ready: Callable[[int], bool] = lambda adapter: True
         self.loads_total = self.evictions_total = 0
 
     def slot_of(self, adapter: int) -> int:
@@ -46,7 +50,7 @@ class AdapterSlots:
         adapter = request.adapter
         if not adapter:
             return True
-        if adapter not in self.resident and not self._acquire(adapter):
+        if adapter not in self.resident and not (self.is_ready(adapter) and self._acquire(adapter)):
             return self._park(request)
         if adapter in self._arriving:
             if not is_alone:
@@ -102,6 +106,10 @@ class AdapterSlots:
                 del self.waiting[request]
                 woken.append(request)
         return woken
+
+    def note_ready(self) -> None:
+        """An adapter that was not ready may be now."""
+        self._is_due = True
 
     def take_loads(self) -> list[AdapterLoad]:
         """The loads of the plan that is being made; requests may use them from the next on."""

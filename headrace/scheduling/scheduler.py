@@ -174,9 +174,9 @@ class Scheduler:
         return output
 
     def refuse(self, request_id: str, error: HeadraceError) -> RequestOutput | None:
-        """End a held request with an error; None when no such request is held any more."""
+        """End a request that is held, or waits for an adapter, with an error; None when no such request is any more."""
         request = self._running.requests.get(request_id)
-        if request is None or request not in self._running.held:
+        if request is None or not (request in self._running.held or request in self._running.adapters.waiting):
             return None
         return self._lifecycle.finish(request, Finish("error", error=ErrorInfo.of(error)), [])
 

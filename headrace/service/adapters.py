@@ -24,7 +24,7 @@ from headrace.base.adapters import (
     PinAdapter,
     UnloadAdapter,
 )
-from headrace.base.errors import Conflict, HeadraceError, NotFound, RequestError
+from headrace.base.errors import AdapterError, Conflict, HeadraceError, ModelError, NotFound, RequestError
 from headrace.base.messages import EngineRequest
 from headrace.scheduling.adapters import AdapterSlots
 from headrace.service.executor import Executor
@@ -71,6 +71,8 @@ class AdapterRegistry:
         self._draining: list[Adapter] = []  # unloaded or replaced, with requests
         self.by_request: dict[str, Adapter] = {}
         self._loads: dict[str, _Load] = {}  # by name
+        self._awaited: dict[int, Future[Any]] = {}  # read again for requests that wait for a slot, by number
+        slots.is_ready = self._is_ready
 
     # -- admin calls --------------------------------------------------------------------------------------------
 
@@ -170,6 +172,33 @@ class AdapterRegistry:
                 self._draining.remove(adapter)
                 self._free(adapter)
 
+    @property
+    def awaited(self) -> list[Future[Any]]:
+        """What is read again for requests of the scheduler."""
+        return list(self._awaited.values())
+
+    def take_failed(self) -> list[tuple[str, HeadraceError]]:
+        """The ids of requests that wait for a slot, but whose adapter cannot be read again, and why; those whose
+        adapter has been read again get their turn."""
+        failed: list[tuple[str, HeadraceError]] = []
+        for number, prepared in [each for each in self._awaited.items() if each[1].done()]:
+            del self._awaited[number]
+            self._slots.note_ready()
+            if (error := prepared.exception()) is not None:
+                waiting = [request for request in self._slots.waiting if request.adapter == number]
+                names = {request.request_id: self.by_request[request.request_id].name for request in waiting}
+                failed += [(request_id, _describe_failure(name, error)) for request_id, name in names.items()]
+        return failed
+
+    def _is_ready(self, number: int) -> bool:
+        """Whether an adapter is in host memory. It stays there until a plan that is made now has loaded it."""
+        if number not in self._awaited:
+            prepared = self._executor.adapters.prepare(number)
+            if _is_prepared(prepared):
+                return True
+            self._awaited[number] = prepared
+        return False
+
     def _check(self, call: LoadAdapter) -> None:
         if not 0 < len(call.name) <= MAX_NAME_LEN:
             raise RequestError(f"an adapter's name has 1 to {MAX_NAME_LEN} characters", param="lora_name")
@@ -198,6 +227,7 @@ class AdapterRegistry:
 
     def _free(self, adapter: Adapter) -> None:
         self._slots.drop(adapter.number)
+        self._awaited.pop(adapter.number, None)
         self._executor.adapters.forget(adapter.number)
 
     def _get(self, name: str) -> Adapter:
@@ -220,7 +250,7 @@ class AdapterRegistry:
 
 class AdapterGate:
     """A `headrace.service.coordination.RequestCoordinator`: holds requests whose adapter has left host memory until it
-    has been read again."""
+    has been read again. Those whose adapter leaves it later wait for a slot, in the scheduler."""
 
     def __init__(self, registry: AdapterRegistry, slots: AdapterSlots, executor: Executor):
         self._registry, self._slots, self._executor = registry, slots, executor
@@ -229,14 +259,14 @@ class AdapterGate:
     @property
     def is_waiting(self) -> bool:
         """See `RequestCoordinator`."""
-        return bool(self._held)
+        return bool(self._held or self._registry.awaited)
 
     def concerns(self, request: EngineRequest) -> bool:
         """See `RequestCoordinator`: whether its adapter must be read again."""
         adapter = self._registry.by_request.get(request.request_id)
         return (
             adapter is not None and adapter.number not in self._slots.resident
-            and not _is_ready(self._executor.adapters.prepare(adapter.number))
+            and not _is_prepared(self._executor.adapters.prepare(adapter.number))
         )
 
     def hold(self, request: EngineRequest) -> None:
@@ -255,10 +285,11 @@ class AdapterGate:
 
     def pause(self) -> None:
         """See `RequestCoordinator`."""
-        wait([prepared for _, prepared in self._held.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        held = [prepared for _, prepared in self._held.values()]
+        wait([*held, *self._registry.awaited], IDLE_WAIT_S, FIRST_COMPLETED)
 
 
-def _is_ready(prepared: Future[Any]) -> bool:
+def _is_prepared(prepared: Future[Any]) -> bool:
     """Whether an adapter is in host memory; one that cannot be read is not."""
     return prepared.done() and prepared.exception() is None
 
@@ -271,6 +302,11 @@ def _no_room(name: str, num_slots: int) -> Conflict:
 
 
 def _describe_failure(name: str, error: BaseException) -> HeadraceError:
-    if isinstance(error, HeadraceError):
+    """The error of a request, whose client need not know of the server's files."""
+    if isinstance(error, HeadraceError) and not isinstance(error, AdapterError | ModelError):
         return error
-    return RequestError(f"adapter {name!r} cannot be read again: {type(error).__name__}: {error}", param="model")
+    logger.warning("adapter %s cannot be read again: %s: %s", name, type(error).__name__, error)
+    return RequestError(
+        f"adapter {name!r} has left host memory and its files cannot be read again (the server's log says why); load "
+        "it again in place", param="model"
+    )

@@ -173,6 +173,8 @@ class Engine:
         """Let coordinators take notice of what happened outside; to be called every now and then without requests too,
         as a transfer agent may say that pages are free, or have died. What comes of it are outputs of the next step."""
         self._outputs += self._waiting_room.poll()
+        refused = [self._scheduler.refuse(*failed) for failed in self.adapters.take_failed()]
+        self._outputs += [output for output in refused if output is not None]
 
     def step(self) -> list[RequestOutput]:
         """Launch plans until as many are in flight as the scheduler allows, then wait for the oldest one and commit it.

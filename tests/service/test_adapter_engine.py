@@ -395,6 +395,27 @@ def test_files_that_have_gone_fail_their_requests_alone(rig: Rig):
     engine.close()
 
 
+def test_files_that_go_while_a_request_waits_for_a_slot(rig: Rig):
+    """Its adapter had one when it came, so that it was not held."""
+    engine = make_engine_of_one(rig, "gone", "stays")
+    engine.submit(ask("before", prompt(1), "gone"))
+    assert drain(engine)["before"].token_ids
+    (rig.folder / "gone" / "adapter_config.json").unlink()
+    engine.executor.adapters.prepare(engine.adapters._by_name["stays"].number).result()
+    del engine.executor.adapters._prepared[engine.adapters._by_name["gone"].number]  # as with max_cpu_loras=1
+    for number in range(2):
+        engine.submit(ask("base", prompt(2), max_tokens=30))
+        engine.submit(ask("taker", prompt(3), "stays", max_tokens=3))
+        engine.submit(ask("lost", prompt(4), "gone"))
+        answers = drain(engine)
+        assert len(answers["base"].token_ids) == 30 and len(answers["taker"].token_ids) == 3, number
+        finish = answers["lost"].outputs[-1].finish
+        assert finish is not None and finish.error is not None and finish.error.param == "model"
+        assert "load it again" in finish.error.message and str(rig.folder) not in finish.error.message
+        engine.check()
+    engine.close()
+
+
 def test_an_adapter_that_cannot_be_loaded_fails_no_later_step(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """Such as one for whose whole modules the device has no memory."""
     engine = make_engine_of_one(rig, "large")
