@@ -155,10 +155,11 @@ async def sleep(request: Request) -> JsonResponse:
 
 
 async def wake_up(request: Request) -> JsonResponse:
-    """Reallocate all device memory, or the parts in ``tags`` (vLLM's name)."""
+    """Reallocate all device memory, or the parts in ``tags`` (vLLM's name). Graphs come back with the last part that
+    they need: clients of vLLM ask for ``weights``, then for ``kv_cache``, and for nothing else."""
     context, tags = context_of(request), _read_tags(request)
     _check_loaded(context)
-    await context.admin.wake(tags)
+    await context.admin.wake(sorted({*tags, "cuda_graph"}))
     return _memory_response(context)
 
 
