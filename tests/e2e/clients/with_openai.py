@@ -2,6 +2,7 @@
 and streamed, in both dialects."""
 
 import json
+import re
 import sys
 
 import openai
@@ -65,6 +66,29 @@ def try_parsing(client: openai.OpenAI, model: str) -> None:
     assert client.responses.input_tokens.count(model=model, input="Say hello.").input_tokens == told.usage.input_tokens
 
 
+def try_custom_tools(client: openai.OpenAI, model: str) -> None:
+    """Their input is text, which a regular expression binds."""
+    grammar = {"syntax": "regex", "definition": "SELECT [a-z]{3,9};"}
+    tool = {"type": "custom", "name": "sql", "format": {"type": "grammar", **grammar}}
+    choice = {"type": "custom", "name": "sql"}
+    options = {"model": model, "input": "All users?", "tools": [tool], "tool_choice": choice, "max_output_tokens": 60}
+    call = client.responses.create(**options).output[-1]
+    with client.responses.stream(**options) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        streamed = stream.get_final_response().output[-1]
+    assert "".join(pieces) == streamed.input
+    nested = {"type": "custom", "custom": {"name": "sql", "format": {"type": "grammar", "grammar": grammar}}}
+    message = client.chat.completions.create(
+        model=model, messages=HELLO, tools=[nested], tool_choice={"type": "custom", "custom": {"name": "sql"}},
+        max_tokens=60
+    ).choices[0].message
+    for text in (call.input, streamed.input, message.tool_calls[0].custom.input):
+        assert re.fullmatch(grammar["definition"], text), text
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "none"}
+    sent = [{"role": "user", "content": "All users?"}, call, result]
+    assert client.responses.create(model=model, input=sent, tools=[tool], max_output_tokens=8).status
+
+
 def main(url: str) -> None:
     client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
     model = client.models.list().data[0].id
@@ -95,6 +119,7 @@ def main(url: str) -> None:
     )
     client.responses.delete(first.id)
     try_parsing(client, model)
+    try_custom_tools(client, model)
 
 
 if __name__ == "__main__":
