@@ -156,9 +156,9 @@ class StepPlan(StepSpans, frozen=True, array_like=True):
     row has pages. The input is the row's last token, which the previous step's sampler wrote to device memory, then the
     drafts. A token is sampled at every position; those up to the first wrong draft count.
 
-    The other spans take tokens from their row's `RowStart`, and begin at ``begins[i]``. ``samples[i]`` is how many
-    tokens are sampled at the end of span i: all positions of decodes; 1 for a prefill chunk that reaches the end, else
-    0, and 0 for rows with ``pooling``.
+    The other spans take tokens from their row's `RowStart`, and begin at ``begins[i]``; the first ones, if they are one
+    token, may be computed as decodes. ``samples[i]`` is how many tokens are sampled at the end of span i: all positions
+    of decodes; 1 for a prefill chunk that reaches the end, else 0, and 0 for rows with ``pooling``.
 
     ``last_tokens``: of decodes, where the host knows them: ranks that did not sample them take them from here, and then
     ``begins`` are exact. Empty where the device may be ahead of the host.

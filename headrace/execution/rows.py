@@ -56,7 +56,8 @@ class Rows:
     ``integers_np`` top_k and seed, ``adapter_slots_np`` the slot of the row's adapter, -1 for none. ``media_end_np``:
     the position behind the last placeholder of rows with media.
 
-    The device's part is not set at a start: a row's first step is a prefill, whose sampling writes it.
+    The device's part is not set at a start: the sampling of a row's first step writes it, and before a step that begins
+    with a decode `take_known` does.
     ``computed_len_np`` and ``last_token_np`` [max_rows + 1]: what the device owns where the host can read it (on a CPU,
     whose steps are done when they return), else None.
     """

@@ -311,17 +311,24 @@ class Runner:
             upload.add("append_pages", pages)
 
     def _pack_tokens(self, step: Step, upload: Upload) -> None:
-        """Pack what the host knows of decodes' tokens: those that another stage sampled, and drafts."""
+        """Pack what the host knows of decodes' tokens: those that another stage sampled, those of rows that start with
+        a decode, and drafts."""
         plan, count = step.plan, step.plan.num_decodes
-        if plan.last_tokens:
-            upload.add("known", np.array((plan.rows[:count], plan.last_tokens, plan.begins[:count])).ravel())
+        first, last = 0 if plan.last_tokens else count, count + step.shape.num_resumed
+        if first < last:
+            known, begins = plan.rows[first:last], plan.begins[first:last]
+            tokens = [
+                *plan.last_tokens,
+                *(self._rows[plan.rows[i]].token_ids[plan.begins[i]] for i in range(count, last)),
+            ]
+            upload.add("known", np.array((known, tokens, begins)).ravel())
         if plan.drafts:
             upload.add("guesses", self._rows.pack_drafts(plan.drafts))
         if self._grammars is not None and step.batch.most_drafts and len(step.batch.constrained):
             upload.add("constrained_rows", self._grammars.find_rows(step.batch))
 
     def _apply_tokens(self, plan: StepPlan, sent: Sent) -> None:
-        if plan.last_tokens:
+        if "known" in sent:
             self._rows.take_known(sent["known"].view(3, -1))
         if plan.drafts:
             self._rows.place_drafts(sent["guesses"], len(plan.drafts))

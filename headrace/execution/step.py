@@ -7,7 +7,7 @@ takes three times as long to make, and these are made in every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag, auto
 
 import numpy as np
@@ -72,7 +72,8 @@ class StepShape:
     ``entries`` [2, R]: ``[0]`` rows, ``[1]`` the offset of an entry, 0 for other requests. ``ends`` [R]: lengths in the
     cache after the step, for entries bounds (exact on a CPU, and for rows without drafts in flight). ``lengths`` [R]
     are the tokens computed in this step; ``query_start`` [R + 1] is their prefix sum, beginning with 0.
-    ``num_decodes`` counts entries; ``most_drafts`` is the largest offset."""
+    ``num_decodes`` counts entries; ``most_drafts`` is the largest offset. ``num_resumed``: of the decodes so many are
+    spans that the plan does not count as such, the first behind those that it does; see `count_resumed`."""
 
     num_decodes: int
     entries: np.ndarray
@@ -80,6 +81,7 @@ class StepShape:
     lengths: np.ndarray
     query_start: np.ndarray
     most_drafts: int = 0
+    num_resumed: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan, rows: Rows) -> tuple[StepShape, list[int] | None]:
@@ -91,6 +93,8 @@ class StepShape:
         assert lengths.min() > 0, "spans have tokens"
         if num_decodes and rows.computed_len_np is not None and not plan.last_tokens:
             begins[:num_decodes] = rows.computed_len_np[owners[:num_decodes]]
+        num_resumed = count_resumed(plan, rows)
+        num_decodes += num_resumed
         if num_decodes == len(lengths):
             longest_first = np.argsort(-(begins + lengths), kind="stable")
             order = [int(index) for index in np.argsort(longest_first)]  # the inverse permutation
@@ -106,7 +110,8 @@ class StepShape:
             begins[:num_decodes] += offsets[:num_decodes]
             lengths[:num_decodes] = 1
         query_start = np.concatenate(([0], lengths.cumsum()))
-        return cls(num_decodes, np.stack((owners, offsets)), begins + lengths, lengths, query_start, most_drafts), order
+        entries = np.stack((owners, offsets))
+        return cls(num_decodes, entries, begins + lengths, lengths, query_start, most_drafts, num_resumed), order
 
     def advance(self) -> StepShape:
         """The shape of the next step if the same rows decode again, without drafts."""
@@ -114,7 +119,7 @@ class StepShape:
 
     def take(self, order: np.ndarray) -> StepShape:
         """The same decodes, one token each, in another order."""
-        return StepShape(self.num_decodes, self.entries[:, order], self.ends[order], self.lengths, self.query_start)
+        return replace(self, entries=self.entries[:, order], ends=self.ends[order])
 
     @property
     def rows(self) -> np.ndarray:
@@ -218,7 +223,7 @@ class Step:
             samples = np.arange(shape.num_decodes)
         else:
             # entries of decodes come first, and all sample
-            spans = np.flatnonzero(plan.samples[plan.num_decodes :])
+            spans = np.flatnonzero(plan.samples[plan.num_decodes + shape.num_resumed :])
             samples = np.concatenate((np.arange(shape.num_decodes), shape.num_decodes + spans))
         batch = SampleBatch.of(shape.entries[:, samples], shape.most_drafts, rows)
         features = _find_features(shape, batch, rows)
@@ -245,9 +250,24 @@ class Step:
         )
 
 
+def count_resumed(plan: StepPlan, rows: Rows) -> int:
+    """How many spans behind a plan's decodes are decodes but for where their token comes from, which is the host: the
+    last token of a request whose others are in the cache, as behind a prefix hit, or pages that came from another
+    engine. Steps with a chunk in place of it take longer for all rows, the more so the longer the context is."""
+    if plan.num_proposals:  # drafters read the tokens of chunks
+        return 0
+    count = 0
+    for span in range(plan.num_decodes, len(plan.rows)):
+        row, begin = plan.rows[span], plan.begins[span]
+        if plan.lengths[span] > 1 or not plan.samples[span] or begin < max(1, rows.media_end_np[row]):
+            break
+        count += 1
+    return count
+
+
 def _find_features(shape: StepShape, batch: SampleBatch, rows: Rows) -> StepFeature:
     features, flags = StepFeature(0), rows.flags_np[shape.rows]  # flags [R]
-    # A decode of one token takes its input from the device; any other span counts as prefill.
+    # A decode takes its input from the device; any other span counts as prefill.
     if shape.num_decodes < len(flags):
         features |= StepFeature.PREFILL
     if not batch.is_greedy:

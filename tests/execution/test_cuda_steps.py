@@ -93,3 +93,29 @@ def test_launches_do_not_wait_and_overlap_changes_nothing(executor: LocalExecuto
 def test_greedy_rows_only(executor: LocalExecutor):
     specs = dict.fromkeys(range(5), SamplingSpec())
     assert run(executor, specs, depth=2, steps=10) == run(executor, specs, depth=1, steps=10)
+
+
+def test_the_last_token_of_a_cached_prompt_decodes_in_a_graph(executor: LocalExecutor):
+    """What its row had before does not matter; no launch waits for the device."""
+    count, expected = 3, run(executor, {row: SPECS[0] for row in range(3)}, depth=1, steps=4)
+    driver = Driver(executor, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_groups=1)
+    for row in range(count):
+        driver.start(row, prompt_of(row), SPECS[0])
+    tokens: dict[int, list[int]] = {row: [] for row in range(count)}
+    # row by row: all but the last token beside the decodes of the rows before, then that one as a decode among them
+    for row in range(count):
+        for chunk in (len(prompt_of(row)) - 1, 1):
+            plan = driver.plan({row: chunk})
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                pending = executor.execute(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            sampled = [row for row, samples in zip(plan.rows, plan.samples, strict=True) if samples]
+            for own, token in zip(sampled, pending.result().token_ids, strict=True):
+                tokens[own].append(token)
+    for row in range(count):
+        driver.release(row)
+    executor.execute(driver.plan({})).result()
+    for row in range(count):
+        assert tokens[row][:2] == expected[row][:2][: len(tokens[row])], row

@@ -106,7 +106,7 @@ def test_captured_steps_compute_the_same(moment: str, num_recorded: int):
     driver = Driver(runner, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     for row, prompt in prompts.items():
         driver.start(row, prompt, SamplingSpec())
-    for chunks in ({0: 8, 1: 6}, {1: 13, 2: 1}, {1: 1}, {}):
+    for chunks in ({0: 8, 1: 6}, {1: 12, 2: 1}, {1: 2}, {}):
         driver.step(chunks)
         if moment == "idle":
             runner.record_next()

@@ -24,7 +24,7 @@ SPECS = [
 
 def started(*lengths: int) -> Rows:
     rows = Rows(len(lengths), CPU)
-    for row, (length, spec) in enumerate(zip(lengths, SPECS, strict=True)):
+    for row, (length, spec) in enumerate(zip(lengths, SPECS, strict=False)):
         rows.start(RowStart(row, f"r{row}", [1] * length, length, spec))
         rows.tensors.computed_len[row] = length
     return rows
@@ -81,6 +81,38 @@ def test_a_decode_with_drafts_is_one_entry_for_each_token():
     assert step.samples.tolist() == [0, 1, 2, 3, 4] and step.batch.firsts.tolist() == [0, 1, 4]
     step = Step.of(StepPlan(0, 2, [2, 0], [5, 6], [1, 3], [1, 3]), rows)
     assert step.shape.entries.tolist() == [[0, 0, 0, 2], [0, 1, 2, 0]] and step.order == [1, 0]
+
+
+@pytest.mark.parametrize(("others", "more", "num_resumed"), [
+    ([(0, 3, 1, 1), (2, 1, 1, 1)], {}, 2),
+    ([(0, 3, 1, 1), (2, 1, 1, 1), (3, 0, 9, 1)], {}, 2),
+    ([(0, 3, 1, 1), (3, 0, 9, 1), (2, 1, 1, 1)], {}, 1),
+    ([(0, 2, 2, 1), (2, 1, 1, 1)], {}, 0),
+    ([(0, 3, 1, 1), (2, 0, 1, 0)], {}, 1),  # a chunk of a longer prompt samples nothing
+    ([(2, 0, 1, 1)], {}, 0),  # nothing is in the cache
+    ([(0, 3, 1, 1)], {"num_proposals": 2}, 0),
+], ids=str)
+def test_the_last_token_of_a_cached_prompt_is_a_decode(
+    others: list[tuple[int, int, int, int]], more: dict, num_resumed: int
+):
+    rows = started(4, 9, 2, 9)
+    rows.tensors.computed_len[[0, 2]] = 77  # of whoever had these rows before
+    columns = [list(column) for column in zip((1, 9, 1, 1), *others, strict=True)]
+    step = Step.of(StepPlan(0, 1, *columns, **more), rows)
+    assert (step.shape.num_decodes, step.shape.num_resumed) == (1 + num_resumed, num_resumed)
+    is_decode = num_resumed == len(others)
+    assert (step.order is not None) == is_decode == (StepFeature.PREFILL not in step.features)
+    ends = [begin + length for _, begin, length, _ in [(1, 9, 1, 1), *others]]
+    assert list(step.shape.ends) == (sorted(ends, reverse=True) if is_decode else ends)
+    assert list(step.samples) == [i for i, span in enumerate([(1, 9, 1, 1), *others]) if span[3]]
+
+
+def test_media_at_the_end_are_no_decode():
+    rows = started(4)
+    rows.media_end_np[0] = 4
+    assert Step.of(StepPlan(0, 0, [0], [3], [1], [1]), rows).shape.num_resumed == 0
+    rows.media_end_np[0] = 3
+    assert Step.of(StepPlan(0, 0, [0], [3], [1], [1]), rows).shape.num_resumed == 1
 
 
 def test_sampling_parameters_are_sent_once():

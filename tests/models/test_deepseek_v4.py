@@ -319,11 +319,11 @@ def test_missing_tensors_are_named(oracle: Any):
             build_harness(published_config(), published)
 
 
-@pytest.mark.parametrize("expert", [-1, 1000])
-def test_hash_tables_name_experts_that_exist(oracle: Any, expert: int):
+@pytest.mark.parametrize("expert", [-1, 1000, "that of its other choice"])
+def test_hash_tables_name_experts_that_exist_and_none_twice(oracle: Any, expert: int | str):
     published = publish(oracle.state_dict())
     table = published["layers.0.ffn.gate.tid2eid"] = published["layers.0.ffn.gate.tid2eid"].clone()
-    table[5, 0] = expert
+    table[5, 0] = expert if isinstance(expert, int) else table[5, 1]
     with pytest.raises(WeightError, match=r"layers\.0\.ffn\.gate\.tid2eid"):
         build_harness(published_config(), published)
 

@@ -41,8 +41,11 @@ class HashRouter(nn.Module):
 
     @property
     def has_sound_table(self) -> bool:
-        """Whether the table names experts alone: kernels read weights at any number. Waits for the device."""
-        return bool(((self.table >= 0) & (self.table < self._num_experts)).all())
+        """Whether the table names experts alone, and none twice for a token: kernels read weights at any number, and
+        compute an expert once for each of its tokens. Waits for the device."""
+        numbers = self.table.sort(dim=1).values
+        is_expert = (numbers[:, 0] >= 0) & (numbers[:, -1] < self._num_experts)
+        return bool((is_expert & (numbers.diff(dim=1) > 0).all(dim=1)).all())
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._route(self.logits(x), self.table, token_ids)

@@ -155,8 +155,8 @@ class DeepseekV4Model(ServedModel):
             router = block.mlp.router
             if isinstance(router, HashRouter) and not router.has_sound_table:
                 raise WeightError(
-                    f"{HASH_TABLE.replace('{i}', str(i))} names experts that the model does not have; it has "
-                    f"{block.mlp.num_experts}"
+                    f"{HASH_TABLE.replace('{i}', str(i))} names experts that the model does not have, or one twice for "
+                    f"a token; it has {block.mlp.num_experts}"
                 )
 
     def _rename(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
