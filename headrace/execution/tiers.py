@@ -11,7 +11,7 @@ import torch
 
 from headrace.base.cache import group_layers
 from headrace.base.config import EngineConfig
-from headrace.base.errors import ConfigError, TransferFailed
+from headrace.base.errors import ConfigError
 from headrace.execution.sleep import DeviceModel
 from headrace.layers.rotary import find_regimes
 from headrace.memory.host import LOAD_BYTES, GpuHostLane, HostLane, HostPages
@@ -24,9 +24,9 @@ from headrace.memory.storage import PAGE_STORES, PageStore, StoreOptions, find_r
 from headrace.memory.storage.checked import CheckedStore
 from headrace.memory.storage.isolated import IsolatedStore
 from headrace.memory.storage.lane import StorageLane
-from headrace.memory.transfer.contract import Region, load_backend
+from headrace.memory.transfer.contract import load_backend
 from headrace.memory.transfer.device_region import read_region_bytes
-from headrace.memory.transfer.door import take_descriptor
+from headrace.memory.transfer.door import RegionMapping
 from headrace.models.source import digest_model
 from headrace.parallel.share import Share, share_kv_heads
 
@@ -59,12 +59,14 @@ class DeviceTiers:
         self.mover = PageMover()
         self._lanes: list[GpuHostLane | HostLane | PeerLane] = []
         self.peers: PeerLane | None = None
-        self._region: Region | None = None
+        self._mapping: RegionMapping | None = None  # of rank 0's region, on other ranks
         if any(group.host_pages for group in groups):
             self._add("host", GpuHostLane(self._host, groups, widths, device) if device.type == "cuda"
                       else HostLane(self._host, self.mover.wake))
         if model.config.disaggregation.disaggregation_mode is not None:
             self.peers = PeerLane(device, *share_peer_pages(model))
+            self._mapping = RegionMapping(self.peers.map)
+            self.peers.find_region = self._mapping.retry
             self._add("peer", self.peers)
         self._attach(copier)
         self._source = model.loaded.source  # of the weights by which stored pages are named
@@ -95,19 +97,10 @@ class DeviceTiers:
         self._attach(PageCopier(model.runner.pools, self._device))
 
     def open_region(self, handle: bytes, epoch: int) -> None:
-        """See `headrace.service.executor.Regions`. A rank that cannot map the region loses the pages of all transfers,
-        which are then computed."""
-        assert self.peers is not None
-        self.peers.map(None, 0)
-        if self._region is not None:
-            self._region.close()
-            self._region = None
-        try:
-            if handle:
-                self._region = Region(*take_descriptor(handle))
-                self.peers.map(self._region, epoch)
-        except (TransferFailed, OSError) as error:
-            logger.error("this rank cannot map the memory of transfers: %s", error)
+        """See `headrace.service.executor.Regions`. As long as a rank cannot map the region it loses the pages of all
+        transfers, which are then computed."""
+        assert self._mapping is not None
+        self._mapping.open(handle, epoch)
 
     def leave(self) -> None:
         """End all moves and refer to the pools no longer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,8 @@ class PeerLane:
         self._passage = torch.empty(0, dtype=torch.uint8)
         self._copier: PageCopier | None = None
         self._region = torch.empty(0, dtype=torch.uint8)
+        self.find_region: Callable[[], None] = lambda: None
+        """Called for a move in a region that is not mapped here: may `map` it."""
         self._epoch = 0
         self._pinning: Pinning | None = None
         self._ended: list[Arrival] = []
@@ -110,6 +112,8 @@ class PeerLane:
     def start(self, move: PageMove) -> None:
         """See `headrace.memory.moving.Lane`."""
         epoch, begin = (int(part) for part in move.peer.split())
+        if epoch != self._epoch:
+            self.find_region()
         copier = self._copier
         if copier is None or epoch != self._epoch:
             self._ended.append(failed(move))

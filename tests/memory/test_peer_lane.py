@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +14,9 @@ from headrace.kernels.late import LateKernels
 from headrace.memory.paging import PageCopier
 from headrace.memory.peer_lane import PeerLane, _Copying
 from headrace.memory.pools import build_pool
+from headrace.memory.transfer import door
 from headrace.memory.transfer.contract import Region
+from headrace.memory.transfer.door import Door, RegionMapping
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -34,6 +39,40 @@ def test_a_new_region_ends_what_was_under_way_with_the_old_one(device_name: str)
     assert old.data[: size // 2].min() == 7 and new.data.max() == 0
     lane.close()
     assert lane.poll() == []
+
+
+def test_a_region_that_could_not_be_mapped_at_once_is_mapped_later(monkeypatch: pytest.MonkeyPatch):
+    """For lack of descriptors, as it may be: pages are lost until then, not for ever."""
+    device = torch.device("cpu")
+    pool = build_pool(CacheGroup(CacheSpec("full", 3, 8, 8, "float32"), [0, 1], 12), 16, device)
+    lane, copier = PeerLane(device), PageCopier([pool], device)
+    for part in pool.parts:
+        part.tensor.view(torch.uint8).fill_(7)
+    lane.attach(copier)
+    region = Region.create(copier.page_bytes(0))
+    owner, mapping, take, now = Door(region), RegionMapping(lane.map), door.take_descriptor, [100.0]
+    lane.find_region = mapping.retry
+
+    def fail(handle: bytes) -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def move(ticket: int) -> list[Arrival]:
+        lane.start(PageMove(ticket, 0, "device", "peer", [3], [0], peer="5 0"))
+        return lane.poll()
+
+    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(door, "take_descriptor", fail)
+    mapping.open(owner.handle, 5)
+    assert move(1) == [Arrival(1, [0])]
+    monkeypatch.setattr(door, "take_descriptor", take)
+    assert move(2) == [Arrival(2, [0])], "it was tried a moment ago"
+    now[0] += door.RETRY_S
+    assert move(3) == [Arrival(3)] and region.data.min() == 7
+    mapping.open(b"", 0)
+    assert move(4) == [Arrival(4, [0])]
+    owner.close()
+    region.close()
+    lane.close()
 
 
 @pytest.mark.cuda

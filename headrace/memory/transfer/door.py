@@ -1,25 +1,31 @@
 """`Door`: hands the descriptor of a region out over a local socket, to processes of the same user that know the name of
-its present life; `take_descriptor`: the other side.
+its present life; `take_descriptor`: the other side. `RegionMapping`: the region of another process, in this one.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import secrets
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from headrace.base.errors import ConfigError, TransferFailed
-from headrace.memory.transfer.contract import AnyRegion
+from headrace.memory.transfer.contract import AnyRegion, Region
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 2.0
 PAUSE_S = 0.1
+RETRY_S = 10.0
+"""From one attempt to map a region to the next at least: one may take `TIMEOUT_S`."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -90,3 +96,42 @@ def take_descriptor(handle: bytes) -> tuple[int, int]:
         os.close(descriptors[0])
         raise TransferFailed("the peer's memory is smaller than it said")
     return descriptors[0], peer.num_bytes
+
+
+class RegionMapping:
+    """``attach`` is called with each region and its epoch, and with None when one is given up. A region that cannot be
+    mapped for lack of descriptors, memory or time is missing until `retry` maps it."""
+
+    def __init__(self, attach: Callable[[AnyRegion | None, int], None]):
+        self._attach = attach
+        self._region: Region | None = None
+        self._missing: tuple[bytes, int] | None = None
+        self._tried_at = 0.0
+
+    def open(self, handle: bytes, epoch: int) -> None:
+        """Map the region behind a `Door`, in place of an earlier one; empty: none."""
+        self._attach(None, 0)
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+        self._missing = (handle, epoch) if handle else None
+        self._tried_at = 0.0
+        self.retry()
+
+    def retry(self) -> None:
+        """Map what is missing, unless that was tried a moment ago."""
+        if self._missing is None or (self._tried_at and time.monotonic() - self._tried_at < RETRY_S):
+            return
+        handle, epoch = self._missing
+        try:
+            descriptor, num_bytes = take_descriptor(handle)
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, descriptor)
+                self._region = Region(descriptor, num_bytes)
+                undo.pop_all()
+        except (TransferFailed, OSError) as error:
+            logger.error("the memory of transfers cannot be mapped here, so their pages are computed: %s", error)
+            self._tried_at = time.monotonic()
+            return
+        self._missing = None
+        self._attach(self._region, epoch)
