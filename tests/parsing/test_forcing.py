@@ -13,7 +13,14 @@ from headrace.base.errors import RequestError
 from headrace.base.grammar import Grammar, Vocabulary
 from headrace.execution.structured.llguidance import GuidanceLibrary
 from headrace.service.parsing.choice import Formats
-from headrace.service.parsing.forcing import after_reasoning, confine_output, delay_grammar, force_calls, write_call
+from headrace.service.parsing.forcing import (
+    after_reasoning,
+    confine_output,
+    delay_grammar,
+    enforces_lark,
+    force_calls,
+    write_call,
+)
 from headrace.service.parsing.inputs import schema_of_input
 from headrace.service.parsing.known_formats import REASONING_FORMATS, TOOL_FORMATS
 from headrace.service.parsing.parser import OutputParser
@@ -110,10 +117,10 @@ def test_forced_calls_are_what_the_parser_reads(name):
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())
 def test_inputs_of_custom_tools(name):
     """A regular expression binds the text, which the parser tells as it is."""
-    schema = schema_of_input(r'\*\*\* [a-z]+\n("[0-9]")?|x')
+    schema = schema_of_input(r'\*\*\* [a-z]+\n("[0-9]")?|x|q(.|\n)*')
     tools = [{"type": "function", "function": {"name": "patch", "parameters": schema, "strict": True}}]
     tag = force_calls(tools, TOOL_FORMATS.load(name))
-    for text in ('*** a\n"7"', "x"):
+    for text in ('*** a\n"7"', "x", "q\nany <b>"):
         call = written(name, ("patch", {"input": text}))
         assert allows(tag, call)
         own = OutputParser(
@@ -122,6 +129,18 @@ def test_inputs_of_custom_tools(name):
         assert summary(run(own, call))[1:] == ("", [("patch", text, True)])
     for text in ("*** A\n", "y", "xx", '*** a\n"7'):
         assert not allows(tag, written(name, ("patch", {"input": text}))), text
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS.names())
+def test_inputs_that_follow_a_grammar(name):
+    lark = 'start: "*** " /[a-z]+/ LF (/"[^"]*"/ LF)* "end"\n%import common.LF'
+    function = {"name": "patch", "parameters": schema_of_input(), "strict": True, "lark": lark}
+    own = TOOL_FORMATS.load(name)
+    forced, free = (force_calls([{"type": "function", "function": function}], own, is_forced=f) for f in (True, False))
+    right, wrong = ('*** a\n"\\7 日"\nend', "*** a\nend"), ("*** A\nend", "*** a\n7\nend")
+    for text in (*right, *wrong):
+        call, is_allowed = written(name, ("patch", {"input": text})), text in right or not enforces_lark(own.writing)
+        assert allows(forced, call) is allows(free, call) is is_allowed, text
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS.names())

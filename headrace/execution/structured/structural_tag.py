@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from headrace.base.errors import RequestError
+from headrace.execution.structured.embedding import embed_lark
 from headrace.execution.structured.schema import check_schema, embed_schema
-from headrace.execution.structured.sources import check_regex, quote, slash
+from headrace.execution.structured.sources import check_regex, check_whole, quote, slash
 
 PARAM = "structural_tag"
 MAX_DEPTH = 32
@@ -64,7 +65,7 @@ class _LarkWriter:
         self._depth = 0
         self._writers: dict[str, Callable[[dict[str, Any]], str]] = {
             "const_string": self._const_string, "json_schema": self._json_schema, "regex": self._regex,
-            "any_text": self._any_text,
+            "any_text": self._any_text, "lark": self._lark,
             "sequence": self._sequence, "or": self._or, "tag": self._tag, "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator, "optional": self._repeated, "plus": self._repeated,
             "star": self._repeated,
@@ -101,6 +102,11 @@ class _LarkWriter:
         check_regex(_text(node, "pattern"), PARAM)
         return self._terminal(slash(_text(node, "pattern")))
 
+    def _lark(self, node: dict[str, Any]) -> str:
+        """The inside of a JSON string, whose value follows a grammar in Lark."""
+        _check_keys(node, {"definition"})
+        return self._rule(embed_lark(_text(node, "definition"), PARAM))
+
     def _any_text(self, node: dict[str, Any]) -> str:
         _check_keys(node, set())
         return self._terminal(ANY_TEXT)
@@ -133,6 +139,9 @@ class _LarkWriter:
         if isinstance(node["content"], dict) and node["content"].get("type") == "any_text":
             _check_keys(node["content"], set())
             body = "(" + " | ".join(self._text_until(end, ends) for end in ends) + ")"
+        elif self._is_bounded(node["content"], ends):
+            pattern = node["content"]["pattern"]
+            body = "(" + " | ".join(self._text_until(end, ends, pattern) for end in ends) + ")"
         else:
             if is_open(node["content"]) and any(ends):
                 raise _wrong(OPEN_END)
@@ -170,16 +179,24 @@ class _LarkWriter:
             return self._terminal(ANY_TEXT)
         return self._terminal(f"{ANY_TEXT} & ~" + slash(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)*"))
 
-    def _text_until(self, end: str, markers: list[str]) -> str:
-        """Any text up to and including the first of the markers, which is ``end``: all texts that end with it, less
-        those in which some marker ends earlier."""
+    def _is_bounded(self, content: Any, ends: list[str]) -> bool:
+        """Whether the content of a tag is a regular expression that could match the ends, which are text, too."""
+        if not isinstance(content, dict) or content.get("type") != "regex" or not all(ends):
+            return False
+        self._regex(content)
+        check_whole(content["pattern"], PARAM)
+        return not any(end in self._special_ids for end in ends)
+
+    def _text_until(self, end: str, markers: list[str], pattern: str = r"(.|\n)*") -> str:
+        """Text that ``pattern`` matches up to and including the first of the markers, which is ``end``: all texts that
+        end with it, less those in which some marker ends earlier. One terminal: those before ``end`` are greedy."""
         if not end:
             raise _wrong("free text needs a non-empty end or trigger")
         if end in self._special_ids:
             return f"({self._text_without(markers)} {self._literal(end)})"
         spelled = [re.escape(marker) for marker in markers if marker not in self._special_ids]
         earlier = slash(r"(.|\n)*(" + "|".join(spelled) + r")(.|\n)+")
-        return self._terminal(slash(r"(.|\n)*" + re.escape(end)) + f" & ~{earlier}")
+        return self._terminal(slash(f"({pattern})" + re.escape(end)) + f" & ~{earlier}")
 
     def _is_special(self, node: Any) -> bool:
         """Whether a format begins with a special token, which no text before it can swallow."""

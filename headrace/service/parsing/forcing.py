@@ -15,7 +15,7 @@ from headrace.base.errors import RequestError, UnsupportedFeature
 from headrace.base.grammar import Grammar
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.format import ReasoningFormat, ToolFormat, Writing
-from headrace.service.parsing.inputs import find_whole
+from headrace.service.parsing.inputs import ARGUMENT, find_whole
 from headrace.service.parsing.schemas import STRING, ToolSchemas, loosen
 
 Node = dict[str, Any]
@@ -94,9 +94,10 @@ def force_calls(
     """The structural tag for calls of these tools (one, or several with ``is_parallel``), after the reasoning if there
     is some. ``is_open``: the prompt has begun the reasoning.
 
-    ``tools`` are in OpenAI's form. If ``is_forced``, the output is calls and nothing else. Otherwise it is calls or
-    ``answer``, if that is given, else text with or without calls. Schemas of tools that are not ``strict`` are enforced
-    as far as every grammar library can (`loosen`). The format must have a `Writing`.
+    ``tools`` are in OpenAI's form; ``lark`` beside a function's name is a grammar of its only argument, a text. If
+    ``is_forced``, the output is calls and nothing else. Otherwise it is calls or ``answer``, if that is given, else
+    text with or without calls. Schemas of tools that are not ``strict`` are enforced as far as every grammar
+    library can (`loosen`). The format must have a `Writing`.
     """
     writing = tool_format.writing
     assert writing is not None
@@ -200,6 +201,7 @@ class _CallWriter:
             n: {**ANY_OBJECT, **(s if is_strict else loosen(s))} for n, (s, is_strict) in given.items()
         }
         self._types = ToolSchemas(self._schemas.items())
+        self._larks = {f["name"]: f["lark"] for f in (tool["function"] for tool in tools) if "lark" in f}
 
     def write_calls(self, can_repeat: bool, *, cut: int = 0) -> Node:
         """One call, or several. ``cut``: how many characters of the beginning a trigger has written already."""
@@ -228,6 +230,8 @@ class _CallWriter:
 
     def _write_arguments(self, name: str) -> Node:
         schema, writing = self._schemas[name], self._writing
+        if name in self._larks and enforces_lark(writing):
+            return self._write_input(self._larks[name])
         if not writing.pair:
             return _json(schema)
         found = schema.get("properties")
@@ -237,6 +241,12 @@ class _CallWriter:
         required = schema.get("required") or ()
         pairs = {key: self._write_pair(name, key) for key in properties}
         return _sequence([pair if key in required else _optional(pair) for key, pair in pairs.items()])
+
+    def _write_input(self, lark: str) -> Node:
+        """The only argument of a custom tool, whose text follows a grammar."""
+        value = _sequence([_text('"'), {"type": "lark", "definition": lark}, _text('"')])
+        pair = self._writing.pair or f'{{"{ARGUMENT}": $value}}'
+        return self._fill(pair, {"key": _text(ARGUMENT), "value": value})
 
     def _join(self, name: str, properties: Mapping[str, Any]) -> Node:
         """Pairs separated by commas: the required ones first, then any of the others, in the schema's order."""
@@ -259,11 +269,10 @@ class _CallWriter:
         values = schema.get("enum") if isinstance(schema, Mapping) else None
         if types == STRING and isinstance(values, list) and not writing.quotes:  # a JSON schema would quote the values
             return self._fill(writing.pair, {"key": _text(key), "value": _either([_text(v) for v in values])})
-        if types == STRING and not writing.quotes and (pattern := find_whole(schema)) is not None:
-            return self._fill(writing.pair, {"key": _text(key), "value": {"type": "regex", "pattern": pattern}})
         may_be_text = not writing.quotes and (not types or "string" in types)
         before, _, after = writing.pair.partition("$value")
-        bare = _sequence([self._fill(before, {"key": _text(key)}), *_text_up_to(after, writing.token)])
+        pattern = find_whole(schema) if types == STRING else None
+        bare = _sequence([self._fill(before, {"key": _text(key)}), *_text_up_to(after, writing.token, pattern)])
         if may_be_text and (types == STRING or not writing.json_pair):
             return bare
         spelled = self._fill(
@@ -277,14 +286,22 @@ class _CallWriter:
         return {**outer, **schema} if isinstance(schema, Mapping) else schema
 
 
-def _text_up_to(end: str, token: str) -> list[Node]:
-    """Any text, then ``end``. If ``end`` contains the special token ``token``, which cannot be searched for as text,
-    the characters before it must end the value."""
+def enforces_lark(writing: Writing | None) -> bool:
+    """Whether grammars bind inputs of custom tools. Where values are bare text, a terminal of the grammar would take
+    what ends the value for its own."""
+    return writing is not None and (not writing.pair or writing.quotes)
+
+
+def _text_up_to(end: str, token: str, pattern: str | None) -> list[Node]:
+    """Any text (with ``pattern``, that which it matches), then ``end``. If ``end`` contains the special token
+    ``token``, which cannot be searched for as text, the characters before it must end the value."""
     if token and token in end:
         at = end.index(token)
-        return [{"type": "regex", "pattern": r"(.|\n)*" + re.escape(end[:at])}, _text(end[at:])]
+        text = r"(.|\n)*" if pattern is None else f"({pattern})"
+        return [{"type": "regex", "pattern": text + re.escape(end[:at])}, _text(end[at:])]
     marker, rest = _split_end(end)
-    return [{"type": "tag", "begin": "", "content": ANY_TEXT, "end": marker}, _text(rest)]
+    content = ANY_TEXT if pattern is None else {"type": "regex", "pattern": pattern}
+    return [{"type": "tag", "begin": "", "content": content, "end": marker}, _text(rest)]
 
 
 def _split_end(end: str) -> tuple[str, str]:

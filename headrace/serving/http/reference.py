@@ -248,7 +248,7 @@ FIELDS = {
     "CustomDetails.format": "What the input may be: any text, or text that a grammar allows.",
     "ResponseCustomTool.format": "What the input may be: any text, or text that a grammar allows.",
     "GrammarInput.grammar": "The grammar.",
-    "syntax": "`regex` is enforced, `lark` is only shown to the model.",
+    "syntax": "A regular expression, or a grammar in Lark.",
     "definition": "The regular expression or grammar.",
     "parameters": "JSON schema of the arguments.",
     "input_schema": "JSON schema of the arguments.",

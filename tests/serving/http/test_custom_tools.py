@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from fake_apps import http_for
 
 TEXT = 'print("日 \\ 😀")\n\t*** End'
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
@@ -95,13 +96,14 @@ async def test_chat(api, client, stream):
 
 
 async def test_grammars(api, client):
-    """A regular expression binds the input whenever the tool is called; both kinds are shown to the model."""
+    """They bind the input whenever the tool is called, and are shown to the model."""
     async def grammar(*tools: dict, **options):
         await api.responses.create(model="fake-model", input="Hi", tools=list(tools), max_output_tokens=1, **options)
         found = client.submitted[-1][1].grammar
         return None if found is None else found.text
 
-    assert await grammar(PATCH) is None and await grammar(LARK) is None  # Lark is shown, as the header Warning says
+    assert await grammar(PATCH) is None
+    assert '"type":"lark","definition":"start: \\"a\\""' in await grammar(LARK)
     assert 'grammar in Lark:\\nstart: \\"a\\"' in client.prompts[-1]
     assert '"^(?:[0-9]{2}|x)$"' in await grammar(NUMBER)
     assert "regular expression:\\n[0-9]{2}|x" in client.prompts[-1]
@@ -112,18 +114,20 @@ async def test_grammars(api, client):
     assert '"number"' in forced.replace("\\", "") and '"patch"' not in forced.replace("\\", "")
 
 
+@pytest.mark.parametrize("name, is_enforced", [("hermes", True), ("pythonic", True), ("qwen3_coder", False)])
+async def test_grammars_that_are_not_enforced_are_told(client, name, is_enforced):
+    async with http_for(client, tool_parser=name) as http:
+        answer = await http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 1, "tools": [LARK]})
+    assert answer.status_code == 200, answer.text
+    assert is_enforced is ("warning" not in answer.headers)
+    assert is_enforced is ('"type":"lark"' in client.submitted[-1][1].grammar.text)
+
+
 async def test_custom_tools_of_a_namespace(api, client):
     client.script = write_call("files__patch", '{"input": "x"}').encode()
     tools = [{"type": "namespace", "name": "files", "description": "Files.", "tools": [PATCH]}]
     (call,) = (await api.responses.create(model="fake-model", input="Hi", tools=tools)).output
     assert (call.type, call.name, call.namespace, call.input) == ("custom_tool_call", "patch", "files", "x")
-
-
-async def test_grammars_that_are_not_enforced_are_told(server):
-    answer = await server.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 1, "tools": [PATCH, LARK]})
-    assert answer.headers["warning"].endswith('tools.format.definition"')
-    answer = await server.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 1, "tools": [PATCH, NUMBER]})
-    assert "warning" not in answer.headers
 
 
 @pytest.mark.parametrize("fields, param", [

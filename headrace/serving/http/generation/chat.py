@@ -18,14 +18,14 @@ from headrace.service.client.prompts import encode_prompt
 from headrace.service.media.wire import PreparedItem
 from headrace.service.parsing.choice import Formats
 from headrace.service.parsing.events import MAX_CALLS, Event, TextDelta, merge_events
-from headrace.service.parsing.forcing import confine_output
+from headrace.service.parsing.forcing import confine_output, enforces_lark
 from headrace.service.parsing.message import new_parser
 from headrace.service.parsing.parser import OutputParser
 from headrace.serving.http.generation.context import AppContext, compute
 from headrace.serving.http.generation.conversation import (
     chosen_names,
     custom_names,
-    has_free_grammars,
+    lark_grammars,
     offered_tools,
     render_conversation,
     render_size,
@@ -184,18 +184,27 @@ def _plan_output(context: AppContext, body: ChatRequest, prompt: str) -> OutputP
         last = body.messages[-1].text_or_parts
         parts = last if isinstance(last, list) else [TextPart(text=last or "")]
         continued = "".join(part.text for part in parts if isinstance(part, TextPart | RefusalPart))
+    larks = lark_grammars(body.tools)
     # empty: every tool may be called
     names = chosen_names(choice)
     is_named = isinstance(choice, NamedTool | NamedCustomTool)
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     return OutputPlan(
-        formats=formats, tools=tools, callable_tools=[t for t in tools if not names or t["function"]["name"] in names],
+        formats=formats, tools=tools,
+        callable_tools=[_bind(t, larks) for t in tools if not names or t["function"]["name"] in names],
         custom=custom_names(body.tools), is_forced=is_named or mode == "required",
         is_parallel=body.parallel_tool_calls is not False and not is_named,
         prompt=prompt, continued=continued, separates=body.separate_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False, includes_reasoning=body.include_reasoning is not False,
         max_thinking=_read_budget(body, formats),
     )
+
+
+def _bind(tool: dict[str, Any], larks: Mapping[str, str]) -> dict[str, Any]:
+    """A tool for `confine_output`, with the grammar of its input; the prompt shows it in words."""
+    function = tool["function"]
+    lark = larks.get(function["name"])
+    return tool if lark is None else {**tool, "function": {**function, "lark": lark, "strict": True}}
 
 
 def _params(body: ChatRequest, context: AppContext) -> SamplingParams:
@@ -238,7 +247,7 @@ async def prepare_chat(
     chat request (`GenerationRequest`). Submits nothing. Raises typed
     errors for what cannot be served."""
     adapter = context.check_request(body.model)
-    if has_free_grammars(body.tools):
+    if lark_grammars(body.tools) and (own := context.formats().tools) and not enforces_lark(own.writing):
         request.scope.setdefault("state", {}).setdefault("ignored_fields", []).append("tools.format.definition")
     params = _params(body, context)  # cheap checks first: rendering may take long
     items = await prepare_media(request, context, media_of(body.messages), salt=body.cache_salt or "")

@@ -70,10 +70,13 @@ def custom_names(tools: list[AnyTool] | None) -> frozenset[str]:
     return frozenset(tool.custom.name for tool in tools or () if isinstance(tool, CustomTool))
 
 
-def has_free_grammars(tools: list[AnyTool] | None) -> bool:
-    """Whether there is a custom tool whose grammar is shown, but not enforced."""
-    forms = [tool.custom.format for tool in tools or () if isinstance(tool, CustomTool)]
-    return any(isinstance(form, GrammarInput) and form.grammar.syntax != "regex" for form in forms)
+def lark_grammars(tools: list[AnyTool] | None) -> dict[str, str]:
+    """The grammars in Lark of custom tools, by their names."""
+    forms = {tool.custom.name: tool.custom.format for tool in tools or () if isinstance(tool, CustomTool)}
+    return {
+        name: form.grammar.definition for name, form in forms.items()
+        if isinstance(form, GrammarInput) and form.grammar.syntax == "lark"
+    }
 
 
 def _as_function(tool: AnyTool) -> FunctionTool:

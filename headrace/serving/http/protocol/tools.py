@@ -34,7 +34,7 @@ class Tool(Struct, tag_field="type", tag="function", kw_only=True, forbid_unknow
 
 
 class GrammarSource(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the input of a custom tool must match: a regular expression, which is enforced, or a grammar in Lark."""
+    """What the input of a custom tool must match: a regular expression, or a grammar in Lark."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, Meta(min_length=1, max_length=MAX_DEFINITION)]
