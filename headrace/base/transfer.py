@@ -152,7 +152,8 @@ class Completed(msgspec.Struct, frozen=True, array_like=True, tag="completed"):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """Decode: get the pages of a request into a lease."""
+    """Decode: get the pages of a request into a lease; or, with ``num_bytes`` 0, have the prefill engine hear that they
+    are of no use."""
 
     ticket: int
     spec: TransferSpec
@@ -239,7 +240,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Decode to prefill: write the pages of a room into my lease."""
+    """Decode to prefill: write the pages of a room into my lease; with ``num_bytes`` 0 none: the room may end."""
 
     ticket: int
     room: str

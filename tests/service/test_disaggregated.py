@@ -25,6 +25,7 @@ from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
 from headrace.service.engine import Engine
 from headrace.service.ranks.starting import build_ranked_engine
 from headrace.service.transfer import build as transfer
+from headrace.service.transfer import gate
 from headrace.service.transfer.gate import TransferGate
 
 NUM_TOKENS = 6
@@ -241,6 +242,27 @@ def test_what_the_prefill_engine_has_no_place_for_is_computed_at_once(lack: str,
     run_until([prefill, decode], lambda: all(map(decode.is_done, decode.outputs)))
     assert [decode.tokens(f"r{i}") for i in range(3)] == expected[:3]
     assert time.monotonic() - began < 4.0, "sooner than an agent waits for a room"
+    settle([prefill, decode])
+
+
+@pytest.mark.parametrize("lack", ["size", "time"])
+def test_pages_that_the_decode_engine_has_no_place_for_are_given_up(lack: str, start, llama, expected, monkeypatch):
+    """They would keep memory of the prefill engine until nobody can have fetched them."""
+    folder, options, prompts = llama
+    prefill = start(folder, options, "prefill")
+    if lack == "size":
+        monkeypatch.setattr(transfer, "region_bytes", lambda layout, page_bytes: sum(page_bytes))
+    decode = start(folder, options, "decode")
+    if lack == "time":
+        monkeypatch.setattr(gate, "ROOM_S", 0.0)
+        decode.gate._leases.acquire(0, decode.gate._leases.num_bytes)
+    prefill.submit("r0", prompts[0], room="0")
+    decode.submit("r0", prompts[0], room="0", fetches_from=prefill.port)
+    began = time.monotonic()
+    run_until([prefill, decode], lambda: decode.is_done("r0") and not prefill.gate._held)
+    assert decode.tokens("r0") == expected[0] and time.monotonic() - began < 4.0
+    assert prefill.gate.outcomes == decode.gate.outcomes == {"lost": 1}
+    decode.gate._leases.release(0)
     settle([prefill, decode])
 
 

@@ -218,6 +218,23 @@ def test_a_room_that_is_declined_is_given_up_at_once(ends):
     assert decode.hear(Arrived, 6).first == FIRST
 
 
+@pytest.mark.parametrize("is_offered", [True, False])
+def test_pages_that_are_of_no_use_are_given_up_at_once(is_offered: bool, ends):
+    prefill, decode, port = ends()
+    messages = [Offer(1, "room", b"p", 0, 4096), Filled(1, [(0, 4096)]), Completed(1, FIRST)]
+    fill(prefill, 0, 4096)
+    for message in messages if is_offered else ():
+        prefill.line.send(message)
+    decode.line.send(fetch(7, "room", port, 0, 0))
+    if not is_offered:
+        time.sleep(0.2)
+        for message in messages:
+            prefill.line.send(message)
+    assert prefill.hear(Released, 1, 4.0).reason == "the decode engine gave it up"
+    decode.hear(Released, 7)
+    assert not decode.region.data.any()
+
+
 @pytest.mark.parametrize("fault, words", [
     ("corrupt=1", "a checksum is wrong"), ("drop=1", "a checksum is wrong"), ("refuse=1", "refused a write"),
 ])

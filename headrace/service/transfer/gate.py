@@ -113,6 +113,7 @@ class TransferGate:
                 self._no_room.popleft()
             elif self._clock() >= until:
                 self._no_room.popleft()
+                self._forgo(request)
                 self._go_alone(request, f"no memory for its pages within {ROOM_S:g} s")
             else:
                 break
@@ -139,9 +140,11 @@ class TransferGate:
         spec = request.transfer
         assert spec is not None, "see concerns"
         if request.request_id not in self._exchange.expected:  # it has ended meanwhile
+            self._forgo(request)
             return True
         extent = self._exchange.measure(len(request.prompt_token_ids))
         if extent.num_bytes > self._leases.num_bytes:
+            self._forgo(request)
             self._go_alone(request, f"its pages are {extent.num_bytes} bytes, more than there are for transfers")
             return True
         begin = self._leases.acquire(self._next_ticket, extent.num_bytes)
@@ -161,6 +164,15 @@ class TransferGate:
             self._exchange.expected[request.request_id] = lease.ticket
             self._line.send(Fetch(lease.ticket, spec, prompt, begin, extent.num_bytes))
         return True
+
+    def _forgo(self, request: EngineRequest) -> None:
+        """The pages of a request will not be fetched: else they would keep memory of the prefill engine for long."""
+        spec = request.transfer
+        assert spec is not None, "see concerns"
+        if not self._is_prefill:
+            prompt = digest_prompt(request.prompt_token_ids, request.namespace)
+            self._line.send(Fetch(self._next_ticket, spec, prompt, 0, 0))
+            self._next_ticket += 1
 
     def _take(self, message: FromAgent) -> None:
         held = self._held.get(message.ticket) if isinstance(message, (Arrived, Lost, Released)) else None

@@ -189,7 +189,7 @@ class Offers:
         room = self._rooms.get(want.room) or await self._await_offer(want.room)
         if room.is_taken:
             raise TransferFailed("the room was fetched already")
-        if (room.offer.prompt, room.offer.num_bytes) != (want.prompt, want.num_bytes):
+        if want.prompt != room.offer.prompt or want.num_bytes not in (0, room.offer.num_bytes):
             raise TransferFailed("the two requests of the room have different prompts")
         room.is_taken, delivery.room = True, room
         return room
@@ -335,7 +335,7 @@ class _Link:
     def _begin(self, want: Want) -> None:
         if want.ticket in self._deliveries or len(self._deliveries) >= MOST_WAITING:
             raise TransferFailed(f"{self._line.name} uses a ticket twice, or too many")
-        delivery = self._deliveries[want.ticket] = _Delivery(want)
+        delivery = self._deliveries[want.ticket] = _Delivery(want, is_stopped=want.num_bytes == 0)
         task = asyncio.create_task(self._deliver(delivery))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
