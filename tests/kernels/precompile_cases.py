@@ -185,6 +185,36 @@ def test_any_number_of_decodes_takes_kernels_that_the_start_compiles(
         precompile_module._is_dry.reset(token)
 
 
+def test_plans_of_chunks_are_compiled_with_and_without_splits(gpu: PretendedDriver, monkeypatch: pytest.MonkeyPatch):
+    """A step of the start is as short as can be: whether keys are divided depends on lengths that come later."""
+    from headrace.kernels.attention import hopper
+    from headrace.layers.attention import hopper as backends
+    from headrace.layers.attention.contract import AttentionGeometry, AttentionInputs
+
+    monkeypatch.setattr(hopper, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(backends, "count_processors", lambda _: 132)
+    geometry = AttentionGeometry("cuda", "bfloat16", "bfloat16", (9, 0), 32, 8, 128, 128, 64)
+    backend = backends.HopperAttention(geometry, torch.device("cpu"))
+
+    def prepare(*lens: tuple[int, int], at: int = 0) -> bool:
+        counts, kv_lens = [n for n, _ in lens], [n for _, n in lens]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = torch.zeros(len(lens) + at, dtype=torch.int32)[at:]  # not aligned as torch's own
+        backend.prepare(AttentionInputs(
+            sum(counts), 0, counts, kv_lens, max(counts), max(kv_lens), starts, lengths, starts, starts
+        ))
+        return backend._plan.workspace is not None
+
+    assert precompile(lambda: prepare((3, 3)), "plans of chunks", CUDA) == 2
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"])
+    try:
+        found = [prepare((3, 3)), prepare((64, 8256)), prepare((1, 8193), (16, 9000), at=1), prepare((8192, 8192))]
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert found == [False, True, True, False] and not compiled
+
+
 def test_sparse_attention_is_compiled_once_for_steps_of_any_size(gpu: PretendedDriver):
     """Lengths and numbers of splits are arguments: nothing is left to compile when a chunk has other ones."""
     from headrace.kernels.latents.slots import Slots

@@ -8,6 +8,7 @@
 // then the sums of the block before, and makes weights of these logits while the sums run. Weights never leave registers:
 // what is a result of the first product is the left operand of the second one as it is.
 //
+// With SPLITS a plan may divide the blocks of keys of a tile, which is claimed once a split: see prefill_splits.cuh.
 // Compiled by NVRTC. -DE: 64 or 128; -DGROUPS: 2, or 3 for 64 dims; -DFP16: float16 instead of bfloat16; -DSOFTCAP.
 
 #include "numbers.cuh"
@@ -30,9 +31,18 @@ constexpr uint32 Q_BYTES = HALVES * Q_HALF, BLOCK_BYTES = HALVES * KEYS_HALF;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float SLACK = 8.0f;  // the highest logit may be 2^SLACK times what weights are relative to: less rescaling
 
+#ifdef SPLITS
+constexpr bool HAS_SPLITS = true;
+typedef int4 Block;  // (request, first token of its chunk, split, number of splits): those with several come first
+#else
+constexpr bool HAS_SPLITS = false;
+typedef int2 Block;  // (request, first token of its chunk)
+#endif
+
 struct Call {
-  const int2 *blocks;                            // [N] (request, first token of its chunk), request -1 behind the last
-  int *claims;                                   // [2] zeros, which the last program leaves as zeros
+  const Block *blocks;                           // [N], request -1 behind the last
+  int *claims;                                   // [2] zeros, which the last program leaves as zeros; with SPLITS [3],
+                                                 // and how many blocks there are with several splits
   const int *query_start, *kv_lens, *table;      // [R + 1], [R], [R, *]
   const void *sinks;                             // [H], or null
   char *out;
@@ -40,19 +50,34 @@ struct Call {
   int tiles, kv_heads, group, tokens;            // N * K, K, H / K, of a tile
   int page_size, window, has_wide_sinks;         // window: at most 2^30; sinks in float32, else as q
   float scale, softcap;                          // scale includes log2(e); with a soft-cap, 1 / softcap instead
+#ifdef SPLITS
+  float *parts;                                  // [splits * K, ROWS, E] sums
+  float2 *stats;                                 // [splits * K, ROWS] (highest logit in base 2, total)
+#endif
 };
 
 struct Tile {
   int request, first, head, begin, query_len, kv_len;  // request -1: no more; begin: of the chunk among all tokens
   int place, end, low;  // of the first token; behind the last key that any row sees; the first one
+  int split, splits, slot;  // with SPLITS: which of so many shares of its blocks of keys, and its place in the workspace
 
   __device__ void find_keys(const Call &call) {
     place = kv_len - query_len + first;
     end = min(place + call.tokens, kv_len);
     low = max(place - call.window + 1, 0);
   }
-  __device__ int last_block() const { return (end - 1) / KEYS * KEYS; }
-  __device__ int first_block() const { return low / KEYS * KEYS; }
+  // The first block of a share. A plan has no more splits than a tile has blocks, so that none is empty.
+  __device__ int find_share(int which) const {
+    return (low / KEYS + ((end - 1) / KEYS - low / KEYS + 1) * which / splits) * KEYS;
+  }
+  __device__ int last_block() const {
+    if constexpr (HAS_SPLITS) return find_share(split + 1) - KEYS;
+    return (end - 1) / KEYS * KEYS;
+  }
+  __device__ int first_block() const {
+    if constexpr (HAS_SPLITS) return find_share(split);
+    return low / KEYS * KEYS;
+  }
   __device__ int count_blocks() const { return (last_block() - first_block()) / KEYS + 1; }
   // Whether some row does not see all keys of a block.
   __device__ bool is_masked(const Call &call, int at) const {
@@ -105,6 +130,7 @@ __device__ Tile read_tile(const Call &call, const Places &in, int nth) {
   wait_for(in.tile_full + 8 * slot, nth / SLOTS % 2);
   const int4 a = load_shared(in.tiles + slot * SLOT_BYTES), b = load_shared(in.tiles + slot * SLOT_BYTES + 16);
   Tile tile{a.x, a.y, a.z, a.w, b.x, b.y};
+  tile.split = b.z & 0xFFFF, tile.splits = b.z >> 16, tile.slot = b.w;
   tile.find_keys(call);
   return tile;
 }
@@ -115,27 +141,45 @@ __device__ Tile read_tile(const Call &call, const Places &in, int nth) {
 // is read again when it is stored, are behind that.
 __device__ void claim_tiles(const Call &call, const Places &in) {
   int index = blockIdx.x, claimed = 0;
+#ifdef SPLITS
+  // Where tiles are divided not even the first one goes by the program's number, see `merge_splits`. All of this is
+  // asked for at once.
+  const Block own = call.blocks[index / call.kv_heads];
+  const int order = atomicAdd(call.claims + 2, 1), divided = call.claims[3];
+  if (divided) index = order;
+#endif
   for (int nth = 0;; nth++) {
     Tile tile{-1};
     if (index < call.tiles) {
-      const int2 block = call.blocks[index / call.kv_heads];
+#ifdef SPLITS
+      const Block block = nth || divided ? call.blocks[index / call.kv_heads] : own;
+      tile.split = block.z, tile.splits = block.w, tile.slot = index;
+#else
+      const Block block = call.blocks[index / call.kv_heads];
+#endif
       tile.request = block.x, tile.first = block.y, tile.head = index % call.kv_heads;
     }
     const uint32 slot = in.tiles + nth % SLOTS * SLOT_BYTES;
     if (tile.request >= 0) {
       tile.begin = call.query_start[tile.request];
       tile.query_len = call.query_start[tile.request + 1] - tile.begin, tile.kv_len = call.kv_lens[tile.request];
-      store_shared(slot + 16, tile.query_len, tile.kv_len, 0, 0);
+      store_shared(slot + 16, tile.query_len, tile.kv_len, tile.split | tile.splits << 16, tile.slot);
     }
     store_shared(slot, tile.request, tile.first, tile.head, tile.begin);
     arrive(in.tile_full + 8 * (nth % SLOTS));
     if (tile.request < 0) break;
     tile.find_keys(call);
     claimed += tile.count_blocks();
-    while (claimed - load_shared_int(in.asked) >= AHEAD) __nanosleep(64);
+    // no program takes a second split before others, which began a moment later, have their first one
+    while (claimed - load_shared_int(in.asked) >= (HAS_SPLITS && tile.splits > 1 ? 1 : AHEAD)) __nanosleep(64);
+#ifdef SPLITS
+    index = divided ? atomicAdd(call.claims + 2, 1) : gridDim.x + atomicAdd(call.claims, 1);
+  }
+#else
     index = gridDim.x + atomicAdd(call.claims, 1);
   }
   if (atomicAdd(call.claims + 1, 1) == gridDim.x - 1) call.claims[0] = call.claims[1] = 0;
+#endif
 }
 
 // Dims from `dim` on of `head`, of a few tokens, or of slots of a page.
@@ -393,6 +437,8 @@ __device__ void store_tile(
   }
 }
 
+#include "prefill_splits.cuh"
+
 // A warpgroup that multiplies.
 __device__ void attend_tiles(const Call &call, const Places &in, int group) {
   const int lane = threadIdx.x % 32;
@@ -487,7 +533,7 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
       wait_products<0>();
       fence_sums(o);
       release_values();
-      store_tile(call, read_tile(call, in, nth - 1), o, before, rows);
+      finish_tile(call, read_tile(call, in, nth - 1), o, before, rows, group);
     } else {
       const bool scales = __any_sync(~0u, grows);
       wait_products<0>();
@@ -504,7 +550,7 @@ __device__ void attend_tiles(const Call &call, const Places &in, int group) {
   start_sums(o, p, in.values + v_ring.stage * BLOCK_BYTES, adds);
   wait_products<0>();
   fence_sums(o);
-  store_tile(call, tile, o, softmax, rows);
+  finish_tile(call, tile, o, softmax, rows, group);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -547,5 +593,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
 #endif
     attend_tiles(call, in, warp / 4 - 1);
+#ifdef SPLITS
+    merge_splits(call);
+#endif
   }
 }

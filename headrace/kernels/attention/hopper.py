@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from itertools import product
 
 import torch
 
 from headrace.kernels.attention import HOPPER_LEAST_PAGE, HOPPER_ROWS
 from headrace.kernels.attention.blocks import Head, Tile
 from headrace.kernels.attention.prefill import PrefillPlan
+from headrace.kernels.attention.splits import KEYS, NO_WINDOW
 from headrace.kernels.cuda_source import (
     CudaKernel,
     cache_compiled,
@@ -24,15 +26,13 @@ from headrace.kernels.cuda_source import (
 )
 from headrace.kernels.launch import ceil_div
 
-KEYS, SLOTS, SLOT_BYTES = 128, 16, 32
-"""As in the source: keys of a block, slots of tiles and their size."""
+SLOTS, SLOT_BYTES = 16, 32
+"""As in the source, which has `KEYS` too: slots of tiles and their size."""
 STAGES = {64: 4, 128: 2}
 """Of the rings of keys and of values, by head dim; as in the source."""
 FEW_TILES = 2
 """For each multiprocessor: fewer of the largest, and smaller ones end sooner. On an H200, 64 dims with a window of 128:
 512 tokens 11.7 us against 14.6, 2,048 tokens 35.8 against 35.2, 8,192 124.6 against 113.0."""
-NO_WINDOW = 1 << 30
-"""More than any context."""
 
 
 class _Call(ctypes.Structure):
@@ -48,6 +48,12 @@ class _Call(ctypes.Structure):
         )),
         *((name, c_float) for name in ("scale", "softcap")),
     )
+
+
+class _SplitCall(_Call):
+    """The same with SPLITS."""
+
+    _fields_ = (("parts", c_void_p), ("stats", c_void_p))
 
 
 def prefill_tile(head_dim: int, rows: int) -> Tile:
@@ -71,11 +77,13 @@ def count_shared_bytes(head_dim: int, rows: int) -> int:
 
 @cache_compiled
 def find_kernel(
-    head_dim: int, rows: int, dtype: torch.dtype, has_softcap: bool, device: torch.device
+    head_dim: int, rows: int, dtype: torch.dtype, device: torch.device, *, has_softcap: bool, has_splits: bool
 ) -> CudaKernel | None:
-    """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails."""
+    """The kernel, compiled (2 s) unless cached; None, with a warning, where that fails. ``has_splits``: for plans with
+    a workspace."""
     flags = {"FP16": 1} if dtype == torch.float16 else {}
     flags |= {"SOFTCAP": 1} if has_softcap else {}
+    flags |= {"SPLITS": 1} if has_splits else {}
     with fallback("attention of chunks takes Triton's kernel"):
         return load_kernel(
             "prefill", device, count_shared_bytes(head_dim, rows), E=head_dim, GROUPS=rows // 64, **flags
@@ -84,8 +92,11 @@ def find_kernel(
 
 
 def is_compiled(head_dim: int, dtype: torch.dtype, has_softcap: bool, device: torch.device) -> bool:
-    """Whether there are kernels for all `HOPPER_ROWS`: a dry run of any step then compiles those of others."""
-    return all(find_kernel(head_dim, rows, dtype, has_softcap, device) is not None for rows in HOPPER_ROWS[head_dim])
+    """Whether there are kernels for all `HOPPER_ROWS` and plans: a dry run of any step then compiles all."""
+    return all(
+        find_kernel(head_dim, rows, dtype, device, has_softcap=has_softcap, has_splits=has_splits) is not None
+        for rows, has_splits in product(HOPPER_ROWS[head_dim], (False, True))
+    )
 
 
 def takes(q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], head: Head) -> bool:
@@ -109,14 +120,18 @@ def describe_call(
     """The kernel's argument."""
     query_start, kv_lens, page_table = step
     _, page_size, kv_heads, _ = k_pages.shape
-    constants = head.constants()
-    return _Call(
+    constants, workspace = head.constants(), plan.workspace
+    more: tuple[int, ...] = ()
+    if workspace is not None:
+        assert plan.tile.rows <= workspace.parts.shape[1] and q.shape[2] == workspace.parts.shape[2]
+        more = (workspace.parts.data_ptr(), workspace.stats.data_ptr())
+    return (_SplitCall if more else _Call)(
         *(None if x is None else x.data_ptr() for x in (
             plan.blocks, plan.claims, query_start, kv_lens, page_table, head.sinks, out,
         )),
         page_table.stride(0), plan.blocks.shape[0] * kv_heads, kv_heads, q.shape[1] // kv_heads, plan.tokens, page_size,
         min(head.window or NO_WINDOW, NO_WINDOW), int(head.sinks is not None and head.sinks.dtype == torch.float32),
-        constants["scale"], constants["softcap"],
+        constants["scale"], constants["softcap"], *more,
     )
 
 
@@ -132,7 +147,9 @@ def prefill(
     k_pages, v_pages = pages
     page_size, kv_heads, head_dim = k_pages.shape[1:]
     rows = plan.tile.rows
-    kernel = find_kernel(head_dim, rows, q.dtype, head.softcap > 0, q.device)
+    kernel = find_kernel(
+        head_dim, rows, q.dtype, q.device, has_softcap=head.softcap > 0, has_splits=plan.workspace is not None
+    )
     assert kernel is not None, "see `is_compiled`"
     grouped = q.unflatten(1, (kv_heads, -1))  # [T, K, G, E]
     box = (1, min(page_size, KEYS), 1, 64)

@@ -17,6 +17,7 @@ from headrace.kernels.attention.blocks import (
     load_block,
     rounds_to_half,
 )
+from headrace.kernels.attention.splits import Splitting, SplitWorkspace, deal_splits
 from headrace.kernels.launch import ceil_div, next_power_of_2, wait_for_previous
 from headrace.kernels.operation import LARGE_BLOCK
 
@@ -144,27 +145,32 @@ def _prefill_kernel(
 class PrefillPlan:
     """Which query tokens each program of `prefill` takes, ``tokens`` at most; made once a step, read by every layer.
     ``blocks`` [N, 2] int32 holds (request, first token within its chunk); request -1: no work, nor behind it.
-    ``claims`` [2] int32: zeros, with which programs that stay count the blocks that they have taken, and themselves."""
+    ``claims`` [2] int32: zeros, with which programs that stay count the blocks that they have taken, and themselves.
+
+    With a ``workspace``, keys may be divided, which only own CUDA C++ can: see `deal_splits` for ``blocks`` [N, 4] and
+    ``claims`` [4]."""
 
     blocks: torch.Tensor
     claims: torch.Tensor
     tile: Tile
     tokens: int
+    workspace: SplitWorkspace | None = None
 
 
 def plan_prefill(
-    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, tile: Tile
+    query_start: torch.Tensor, query_lens: list[int], *, first: int, group: int, tile: Tile,
+    splitting: Splitting | None = None,
 ) -> PrefillPlan:
     """Plan requests ``first`` and later. ``query_start`` [R + 1] int32 is on the device, ``query_lens`` are the same
-    lengths on the host, so that the grid is known without a synchronisation."""
+    lengths on the host, so that the grid is known without a synchronisation. With ``splitting`` their keys may be
+    divided."""
     tile, tokens = _query_tile(group, tile)
     num_blocks = sum(ceil_div(n, tokens) for n in query_lens[first:])
-    entries = _deal_blocks(query_start, num_blocks, first, len(query_lens) - first, tokens, least=1)
-    return PrefillPlan(entries[:-1], entries[-1], tile, tokens)
+    return _make_plan(query_start, num_blocks, first, len(query_lens) - first, (tile, tokens), splitting, least=1)
 
 
 def plan_open_prefill(
-    query_start: torch.Tensor, num_tokens: int, *, group: int, tile: Tile
+    query_start: torch.Tensor, num_tokens: int, *, group: int, tile: Tile, splitting: Splitting | None = None
 ) -> PrefillPlan:
     """Plan requests of two tokens or more whose number and lengths only the device knows. Launches as many programs as
     ``num_tokens`` tokens can need; those without work return at once. May be captured."""
@@ -172,8 +178,7 @@ def plan_open_prefill(
     num_requests = query_start.shape[0] - 1
     # sum of ceil(n / tokens) <= num_tokens // tokens + requests, of which at most num_tokens // 2 have two tokens
     num_blocks = num_tokens // tokens + min(num_requests, num_tokens // 2)
-    entries = _deal_blocks(query_start, num_blocks, 0, num_requests, tokens, least=2)
-    return PrefillPlan(entries[:-1], entries[-1], tile, tokens)
+    return _make_plan(query_start, num_blocks, 0, num_requests, (tile, tokens), splitting, least=2)
 
 
 def _query_tile(group: int, tile: Tile) -> tuple[Tile, int]:
@@ -181,6 +186,18 @@ def _query_tile(group: int, tile: Tile) -> tuple[Tile, int]:
     if group > tile.rows:  # at least one token must fit
         tile = Tile(next_power_of_2(group), tile.keys, tile.num_warps, tile.num_stages)
     return tile, tile.rows // group
+
+
+def _make_plan(
+    query_start: torch.Tensor, num_blocks: int, first: int, num_requests: int, query_tile: tuple[Tile, int],
+    splitting: Splitting | None, *, least: int,
+) -> PrefillPlan:
+    about, (tile, tokens) = (query_start, num_blocks, first, num_requests), query_tile
+    if splitting is None:
+        entries = _deal_blocks(*about, tokens, least=least)
+        return PrefillPlan(entries[:-1], entries[-1], tile, tokens)
+    entries = deal_splits(*about, tokens, least=least, splitting=splitting)
+    return PrefillPlan(entries[:-1], entries[-1], tile, tokens, splitting.workspace)
 
 
 def _deal_blocks(
@@ -203,6 +220,7 @@ def prefill(
     alone. q [T, H, E] and out are contiguous; ``pages`` are k's and v's; ``step`` is (query_start [R + 1], kv_lens [R],
     page_table [R, *]) of all requests, int32. The keys of the step must have been written to the pages."""
     (k_pages, v_pages), (query_start, kv_lens, page_table) = pages, step
+    assert plan.workspace is None, "this kernel does not divide keys"
     if not plan.blocks.shape[0]:
         return
     # without sinks q stands in for their pointer, which the kernel then does not read

@@ -20,6 +20,7 @@ from headrace.kernels.attention.prefill import (
     prefill_tile,
 )
 from headrace.kernels.attention.prefixes import count_members, decode_behind_prefixes
+from headrace.kernels.attention.splits import Splitting
 from headrace.kernels.few_decodes import Rotation
 from headrace.kernels.few_decodes.hopper import DIVISIONS, SHORT_CONTEXTS, few_decodes
 from headrace.layers.attention.contract import (
@@ -57,17 +58,22 @@ class PlannedBackend(AttentionBackend):
     def prepare(self, inputs: AttentionInputs) -> None:
         """Launch a small kernel that assigns prefill chunks to programs; decodes need no plan."""
         self.inputs, self._plan = inputs, None
-        group, starts, count = self._chunk_group, inputs.query_start, inputs.num_tokens
-        if inputs.has_dynamic_lengths:
-            self._plan = plan_open_prefill(starts, count, group=group, tile=self._choose_tile(count))
-        elif inputs.num_decodes < inputs.num_requests:
-            first = inputs.num_decodes
-            tile = self._choose_tile(count - first)
-            self._plan = plan_prefill(starts, inputs.query_lens_cpu, first=first, group=group, tile=tile)
+        if inputs.has_dynamic_lengths or inputs.num_decodes < inputs.num_requests:
+            num_tokens = inputs.num_tokens - (0 if inputs.has_dynamic_lengths else inputs.num_decodes)
+            self._plan = self._plan_chunks(inputs, self._choose_tile(num_tokens), None)
 
     def _choose_tile(self, num_tokens: int) -> Tile:
         """That of chunks of so many tokens together, at most."""
         return self._chunk_tile
+
+    def _plan_chunks(self, inputs: AttentionInputs, tile: Tile, splitting: Splitting | None) -> PrefillPlan:
+        """With ``splitting`` for kernels that can divide keys."""
+        starts, group = inputs.query_start, self._chunk_group
+        if inputs.has_dynamic_lengths:
+            return plan_open_prefill(starts, inputs.num_tokens, group=group, tile=tile, splitting=splitting)
+        return plan_prefill(
+            starts, inputs.query_lens_cpu, first=inputs.num_decodes, group=group, tile=tile, splitting=splitting
+        )
 
 
 def find_decodes(inputs: AttentionInputs) -> DecodeStep | None:
