@@ -86,7 +86,19 @@ def _reason_against_types(geometry: AttentionGeometry) -> str | None:
 
 def reason_against_hopper(geometry: AttentionGeometry) -> str | None:
     """Half-precision on Hopper, two head dims, any window, soft-cap and sinks."""
-    if reason := reason_against_dependent_launch(geometry) or _reason_against_types(geometry):
+    return _reason_against_types(geometry) or _reason_against_chunks(geometry)
+
+
+def reason_against_expanding(geometry: AttentionGeometry) -> str | None:
+    """As `reason_against_hopper`, with pages of 8-bit floats."""
+    if geometry.dtype not in HALF_TYPES or geometry.kv_dtype != FLOAT8:
+        return f"takes queries in float16 or bfloat16, keys and values in {FLOAT8}"
+    return _reason_against_chunks(geometry)
+
+
+def _reason_against_chunks(geometry: AttentionGeometry) -> str | None:
+    """Shapes that `headrace.kernels.attention.hopper` does not take."""
+    if reason := reason_against_dependent_launch(geometry):
         return reason
     if geometry.capability != HOPPER:
         return "is made for compute capability 9.0"
@@ -168,6 +180,10 @@ ATTENTION_BACKENDS.add(
 ATTENTION_BACKENDS.add(
     "hopper", "headrace.layers.attention.hopper:HopperAttention", supports=reason_against_hopper, priority=25,
     doc="own CUDA C++ for chunks, the Triton kernels for decodes",
+)
+ATTENTION_BACKENDS.add(
+    "hopper_fp8", "headrace.layers.attention.expanded:ExpandingAttention", supports=reason_against_expanding,
+    priority=25, doc="own CUDA C++ for decodes over FP8 pages, and for chunks, whose pages are expanded",
 )
 ATTENTION_BACKENDS.add(
     "cudnn", "headrace.layers.attention.cudnn:CudnnAttention", supports=reason_against_cudnn, priority=20,
