@@ -2,11 +2,34 @@
 chat and over responses."""
 
 import json
+import re
 import sys
 import urllib.request
 
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, custom_tool
 from pydantic import BaseModel, ConfigDict, Field
+
+SUM = 'start: INT (" + " INT)+\n%import common.INT'
+
+
+@custom_tool(format={"type": "grammar", "syntax": "lark", "definition": SUM})
+def add(code: str) -> str:
+    """Adds numbers, such as 1 + 2."""
+    return str(sum(map(int, code.split(" + "))))
+
+
+def try_custom_tools(model: ChatOpenAI) -> None:
+    """Their input is text, here of a grammar; the result goes back."""
+    bound = model.bind_tools([add], tool_choice={"type": "custom", "name": "add"})
+    whole, streamed = bound.invoke("3 + 4?"), None
+    for piece in bound.stream("3 + 4?"):
+        streamed = piece if streamed is None else streamed + piece
+    for message in (whole, streamed):
+        (text,) = message.tool_calls[0]["args"].values()
+        assert message.response_metadata["status"] == "incomplete" or re.fullmatch(r"\d+( \+ \d+)+", text), text
+    (text,) = whole.tool_calls[0]["args"].values()
+    if re.fullmatch(r"\d+( \+ \d+)+", text):
+        assert model.bind_tools([add]).invoke(["3 + 4?", whole, add.invoke(whole.tool_calls[0])]).content
 
 
 class Pick(BaseModel):
@@ -43,6 +66,7 @@ def main(url: str) -> None:
         for piece in each.bind_tools([Pick], tool_choice="required", parallel_tool_calls=False).stream("Pick one."):
             tool = piece if tool is None else tool + piece
         assert 1 <= tool.tool_calls[0]["args"]["n"] <= 9
+    try_custom_tools(each)
     assert len(model.batch(["One.", "Two."], config={"max_concurrency": 2})) == 2
 
 
