@@ -68,6 +68,7 @@ def test_what_is_read_beside_a_step_is_launched_behind_it(monkeypatch: pytest.Mo
 
 def test_a_batch_is_prepared_while_the_device_computes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local, "TOKENS_QUEUED", 1)
+    monkeypatch.setattr(local, "LEAST_QUEUED", 1)
     made: list[FakeExecutor] = []
     prompts = [[nth, nth + 1] for nth in range(12)]
     waiting = iter(prompts)
@@ -89,4 +90,24 @@ def test_a_batch_is_prepared_while_the_device_computes(monkeypatch: pytest.Monke
     outputs = client.run(take())
     assert [output.outputs[0].token_ids for output in outputs] == [continuation(prompt, LENGTH) for prompt in prompts]
     assert [len(plan.rows) for plan in made[0].launched[:2]] == [1, len(prompts)]
+    client.close()
+
+
+def test_one_request_begins_and_the_next_are_many(monkeypatch: pytest.MonkeyPatch):
+    """Each of them has more tokens than are prepared before a step."""
+    monkeypatch.setattr(local, "TOKENS_QUEUED", 1)
+    monkeypatch.setattr(local, "LEAST_QUEUED", 5)
+    made: list[FakeExecutor] = []
+
+    def build(config, progress):
+        made.append(FakeExecutor(config))
+        return engine_over(made[0])
+
+    monkeypatch.setattr(local, "load_target", lambda target: build)
+    client = LocalClient(engine_config(overlap_depth=1))
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+    prompts = [[nth, nth + 1] for nth in range(9)]
+    outputs = client.run(client.jobs.make(prompt, params, client.facts) for prompt in prompts)
+    assert [output.outputs[0].token_ids for output in outputs] == [continuation(prompt, LENGTH) for prompt in prompts]
+    assert [len(plan.rows) for plan in made[0].launched[:3]] == [1, 1 + 5, 1 + 5 + 3]
     client.close()

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 TOKENS_QUEUED = 32768
 """Prompt tokens prepared, and submitted, before one step: more than a step usually takes."""
+LEAST_QUEUED = 64
+"""So many requests at least, but before the first step: where prompts are cached but for their ends, those of fewer
+make steps so small that the host, not the device, bounds them."""
 OUTPUTS_JOINED = 64
 """Outputs of a request that are detokenized at once: without streaming, fewer and larger calls are cheaper."""
 
@@ -50,7 +53,7 @@ class _Intake:
         self.held: dict[str, list[RequestOutput]] = {}
         self._source: Iterator[Job] | None = source
         self._waiting: deque[tuple[EngineRequest, Job]] = deque()
-        self._window = window
+        self._window, self._least = window, 1
 
     @property
     def has_work(self) -> bool:
@@ -59,24 +62,27 @@ class _Intake:
     def take(self) -> Iterator[EngineRequest]:
         """The requests to submit before the next step. At most ``window`` are in the engine, so that its queue limit
         refuses none of them."""
-        self._take_jobs()
-        num_tokens = 0
-        while self._waiting and len(self.running) < self._window and num_tokens < TOKENS_QUEUED:
+        least, self._least = self._least, LEAST_QUEUED
+        self._take_jobs(least)
+        num_taken = num_tokens = 0
+        while (
+            self._waiting and len(self.running) < self._window and (num_tokens < TOKENS_QUEUED or num_taken < least)
+        ):
             request, job = self._waiting.popleft()
-            num_tokens += len(request.prompt_token_ids)
+            num_taken, num_tokens = num_taken + 1, num_tokens + len(request.prompt_token_ids)
             self.running[request.request_id] = job
             yield request
 
-    def _take_jobs(self) -> None:
-        num_tokens = 0
-        while self._source is not None and num_tokens < TOKENS_QUEUED:
+    def _take_jobs(self, least: int) -> None:
+        num_taken = num_tokens = 0
+        while self._source is not None and (num_tokens < TOKENS_QUEUED or num_taken < least):
             job = next(self._source, None)
             if job is None:
                 self._source = None
                 return
             self.jobs.append(job)
             for request in job.requests:
-                num_tokens += len(request.prompt_token_ids)
+                num_taken, num_tokens = num_taken + 1, num_tokens + len(request.prompt_token_ids)
                 self._waiting.append((request, job))
 
 
