@@ -16,7 +16,15 @@ import pytest
 from fakes import PATIENCE_S, FakeExecutor, continuation
 from test_client import SLOW, greedy, ids, read, until
 
-from headrace.base.adapters import AdapterConfig, AdapterInfo, AdapterStats, ListAdapters, LoadAdapter
+from headrace.base.adapters import (
+    AdapterConfig,
+    AdapterInfo,
+    AdapterStats,
+    ListAdapters,
+    LoadAdapter,
+    LoRARequest,
+    UnloadAdapter,
+)
 from headrace.base.admin import AcquireMemory, ReleaseMemory, ReplaceWeights, StartProfile
 from headrace.base.config import engine_config
 from headrace.base.errors import (
@@ -234,6 +242,8 @@ class HalfReplica:
         self.name, self._error, self.calls = name, error, []
 
     async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        if method == ListAdapters.method:
+            return []
         self.calls.append((method, args["name"], args.get("path")))
         if self._error is not None and args.get("path") == "bad":
             raise self._error
@@ -266,6 +276,47 @@ async def test_an_adapter_that_cannot_be_put_back_is_unloaded_on_all(previous: s
     with pytest.raises(AdapterError, match=r"replica 1: torn$"):
         await call_all(alike, call, engine_config(model="0", skip_tokenizer=True), 1.0)
     assert all(len(replica.calls) == 1 for replica in alike), "all have the old one still"
+
+
+class Dying(HalfReplica):
+    """Its engine ends in every call."""
+
+    async def call(self, method: str, args: Any = None, timeout_s: float = 0.0) -> Any:
+        await super().call(method, args, timeout_s)
+        self.num_ends, self.is_up = self.num_ends + 1, False
+        raise EngineUnavailable(f"{self.name} stopped")
+
+
+@pytest.mark.parametrize(("call", "is_done"), [
+    (LoadAdapter("sql", "good"), True), (LoadAdapter("sql", "good", replaces=True, previous="good"), True),
+    (UnloadAdapter("sql"), True), (LoadAdapter("sql", tensors=b"x"), False),
+], ids=["load", "in place", "unload", "tensors"])
+async def test_a_replica_that_ends_while_adapters_change_follows_with_its_next_engine(call: Any, is_done: bool):
+    """What the others did stands: it gets what they have, unless that came with the call alone."""
+    config = engine_config(model="0", skip_tokenizer=True)
+    replicas = [HalfReplica("replica 0"), Dying("replica 1")]
+    if is_done:
+        assert await call_all(replicas, call, config, 1.0) == {}
+        assert len(replicas[0].calls) == 1
+    else:
+        with pytest.raises(EngineUnavailable, match="replica 1: replica 1 stopped; undone"):
+            await call_all(replicas, call, config, 1.0)
+        assert [name for name, *_ in replicas[0].calls] == ["load_adapter", "unload_adapter"]
+    with pytest.raises(EngineUnavailable):
+        await call_all([Dying("replica 0"), Dying("replica 1")], call, config, 1.0)
+
+
+async def test_a_replica_that_is_back_before_the_first_adapter_is_loaded_gets_it():
+    client = AdapterClient([])
+    client.config = replace(client.config, adapters=AdapterConfig(enable_lora=True, lora_folders="/"))
+    client.replicas = [HalfReplica("replica 0"), HalfReplica("replica 1")]
+    catalog = AdapterCatalog(client)  # type: ignore[arg-type]
+    async with catalog._turn:  # as while it is being loaded
+        client.on_restart(client.replicas[1])
+        await asyncio.sleep(0)
+        catalog._known["sql"] = LoRARequest("sql", "good")
+    await asyncio.wait(catalog._reloading)
+    assert client.replicas[1].calls[0] == ("load_adapter", "sql", "good")
 
 
 class Crowded(HalfReplica):

@@ -209,7 +209,8 @@ class AdapterCatalog:
                 self._forget(name)
 
     def _begin_reload(self, replica: Replica) -> None:
-        if self._find_changes() or (self._known and len(self._client.replicas) > 1):
+        # with a turn taken, changes may be under way that the engine comes too late for
+        if self._turn.locked() or self._find_changes() or (self._known and len(self._client.replicas) > 1):
             task = asyncio.get_running_loop().create_task(self._reload(replica), name="adapter-reload")
             self._reloading.add(task)
             task.add_done_callback(self._reloading.discard)

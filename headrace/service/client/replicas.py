@@ -33,7 +33,8 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     When some fail, what the call did on the others is undone if possible, and the error of the first is raised; with
     several replicas it names those that failed. One that did not answer in time, and may obey later, is restarted, and
     so is one that has lost its cache while its weights were replaced: it may have either. One whose engine has obeyed
-    and ended before the others answered has failed too: its next engine comes without the effect.
+    and ended before the others answered has failed too: its next engine comes without the effect. But one that ends in
+    a call about an adapter with a path is left out, if any other obeys: its next engine is given the adapters of then.
     """
     chosen = _concerned(replicas, method)
     lives = [replica.num_ends for replica in chosen]
@@ -43,6 +44,7 @@ async def call_all(replicas: Sequence[Replica], method: Method, config: EngineCo
     for i, replica in enumerate(chosen if _name_of(method) in NEEDS_ALL else ()):
         if replica.num_ends != lives[i] and not isinstance(results[i], BaseException):
             results[i] = EngineUnavailable("its engine has ended meanwhile; try again", retry_after=RETRY_AFTER_S)
+    chosen, results = _leave_out_gone(method, chosen, results)
     failed: list[tuple[Replica, BaseException]] = [
         (replica, result) for replica, result in zip(chosen, results, strict=True) if isinstance(result, BaseException)
     ]
@@ -83,6 +85,19 @@ def _concerned(replicas: Sequence[Replica], method: Method) -> list[Replica]:
             retry_after=RETRY_AFTER_S
         )
     return up
+
+
+def _leave_out_gone(
+    method: Method, replicas: list[Replica], results: list[Any]
+) -> tuple[list[Replica], list[Any]]:
+    is_followed = isinstance(method, UnloadAdapter) or (isinstance(method, LoadAdapter) and method.path)
+    left = [
+        (replica, result) for replica, result in zip(replicas, results, strict=True)
+        if type(result) is not EngineUnavailable or isinstance(result.__cause__, TimeoutError)
+    ]
+    if not is_followed or not left:
+        return replicas, results
+    return [replica for replica, _ in left], [result for _, result in left]
 
 
 def _name_of(method: Method) -> str:
