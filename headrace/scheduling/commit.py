@@ -9,6 +9,7 @@ from headrace.base.errors import RequestError, StepFailed
 from headrace.base.messages import ErrorInfo, Finish, RequestOutput
 from headrace.base.step import StepResult, TokenLogprobs
 from headrace.base.transfer import FirstTokens
+from headrace.scheduling.cache.prefix_tree import note_sound
 from headrace.scheduling.drafting import Drafting
 from headrace.scheduling.lifecycle import Lifecycle
 from headrace.scheduling.planner import Flight
@@ -164,6 +165,7 @@ class Committer:
             return self._lifecycle.finish(request, Finish("length"), [], prompt_logprobs=prompt)
         request.tokens.append(token)
         self._counters.generation_tokens += 1
+        note_sound(request.holding.node)
         self._lifecycle.note_admission(request)
         finish = self._find_finish(request, token)
         if finish is not None:

@@ -72,8 +72,8 @@ class Lifecycle:
         )
 
     def finish_doubted(self, request: Request, finish: Finish) -> RequestOutput:
-        """`finish` for a request whose numbers were not finite: its prefix, which other requests may have read, leaves
-        the prefix cache."""
+        """`finish` for a request whose numbers were not finite: what it has stored of its prefix, which others may have
+        read, leaves the prefix cache."""
         suspects = self._tiers.find_suspects(request) if request.is_running and self._ledger.use_prefixes else None
         output = self.finish(request, finish, [], keep_pages=False)
         if suspects is not None:

@@ -16,7 +16,7 @@ from headrace.base.step import PageMove
 from headrace.scheduling.cache.host_tier import HostTier, extend_keys
 from headrace.scheduling.cache.ledger import CacheLedger, Holding
 from headrace.scheduling.cache.node import Node
-from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch, forget_prefix
+from headrace.scheduling.cache.prefix_tree import TOKEN_BYTES, PrefixMatch, forget_unsound
 from headrace.scheduling.changes import PrefixChanges
 from headrace.scheduling.request import Request
 from headrace.scheduling.storage import StorageTier
@@ -85,9 +85,10 @@ class Tiers:
         return request.holding.node, self._keys_of(request, stored)[:stored] if self.is_on else []
 
     def forget(self, node: Node, keys: list[bytes]) -> None:
-        """Drop a prefix that gave numbers that are not finite, and all others that begin like it: a later position
-        makes pages before it wrong, too, as a weight of 0 times NaN is NaN. What running requests read stays."""
-        forget_prefix(self.ledger.tree, node)
+        """Drop what gave numbers that are not finite: the pages of a prefix that are not known to be sound. A later
+        position makes those before it wrong, too, as a weight of 0 times NaN is NaN. What running requests read stays
+        until they fail."""
+        keys = keys[forget_unsound(self.ledger.tree, node) :]
         self.host.forget(keys)
         self._refused |= {key for key in keys for writing in self._writing if key in writing}
 

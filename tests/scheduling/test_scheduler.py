@@ -256,23 +256,36 @@ def test_a_failed_row_fails_its_request_alone_and_is_not_cached() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 9])
-def test_the_prefix_of_a_failed_row_is_forgotten(window: int) -> None:
-    """Earlier chunks have stored it, and weights of 0 carry NaN into positions before that of its cause."""
+def test_what_a_failed_row_has_stored_is_forgotten(window: int) -> None:
+    """Earlier chunks have stored it, and weights of 0 carry NaN into positions before that of its cause. Pages of which
+    another request has got a token stay."""
     engine = make_engine(make_layout(60, window=window), max_step_tokens=8)
     engine.add(make_ask("other", [1] * 8 + [3] * 8, 1))
-    engine.add(make_ask("elsewhere", [2] * 8, 1))
     engine.drain()
-    engine.add(make_ask("bad", [1] * 20, 5))
+    engine.add(make_ask("bad", [1] * 24, 5))
     engine.launch()
     engine.land()
     engine.launch({"bad"})
     engine.land()
     assert engine.finishes["bad"].finish.error.kind == "step_failed"
-    for name, prompt in (("after", [1] * 8 + [3] * 9), ("known", [2] * 9)):
+    for name, prompt, cached in (("same", [1] * 24, 8), ("known", [1] * 8 + [3] * 9, 16)):
         engine.add(make_ask(name, prompt, 1))
-    engine.drain()
-    assert engine.finishes["after"].num_cached_tokens == 0 and engine.finishes["known"].num_cached_tokens == 8
+        engine.drain()
+        assert engine.finishes[name].num_cached_tokens == cached, name
     engine.check_outputs()
+
+
+def test_pages_that_others_read_are_forgotten_when_they_fail_too() -> None:
+    engine = make_engine(make_layout(60, max_rows=4), max_step_tokens=24)
+    engine.add(make_ask("bad", [1] * 40, 5))
+    engine.launch()
+    engine.land()  # 24 tokens are stored
+    engine.add(make_ask("reader", [1] * 24 + [2], 5))
+    assert engine.launch({"bad", "reader"}).lengths == [16, 1]
+    engine.land()
+    engine.add(make_ask("after", [1] * 40, 1))
+    engine.drain()
+    assert engine.finishes["after"].num_cached_tokens == 0
 
 
 def test_pages_of_a_failed_row_leave_the_host_too() -> None:

@@ -12,10 +12,11 @@ class Node:
     ``key`` is the run's token ids, four bytes each. ``pages[g]`` are group g's pages for the LAST ``len(pages[g])``
     pages of the run: complete in a chained group; shorter, down to empty, where the head is a tombstone.
     ``holders`` counts requests whose stored prefix ends exactly here; they keep the node, not its pages, alive.
-    ``children`` are found by the bytes of their first page. The root has an empty run and its namespace as label.
+    ``is_sound``: a request that read all of the prefix got finite logits. ``children`` are found by the bytes of their
+    first page. The root has an empty run and its namespace as label.
     """
 
-    __slots__ = ("children", "end", "holders", "key", "last_use", "namespace", "pages", "parent", "start")
+    __slots__ = ("children", "end", "holders", "is_sound", "key", "last_use", "namespace", "pages", "parent", "start")
 
     def __init__(
         self, parent: Node | None, key: bytes, start: int, end: int, pages: list[list[int]], namespace: str = ""
@@ -28,6 +29,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.holders = 0
         self.last_use = 0
+        self.is_sound = False
         self.namespace = namespace
 
     def first_intact(self, group: int) -> int:

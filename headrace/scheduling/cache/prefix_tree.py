@@ -232,7 +232,7 @@ class PrefixTree:
         cut = (at - node.start) * self._page_bytes
         heads = [pages[: max(0, len(pages) - (node.end - at))] for pages in node.pages]
         head = Node(parent, node.key[:cut], node.start, at, heads)
-        head.last_use = node.last_use
+        head.last_use, head.is_sound = node.last_use, node.is_sound
         parent.children[node.key[: self._page_bytes]] = head
         node.parent, node.key, node.start = head, node.key[cut:], at
         node.pages = [pages[len(kept) :] for pages, kept in zip(node.pages, heads, strict=True)]
@@ -322,12 +322,24 @@ class PrefixTree:
                 self._queues[group].push(node)
 
 
-def forget_prefix(tree: PrefixTree, node: Node) -> None:
-    """Drop the unpinned pages of all prefixes that begin with the same page as the one that ends at ``node``."""
-    while node.parent is not None and node.parent.parent is not None:
-        node = node.parent
-    for each in reversed(list(walk_below([node] if node.parent is not None else []))):
+def note_sound(node: Node) -> None:
+    """A request that read the whole prefix that ends at ``node`` got finite logits."""
+    step: Node | None = node
+    while step is not None and not step.is_sound:
+        step.is_sound = True
+        step = step.parent
+
+
+def forget_unsound(tree: PrefixTree, node: Node) -> int:
+    """Drop the unpinned pages on the path to ``node`` of which nobody knows that they are sound, and all below them;
+    returns the number of the first such page."""
+    top: Node | None = None
+    step: Node | None = node
+    while step is not None and step.parent is not None and not step.is_sound:
+        step, top = step.parent, step
+    for each in reversed(list(walk_below([top] if top is not None else []))):
         for group, policy in enumerate(tree._policies):
             if each.pages[group]:  # else it may have left the tree
                 drop = tree._cut_tail if policy.is_chained else tree._drop_head
                 drop(each, group, len(each.pages[group]))
+    return node.end if top is None else top.start
