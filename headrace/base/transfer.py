@@ -177,7 +177,11 @@ class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
     reason: str
 
 
-ToAgent = Offer | Filled | Completed | Fetch | Cancel | Decline
+class Reclaim(msgspec.Struct, frozen=True, array_like=True, tag="reclaim"):
+    """Prefill: requests wait for memory to leave by; complete pages that nobody will fetch any more are to go."""
+
+
+ToAgent = Offer | Filled | Completed | Fetch | Cancel | Decline | Reclaim
 
 # -- agent to engine ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from headrace.base.disaggregation import DisaggregationConfig
 from headrace.base.errors import NotFound
 from headrace.base.messages import EngineRequest, RequestOutput
 from headrace.base.sampling import SamplingSpec, StopSpec, TransferSpec
+from headrace.base.transfer import Offer, Reclaim, ToAgent
 from headrace.service.engine import Engine
 from headrace.service.ranks.starting import build_ranked_engine
 from headrace.service.transfer import build as transfer
@@ -264,6 +265,19 @@ def test_pages_that_the_decode_engine_has_no_place_for_are_given_up(lack: str, s
     assert prefill.gate.outcomes == decode.gate.outcomes == {"lost": 1}
     decode.gate._leases.release(0)
     settle([prefill, decode])
+
+
+def test_a_prefill_engine_without_memory_asks_for_that_of_pages_nobody_wants(start, llama, monkeypatch):
+    folder, options, prompts = llama
+    prefill, sent = start(folder, options, "prefill"), list[ToAgent]()
+    monkeypatch.setattr(prefill.gate._line, "send", sent.append)
+    prefill.gate._leases.acquire(0, prefill.gate._leases.num_bytes)
+    prefill.submit("r0", prompts[0], room="0")
+    run_until([prefill], lambda: Reclaim() in sent)
+    assert sent == [Reclaim()], "no more than a few a second"
+    prefill.gate._leases.release(0)
+    run_until([prefill], lambda: prefill.is_done("r0"))
+    assert [type(message) for message in sent[1:2]] == [Offer]
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])

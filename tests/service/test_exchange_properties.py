@@ -25,6 +25,7 @@ from headrace.base.transfer import (
     FromAgent,
     Lost,
     Offer,
+    Reclaim,
     Released,
     ToAgent,
 )
@@ -119,6 +120,11 @@ class FakeAgent:
         if not self.is_up:
             return
         match message:
+            case Fetch() if message.num_bytes == 0:  # pages that are not wanted
+                self.heard.append(Released(message.ticket))
+            case Reclaim():
+                for ticket in [ticket for ticket in self.complete if isinstance(self.open.get(ticket), Offer)]:
+                    self.lose(ticket)
             case Offer() | Fetch():
                 self.open[message.ticket] = message
                 self.filled[message.ticket] = []

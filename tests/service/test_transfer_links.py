@@ -18,13 +18,16 @@ from headrace.base.sampling import TransferSpec
 from headrace.base.token_ids import pack_ids
 from headrace.base.transfer import (
     Alive,
+    Completed,
     Fetch,
     Filled,
+    FirstTokens,
     FromAgent,
     Hello,
     Lost,
     Offer,
     PeerFacts,
+    Reclaim,
     Refusal,
     Released,
     Want,
@@ -225,6 +228,27 @@ async def test_a_lease_behind_a_broken_line_is_released_when_nobody_listens_ther
         while len(heard) < 2:
             await asyncio.sleep(0.005)
     assert isinstance(heard[0], Lost) and heard[1] == Released(3)
+    region.close()
+
+
+async def test_pages_that_nobody_wants_make_way_for_others(monkeypatch: pytest.MonkeyPatch):
+    """As where a decode engine has died: only for requests that lack memory, and not at once."""
+    now, said = [100.0], []
+    monkeypatch.setattr(offering, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    region = Region.create(4096)
+    offers = Offers(HELLO, region, cast(Any, None), said.append, lambda: 0.0)
+    for ticket in (1, 2, 3):
+        offers.take(Offer(ticket, f"{ticket}", b"p", 0, 64))
+    for ticket in (1, 2):
+        offers.take(Filled(ticket, [(0, 64)]))
+        offers.take(Completed(ticket, FirstTokens([1])))
+    offers._rooms["2"].is_taken = True
+    offers.take(Reclaim())
+    now[0] += offering.UNWANTED_S
+    assert not said
+    offers.take(Reclaim())
+    assert [(message.ticket, "others need" in message.reason) for message in said] == [(1, True)]
+    assert list(offers._rooms) == ["2", "3"], "one is being fetched, one is not complete"
     region.close()
 
 

@@ -25,6 +25,7 @@ from headrace.base.transfer import (
     FromAgent,
     Lost,
     Offer,
+    Reclaim,
     Released,
     digest_prompt,
 )
@@ -41,6 +42,7 @@ PATIENCE_S = 3.0
 prompt costs less than to start it anew."""
 IDLE_WAIT_S = 0.002
 SILENCE = f"the transfer agent has said nothing for {PATIENCE_S:g} s"
+RECLAIM_EVERY_S = 0.5
 LOG_EVERY_S = 5.0
 """The same reason is logged at most so often."""
 
@@ -69,6 +71,7 @@ class TransferGate:
         self._ready: list[tuple[EngineRequest, HeadraceError | None]] = []
         self._next_ticket = 1
         self._epoch = line.epoch
+        self._reclaimed_at = -RECLAIM_EVERY_S
         self._logged: dict[str, float] = {}
         self.outcomes = exchange.outcomes
 
@@ -116,6 +119,7 @@ class TransferGate:
                 self._forgo(request)
                 self._go_alone(request, f"no memory for its pages within {ROOM_S:g} s")
             else:
+                self._reclaim()
                 break
         ready, self._ready = self._ready, []
         return ready
@@ -164,6 +168,11 @@ class TransferGate:
             self._exchange.expected[request.request_id] = lease.ticket
             self._line.send(Fetch(lease.ticket, spec, prompt, begin, extent.num_bytes))
         return True
+
+    def _reclaim(self) -> None:
+        if self._is_prefill and self._clock() - self._reclaimed_at >= RECLAIM_EVERY_S:
+            self._reclaimed_at = self._clock()
+            self._line.send(Reclaim())
 
     def _forgo(self, request: EngineRequest) -> None:
         """The pages of a request will not be fetched: else they would keep memory of the prefill engine for long."""

@@ -26,6 +26,7 @@ from headrace.base.transfer import (
     FromAgent,
     Hello,
     Offer,
+    Reclaim,
     Refusal,
     Released,
     Span,
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 OFFER_S = 5.0
 """How long a decode agent may ask for a room before it is offered: a router sends both requests at once."""
+UNWANTED_S = 6.0
+"""For so long complete pages are kept for somebody who wants them where others have no memory: a decode engine wants
+them at once, or goes on without (`gate.ROOM_S`); that of another router may be told of them only now."""
 WRITE_S = 30.0
 """Most seconds for one write: then the agent must end, as nothing else ends what a backend may still write."""
 WRITE_BYTES = 64 << 20
@@ -77,6 +81,7 @@ class _Room:
     offer: Offer
     spans: list[Span] = field(default_factory=list)
     first: FirstTokens | None = None
+    completed_at: float = 0.0  # by `time.monotonic`
     failure: str = ""
     is_taken: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,13 +120,16 @@ class Offers:
         self._failed: dict[str, str] = {}  # rooms that failed before they were wanted, latest last
         self._links: dict[_Link, int] = {}  # with the epochs of their decode agents
 
-    def take(self, message: Offer | Filled | Completed | Cancel | Decline) -> None:
+    def take(self, message: Offer | Filled | Completed | Cancel | Decline | Reclaim) -> None:
         """A message of the engine."""
         if isinstance(message, Offer):
             self._add(message)
             return
         if isinstance(message, Decline):
             self._decline(message.room, message.reason)
+            return
+        if isinstance(message, Reclaim):
+            self._reclaim()
             return
         room = self._tickets.get(message.ticket)
         if room is None:  # delivered or expired meanwhile
@@ -130,7 +138,7 @@ class Offers:
             case Filled():
                 room.spans += message.spans
             case Completed():
-                room.first = message.first
+                room.first, room.completed_at = message.first, time.monotonic()
             case Cancel():
                 room.failure = message.reason
         room.changed.set()
@@ -250,6 +258,12 @@ class Offers:
         asked = self._asked.get(offer.room)
         if asked is not None and not asked.done():
             asked.set_result(room)
+
+    def _reclaim(self) -> None:
+        until = time.monotonic() - UNWANTED_S
+        for room in [room for room in self._rooms.values() if room.first is not None and not room.is_taken]:
+            if room.completed_at <= until:
+                self.end(room, f"nobody fetched the pages within {UNWANTED_S:g} s, and others need their memory")
 
     def _decline(self, declined: str, reason: str) -> None:
         self._note_failed(declined, reason)
