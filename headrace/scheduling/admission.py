@@ -206,9 +206,9 @@ class Admission:
 
     def match(self, request: Request) -> PrefixMatch:
         """The usable prefix hit, in whole pages. Shorter than the known tokens, as at least one must be computed for
-        its logits; empty for requests that need every position's hidden state."""
+        its logits; empty for requests that need every position's hidden state, or compute all of them anew."""
         ledger = self._ledger
-        if not ledger.use_prefixes or request.needs_all_tokens:
+        if not ledger.use_prefixes or request.needs_all_tokens or request.was_doubted:
             return PrefixMatch(request.namespace, None, 0)
         whole = (request.known_len - 1) // ledger.page_size * ledger.page_size
         return ledger.match(request.namespace, request.key_bytes(0, whole))

@@ -55,7 +55,9 @@ class Committer:
                 outputs.append(self._lifecycle.finish(request, finish, [], keep_pages=False))
             elif request.row in failed:
                 finish = Finish("error", error=ErrorInfo.of(StepFailed(failed[request.row])))
-                outputs.append(self._lifecycle.finish_doubted(request, finish))
+                output = self._lifecycle.doubt(request, finish)
+                if output is not None:
+                    outputs.append(output)
         return outputs
 
     def _commit_decodes(self, flight: Flight, result: StepResult, outputs: list[RequestOutput]) -> None:

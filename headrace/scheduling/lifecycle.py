@@ -71,23 +71,29 @@ class Lifecycle:
             num_draft_tokens, len(token_ids) - 1 if num_draft_tokens else 0
         )
 
-    def finish_doubted(self, request: Request, finish: Finish) -> RequestOutput:
-        """`finish` for a request whose numbers were not finite: what it has stored of its prefix, which others may have
-        read, leaves the prefix cache."""
-        suspects = self._tiers.find_suspects(request) if request.is_running and self._ledger.use_prefixes else None
-        output = self.finish(request, finish, [], keep_pages=False)
-        if suspects is not None:
-            self._tiers.forget(*suspects)  # what it pinned is evictable now
+    def doubt(self, request: Request, finish: Finish) -> RequestOutput | None:
+        """The numbers of a running request were not finite. What is not known to be sound of its prefix leaves the
+        prefix cache. As that may be another request's fault, it goes back to the queue once, to compute all of it
+        itself, beside the cache; otherwise it ends."""
+        node, keys = self._tiers.find_suspects(request)
+        output = None
+        if node.parent is None or node.is_sound or request.was_doubted:
+            output = self.finish(request, finish, [], keep_pages=False)
+        else:
+            request.was_doubted = request.skips_tiers = True
+            request.hit_version = -1
+            self.retract(request, keep_pages=False)
+        self._tiers.forget(node, keys)  # what it pinned is evictable now
         return output
 
-    def retract(self, request: Request, *, keeps_turn: bool = True) -> None:
+    def retract(self, request: Request, *, keeps_turn: bool = True, keep_pages: bool = True) -> None:
         """Return a running request to the queue; it resumes later from the tokens known now, before others of its
         client unless ``keeps_turn`` is false. Tokens of steps in flight
-        are lost (the epoch changes) and sampled again. Its computed pages stay in the prefix tree until evicted, so
-        resuming is mostly a prefix hit."""
+        are lost (the epoch changes) and sampled again. With ``keep_pages`` its computed pages stay in the prefix tree
+        until evicted, so resuming is mostly a prefix hit."""
         if self._hooks:
             self._hooks.dispatch("request_retracted", update_of(request))
-        self._give_up_pages(request, keep_pages=True)
+        self._give_up_pages(request, keep_pages=keep_pages)
         self._running.leave(request, State.RETRACTED)
         self._queue.push(request, keeps_turn=keeps_turn)
         self._counters.retracted += 1
@@ -107,7 +113,7 @@ class Lifecycle:
         flight still writes stay the request's own."""
         holding, page_size = request.holding, self._ledger.page_size
         begin, end = holding.stored, request.computed_len // page_size
-        if end > begin and self._ledger.use_prefixes:
+        if end > begin and self._ledger.use_prefixes and not request.was_doubted:
             run = request.key_bytes(begin * page_size, end * page_size)
             # The tree had some of these tokens, from another request: the table now refers to those pages instead.
             if self._ledger.store(holding, run):

@@ -52,6 +52,7 @@ class Request:
         "num_proposed", "num_shared_waits", "num_unsure", "origin", "page_keys", "path", "places", "planned_len",
         "pooling", "priority", "prompt_len", "prompt_logprobs_len", "queued_s", "request_id", "row",
         "sampling", "seq", "shared_pages", "skips_tiers", "state", "stop_ids", "tickets", "tokens", "wait_mark",
+        "was_doubted",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +94,7 @@ class Request:
 
         self.arrived_at = 0.0  # by the scheduler's clock
         self.queued_s: float | None = None  # from then to the first admission
+        self.was_doubted = False  # computed anew, beside the prefix cache, as its numbers were not finite
         self.num_cached_tokens = -1  # reported to users: the hit of the first admission
         self.prompt_logprobs_len = 1  # prompt positions already reported; position 0 has no logprob
 

@@ -60,7 +60,7 @@ class SharedPrefills:
             return
         self._drop_claim(request)
         holding = request.holding
-        if request.computed_len < request.goal_len:
+        if request.computed_len < request.goal_len and not request.was_doubted:
             begin = holding.stored * self._page_size
             end = begin + self._page_size
             if end <= request.goal_len:
